@@ -1,0 +1,5 @@
+"""`python -m dubito` is the command `dubito`."""
+
+from dubito.cli import main
+
+main()
