@@ -1,0 +1,36 @@
+# Needs make and Python 3.11 or later (on Debian: apt install make python3-venv). Each target makes .venv itself.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+BENCH ?= $(filter-out _%,$(basename $(notdir $(wildcard benchmarks/*.py))))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint test test-slow bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+setup: $(READY) ## make .venv with dubito (editable) and the development tools
+
+$(READY): pyproject.toml
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { echo "no venv module: apt install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --editable '.[dev]'
+	touch $@
+
+lint: $(READY) ## ruff and strict mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy .types/dubito tests $(wildcard benchmarks)
+
+test: lint ## lint, then every test that takes seconds
+	$(BIN)/pytest -n 2 --durations=10
+
+test-slow: $(READY) ## the tests that take minutes
+	$(BIN)/pytest -m slow --durations=10
+
+bench: $(READY) ## every benchmark in turn, or one: make bench BENCH=name
+	@set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
+
+clean: ## remove .venv, builds and caches
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
