@@ -1,0 +1,89 @@
+"""The root command in processes of its own: it starts light, and it fails in one line."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dubito.cli import app
+
+DUBITO = Path(sys.executable).with_name("dubito")
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def run_as_command(body: str) -> subprocess.CompletedProcess[str]:
+    """Runs `dubito try-it`, a command of this body joined to the real app."""
+    indented = "\n".join(f"    {line}" for line in body.splitlines())
+    return run(
+        sys.executable,
+        "-c",
+        "import os, signal, sys\n"
+        "from dubito import cli\n"
+        "from dubito.models.errors import DubitoError\n"
+        f"@cli.app.command()\ndef try_it() -> None:\n{indented}\n"
+        "sys.argv = ['dubito', 'try-it']\n"
+        "cli.main()\n",
+    )
+
+
+@pytest.mark.parametrize("command", [[DUBITO], [sys.executable, "-m", "dubito"]])
+def test_version(command: list[str | Path]) -> None:
+    assert run(*command, "--version").stdout == f"dubito {version('dubito')}\n"
+
+
+def test_help_answers_without_torch() -> None:
+    """Each room's commands are listed, and nothing heavy was imported to list them."""
+    code = (
+        "import atexit, sys\n"
+        "heavy = {'torch', 'torchvision', 'numpy', 'scipy', 'PIL', 'safetensors'}\n"
+        "atexit.register(lambda: print('imported:', sorted(heavy & set(sys.modules))))\n"
+        "sys.argv = ['dubito', '--help']\n"
+        "from dubito.cli import main\n"
+        "main()\n"
+    )
+    answer = run(sys.executable, "-c", code)
+    assert answer.returncode == 0, answer.stderr
+    assert "inspect" in answer.stdout
+    assert answer.stdout.endswith("imported: []\n")
+
+
+def test_every_command_has_a_help() -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    assert group.commands
+    for name, command in group.commands.items():
+        assert command.help, f"`dubito {name}` has no docstring"
+        answer = CliRunner().invoke(app, [name, "--help"])
+        assert answer.exit_code == 0
+        assert answer.stdout.startswith(f"Usage: dubito {name}")
+
+
+def test_our_error_is_one_line_and_exit_code_2() -> None:
+    answer = run_as_command("raise DubitoError('the file is cut short.\\nTrain again.')")
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr == "error: the file is cut short. Train again.\n"
+
+
+def test_another_error_keeps_its_traceback() -> None:
+    answer = run_as_command("raise RuntimeError('a bug')")
+    assert answer.returncode == 1
+    assert "Traceback" in answer.stderr
+
+
+def test_ctrl_c_exits_130_without_traceback() -> None:
+    answer = run_as_command("os.kill(os.getpid(), signal.SIGINT)")
+    assert answer.returncode == 130
+    assert "Traceback" not in answer.stderr
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    answer = run(DUBITO, "no-such-command")
+    assert answer.returncode == 2
+    assert "no-such-command" in answer.stderr
