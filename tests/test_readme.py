@@ -1,0 +1,66 @@
+"""A reader who pastes the README gets what it shows."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).parents[1]
+
+
+def script(readme: str, workdir: Path) -> str:
+    """The README as a bash script of as many lines, so that bash reports the README's line numbers.
+
+    Of a ```console block it keeps the lines after the prompt `$ `, and their continuations after `> ` where a line
+    ends in a backslash. `make test` would run this test again: a `make` line is only a dry run in the repository, which
+    fails if there is no such target. A ```python block is saved in `workdir` and run in a process of its own.
+    """
+    lines, block, continues, code = [], "", False, Path()
+    for number, line in enumerate(readme.splitlines(), start=1):
+        command = ""
+        if line.startswith("```"):
+            block = "" if block else line.removeprefix("```").strip() or "text"
+            if block == "python":
+                code = workdir / f"readme_line_{number}.py"
+                code.touch()
+                command = f"python {code.name}"
+        elif block == "python":
+            code.write_text(code.read_text() + line + "\n")
+        elif block == "console" and line.startswith("> " if continues else "$ "):
+            command = line[2:]
+            continues = command.endswith("\\")
+            if command.startswith("make "):
+                command = f"make --directory '{REPO}' --dry-run {command.removeprefix('make ')}"
+        lines.append(command)
+    return "\n".join(lines)
+
+
+def test_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    """In one shell and one folder, so that a command finds what the one before it wrote."""
+    commands = script((REPO / "README.md").read_text(), tmp_path)
+    assert commands.strip(), "the README has no commands"
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    environment["PATH"] = f"{Path(sys.prefix) / 'bin'}:{environment['PATH']}"
+    trap = """trap 'echo "README.md, line $LINENO: $BASH_COMMAND" >&2' ERR; """  # shares the script's first line
+    command = ["bash", "-euo", "pipefail", "-c", trap + commands]
+    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+def test_script_keeps_order_and_line_numbers(tmp_path: Path) -> None:
+    readme = [
+        "```console",
+        "$ make test",
+        "$ dubito a \\",
+        "> --b",
+        "wrote it",
+        "```",
+        "```python",
+        "x = 1",
+        "```",
+        "$ no",
+    ]
+    kept = {2: f"make --directory '{REPO}' --dry-run test", 3: "dubito a \\", 4: "--b", 7: "python readme_line_7.py"}
+    assert script("\n".join(readme), tmp_path).split("\n") == [kept.get(n, "") for n in range(1, len(readme) + 1)]
+    assert (tmp_path / "readme_line_7.py").read_text() == "x = 1\n"
