@@ -1,0 +1,21 @@
+"""What a Bayesian network is: posteriors, layers, conversion, artifacts and predictions."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dubito.models.architectures import build as build
+    from dubito.models.conversion import bayesianize as bayesianize
+    from dubito.models.conversion import ensemble as ensemble
+
+_HOMES = {"build": "architectures", "bayesianize": "conversion", "ensemble": "conversion"}
+
+__all__ = ["bayesianize", "build", "ensemble"]
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for when it is asked for: `dubito --help` must not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,158 @@
+"""Networks by name: ours, torchvision's classifiers, and plug-ins of other packages."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from itertools import pairwise
+
+from pydantic import JsonValue
+from torch import nn
+
+from dubito.models.errors import ArchitectureError
+from dubito.models.manifest import Architecture, Image, Input
+
+GROUP = "dubito.architectures"  # entry points: name -> a function of plain arguments that returns an nn.Module
+LARGEST = 1 << 24  # of any whole number among the arguments: a manifest may claim what it likes
+LONGEST = 256  # of any list among them
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
+
+
+def mlp(
+    inputs: int = 784, outputs: int = 10, hidden: Sequence[int] = (400, 400), activation: str = "relu"
+) -> nn.Module:
+    """Fully connected layers; inputs of any shape are flattened."""
+    if activation not in ACTIVATIONS:
+        raise ArchitectureError(f"mlp: activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}.")
+    layers: list[nn.Module] = [nn.Flatten()]
+    sizes = [inputs, *hidden]
+    for d_in, d_out in pairwise(sizes):
+        layers += [nn.Linear(d_in, d_out), ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+
+
+def lenet(classes: int = 10, channels: int = 1) -> nn.Module:
+    """LeNet-5 for 28 × 28 images, with ReLU and max-pooling."""
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, classes),
+    )
+
+
+def resnet18_cifar(classes: int = 10) -> nn.Module:
+    return _for_small_images("resnet18", classes)
+
+
+def resnet50_cifar(classes: int = 10) -> nn.Module:
+    return _for_small_images("resnet50", classes)
+
+
+def _for_small_images(name: str, classes: int) -> nn.Module:
+    """torchvision's network with a 3 × 3 stem and no max-pooling, for 32 × 32 images."""
+    net = _torchvision(name, classes)
+    net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    net.maxpool = nn.Identity()
+    return net
+
+
+def _torchvision(name: str, classes: int) -> nn.Module:
+    import torchvision.models  # slow to import, and only these names need it
+
+    known = torchvision.models.list_models(module=torchvision.models)
+    if name not in known:
+        raise ArchitectureError(f"torchvision has no classifier {name!r}; it has: {', '.join(known)}.")
+    builder = torchvision.models.get_model_builder(name)
+    extra: dict[str, bool] = (
+        {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
+    )
+    net: nn.Module = builder(weights=None, num_classes=classes, **extra)
+    return net
+
+
+OURS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": mlp,
+    "lenet": lenet,
+    "resnet18-cifar": resnet18_cifar,
+    "resnet50-cifar": resnet50_cifar,
+}
+
+
+def names() -> list[str]:
+    """Every name that can be built here, torchvision's as one pattern."""
+    return [*OURS, "torchvision/NAME", *(e.name for e in entry_points(group=GROUP))]
+
+
+def build(name: str, **arguments: JsonValue) -> nn.Module:
+    """A fresh network; it remembers its name and arguments, so that an artifact can rebuild it."""
+    builder = _builder(name)
+    _check(name, builder, arguments)
+    net = builder(**arguments)
+    if not isinstance(net, nn.Module):
+        raise ArchitectureError(f"the plug-in {name!r} returned {type(net).__name__}; expected a torch nn.Module.")
+    net.__dict__["architecture"] = Architecture(name=name, arguments=arguments)
+    return net
+
+
+def architecture_of(net: nn.Module) -> Architecture:
+    found = net.__dict__.get("architecture")
+    return found if isinstance(found, Architecture) else Architecture(name="custom")
+
+
+def input_of(architecture: Architecture) -> Input | None:
+    """What such a network takes, where its name and arguments tell."""
+    match architecture.name:
+        case "mlp":
+            inputs = architecture.arguments.get("inputs", 784)
+            return Input(shape=(inputs,)) if isinstance(inputs, int) else None
+        case "lenet":
+            channels = architecture.arguments.get("channels", 1)
+            if not isinstance(channels, int):
+                return None
+            return Input(shape=(channels, 28, 28), image=Image(mean=(0.0,) * channels, std=(1.0,) * channels))
+        case "resnet18-cifar" | "resnet50-cifar":
+            return Input(shape=(3, 32, 32), image=Image(mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)))
+        case name if name.startswith("torchvision/"):
+            return Input(shape=(3, 224, 224), image=Image(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)))
+    return None
+
+
+def _builder(name: str) -> Callable[..., nn.Module]:
+    if name in OURS:
+        return OURS[name]
+    if name.startswith("torchvision/"):
+
+        def torchvision_classifier(classes: int = 1000) -> nn.Module:
+            return _torchvision(name.removeprefix("torchvision/"), classes)
+
+        return torchvision_classifier
+    for entry in entry_points(group=GROUP, name=name):
+        plugin: Callable[..., nn.Module] = entry.load()
+        return plugin
+    raise ArchitectureError(
+        f"no architecture {name!r}; there are: {', '.join(names())}. "
+        f"A package can add its own under the entry point group {GROUP!r}."
+    )
+
+
+def _check(name: str, builder: Callable[..., nn.Module], arguments: dict[str, JsonValue]) -> None:
+    """Arguments may come from a hostile file: known names, sane sizes."""
+    try:
+        inspect.signature(builder).bind(**arguments)
+    except TypeError as error:
+        raise ArchitectureError(f"{name}: {error}; it takes {inspect.signature(builder)}.") from None
+    for key, value in arguments.items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, int) and not 0 < number <= LARGEST and not isinstance(number, bool):
+                raise ArchitectureError(f"{name}: {key} is {number}; expected 1 to {LARGEST}.")
+        if isinstance(value, list | tuple) and len(value) > LONGEST:
+            raise ArchitectureError(f"{name}: {key} has {len(value)} entries; expected at most {LONGEST}.")

@@ -1,0 +1,200 @@
+"""From any torch network to a Bayesian one: each Linear and Conv layer gets a posterior, the rest stays as it is."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.ensemble import Mixture
+from dubito.models.errors import ConversionError
+from dubito.models.geometry import Linear
+from dubito.models.layers import BayesianLayer, MemberLayer
+from dubito.models.manifest import Hierarchy, InducingLayer, Layer, Task
+from dubito.models.network import BayesianNetwork
+from dubito.models.options import Options, Overrides, check_used, describe, naming, options_for, pair
+from dubito.models.prediction import predict
+from dubito.models.start import CONVERTIBLE, Start, geometry_of, inducing_for, posterior_for, weight_of
+from dubito.models.uncertainty import Classified
+from dubito.models.weight_space import WeightSpace
+
+
+def bayesianize(
+    net: nn.Module,
+    method: str,
+    *,
+    inducing: int | tuple[int, int] = 64,
+    layers: Overrides | None = None,
+    unsupported: Literal["error", "leave"] = "error",
+    start: Start = "network",
+    hierarchy: int | tuple[int, int] | None = None,
+    task: Task | None = None,
+    data: Iterable[tuple[Tensor, Tensor]] | None = None,
+    **options: Any,
+) -> BayesianNetwork:
+    """A Bayesian copy of `net`; `net` itself is left alone.
+
+    `start="network"` begins at the weights of `net`: each layer's mean is its best fit of rank M. `start="prior"`
+    begins where the papers do, for training from scratch. `layers` changes the method or any option of some layers, by
+    module name, glob or layer type; a name beats a glob, a glob beats a type, and later entries beat earlier ones.
+    A layer that holds weights but cannot be converted is an error, or left deterministic with `unsupported="leave"`.
+    `hierarchy` puts global inducing weights of that size above those of the layers [Ritter21, appendix H].
+    With `data` (batches of inputs and labels) the accuracy before and after is printed.
+    """
+    M_out, M_in = pair(inducing)
+    base = Options(method, M_out, M_in).changed(options)  # type: ignore[arg-type]  # checked there
+    found = _convertible(net, unsupported)
+    chosen = {name: options_for(name, module, base, layers or {}) for name, module in found.items()}
+    check_used(layers or {}, found)
+    entries, modules = {}, {}
+    for name, module in found.items():
+        if chosen[name].method != "deterministic":
+            geometry = geometry_of(module)
+            with naming(name):
+                entries[name] = describe(geometry, chosen[name])
+            modules[name] = module
+    above = None
+    if hierarchy is not None:
+        entries, above = _under_hierarchy(entries, base, *pair(hierarchy))
+    members = _copied(net, base) if base.method == "ensemble-w" else {}
+    made = assemble(net, entries, members, above, task, start)
+    if data is not None:
+        _print_accuracy(net, made, data)
+    return made
+
+
+def ensemble(networks: Sequence[nn.Module], task: Task | None = None) -> BayesianNetwork:
+    """Ensemble-W of networks that were trained apart: everything they hold, BatchNorm included, stays their own."""
+    if not networks:
+        raise ConversionError("an ensemble needs at least one network.")
+    shapes = [{k: v.shape for k, v in n.state_dict().items()} for n in networks]
+    if any(s != shapes[0] for s in shapes):
+        raise ConversionError("the networks of an ensemble must have the same layers and shapes.")
+    made = bayesianize(networks[0], "ensemble-w", members=len(networks), task=task)
+    parts = [dict(n.named_modules()) for n in networks]
+    with torch.no_grad():
+        for name, layer in made.layers.items():
+            assert isinstance(layer.posterior, WeightSpace)
+            assert isinstance(layer.posterior.law, Mixture)
+            layer.posterior.law.points.value.copy_(torch.stack([weight_of(p[name]) for p in parts]))
+        for name, module in made.net.named_modules():
+            if isinstance(module, MemberLayer):
+                for part, own in zip(parts, module.copies, strict=True):
+                    own.load_state_dict(part[name].state_dict())
+    return made
+
+
+def assemble(
+    net: nn.Module,
+    entries: Mapping[str, Layer],
+    members: Mapping[str, int],
+    hierarchy: Hierarchy | None,
+    task: Task | None,
+    start: Start,
+) -> BayesianNetwork:
+    """A copy of `net` with the layers that the entries describe: the part that conversion and loading share."""
+    found = dict(net.named_modules())
+    swaps: dict[nn.Module, nn.Module] = {}
+    for name, entry in entries.items():
+        if name not in found or not isinstance(found[name], CONVERTIBLE):
+            raise ConversionError(f"the network has no Linear or Conv layer {name!r}.")
+        geometry = geometry_of(found[name])
+        swaps[found[name]] = BayesianLayer(geometry, posterior_for(entry, geometry, found[name], start))
+    for name, E in members.items():
+        if name not in found:
+            raise ConversionError(f"the network has no layer {name!r}.")
+        swaps[found[name]] = MemberLayer([copy.deepcopy(found[name]) for _ in range(E)])
+    above = None
+    if hierarchy is not None:
+        above = inducing_for(hierarchy.layer, hierarchy.d_out, hierarchy.d_in, None, _like(net))
+    # deepcopy with the memo pre-filled: swapped layers stand in the copy wherever the old ones stood, shared ones too
+    memo: dict[int, object] = {id(old): new for old, new in swaps.items()}
+    return BayesianNetwork(copy.deepcopy(net, memo), hierarchy=above, task=task)
+
+
+def _like(net: nn.Module) -> Tensor:
+    return next(net.parameters())
+
+
+def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
+    """Layers that can be converted, by name; any other layer that holds weights is named in the error."""
+    owners: dict[nn.Parameter, int] = {}
+    for module in net.modules():
+        for p in module._parameters.values():
+            if p is not None:
+                owners[p] = owners.get(p, 0) + 1
+    found: dict[str, nn.Module] = {}
+    refused: dict[str, str] = {}
+    for name, module in net.named_modules():
+        if any(name.startswith(r + ".") for r in refused):
+            continue  # inside a layer that is left alone as a whole
+        own = [p for p in module._parameters.values() if p is not None]
+        plain = type(module) in CONVERTIBLE and "weight" in module._parameters and not module._forward_pre_hooks
+        tied = any(owners[p] > 1 for p in own)
+        if plain and not tied:
+            found[name] = module
+        elif plain or any(_is_matrix(p) for p in own):
+            refused[name] = (
+                f"{name or 'the network itself'} ({type(module).__name__}{', tied weights' if tied else ''})"
+            )
+    if refused and unsupported == "error":
+        raise ConversionError(
+            f"cannot convert {', '.join(refused.values())}: only plain Linear, Conv1d, Conv2d and Conv3d layers can "
+            'be made Bayesian. Pass unsupported="leave" to keep these deterministic.'
+        )
+    return found
+
+
+def _is_matrix(p: Tensor) -> bool:
+    """Weights, as against the per-channel numbers of a normalisation layer."""
+    return sum(side > 1 for side in p.shape) > 1
+
+
+def _copied(net: nn.Module, base: Options) -> dict[str, int]:
+    """Layers of a whole Ensemble-W that are not weight matrices but hold something: each member has its own."""
+    names = {}
+    for name, module in net.named_modules():
+        holds = any(t is not None for t in (*module._parameters.values(), *module._buffers.values()))
+        if holds and not isinstance(module, CONVERTIBLE) and not any(module.children()):
+            names[name] = base.members
+    return names
+
+
+def _under_hierarchy(
+    entries: dict[str, Layer], base: Options, M_out: int, M_in: int
+) -> tuple[dict[str, Layer], Hierarchy]:
+    """Global inducing weights over the V's of all inducing layers, set side by side."""
+    inducing = {name: e for name, e in entries.items() if isinstance(e, InducingLayer)}
+    rows = {e.M_out for e in inducing.values()}
+    if len(rows) != 1:
+        raise ConversionError(
+            "a hierarchy sets the V's of all inducing layers side by side, so they need one M_out; "
+            f"they have {sorted(rows)}."
+        )
+    if base.method not in ("ffg-u", "fcg-u", "ensemble-u"):
+        raise ConversionError(f"a hierarchy needs an inducing method (ffg-u, fcg-u, ensemble-u), not {base.method!r}.")
+    d_out, d_in = rows.pop(), sum(e.M_in for e in inducing.values())
+    top = describe(Linear(d_in, d_out, bias=False), replace(base, M_out=M_out, M_in=M_in, noise="exact"))
+    assert isinstance(top, InducingLayer)
+    above = Hierarchy(d_out=d_out, d_in=d_in, layer=top.model_copy(update={"sigma": 1.0}))
+    update = {"method": "hierarchical", "members": None, "sigma_max": None}
+    return entries | {name: e.model_copy(update=update) for name, e in inducing.items()}, above
+
+
+def _print_accuracy(net: nn.Module, made: BayesianNetwork, data: Iterable[tuple[Tensor, Tensor]]) -> None:
+    factors, right_before, right_after, n = made.factors(), 0, 0, 0
+    training = net.training
+    net.eval()
+    for x, y in data:
+        with torch.no_grad():
+            right_before += int((net(x).argmax(-1) == y).sum())
+        summary = predict(made, factors, x, samples=0).summary
+        assert isinstance(summary, Classified)
+        right_after += int((summary.probabilities.argmax(-1) == y).sum())
+        n += len(y)
+    net.train(training)
+    print(
+        f"accuracy {right_before / n:.2%} before, {right_after / n:.2%} after conversion ({n} inputs, posterior mean)"
+    )

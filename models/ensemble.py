@@ -1,0 +1,47 @@
+"""Equal mixtures of point masses: q of Ensemble-U (over V), Ensemble-W and plain networks (over W)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from dubito.models.parameters import Free
+from dubito.models.posterior import Value
+
+
+@dataclass(frozen=True)
+class FrozenMixture(Value):
+    points: Tensor  # (members, *shape)
+    normals: int = 0
+
+    @property
+    def members(self) -> int:
+        return len(self.points)
+
+    def mean(self, member: Tensor | None) -> Tensor:
+        assert member is not None
+        return self.points[member]
+
+    def draw(self, noise: Tensor, member: Tensor | None) -> Tensor:
+        return self.mean(member)
+
+
+class Mixture(nn.Module):
+    def __init__(self, points: Tensor) -> None:
+        super().__init__()
+        self.points = Free(points)
+
+    def freeze(self) -> FrozenMixture:
+        return FrozenMixture(self.points())
+
+    def kl(self, prior: float) -> Tensor:
+        """None: a point mass has no finite KL to a density, and the paper drops the term."""
+        return self.points.value.new_zeros(())
+
+
+class Members(nn.Module):
+    """One copy per ensemble member of a layer that is not a weight matrix (a BatchNorm, say)."""
+
+    def __init__(self, copies: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.copies = nn.ModuleList(copies)

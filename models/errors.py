@@ -1,0 +1,21 @@
+"""Errors that a user can act on: each says what came, what was expected and what to do."""
+
+
+class DubitoError(Exception):
+    """Base of every error that dubito raises on purpose; a command prints it as one line."""
+
+
+class ArtifactError(DubitoError):
+    """A file that is not an artifact, or not one that this version can trust."""
+
+
+class ArchitectureError(DubitoError):
+    """An architecture name or argument that cannot be built."""
+
+
+class ConversionError(DubitoError):
+    """A network that cannot be made Bayesian as asked."""
+
+
+class InputError(DubitoError):
+    """Inputs or options of a prediction that do not fit the model."""

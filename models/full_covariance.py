@@ -1,0 +1,70 @@
+"""A Gaussian with full covariance over one tensor: q of FCG-U (over V) and FCG-W (over W)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.errors import ConversionError
+from dubito.models.mean_field import FLOOR
+from dubito.models.parameters import Free, Positive
+from dubito.models.posterior import Value
+
+LIMIT = 1024  # entries of the tensor: the covariance is its square (1024: 2 MB of triangle a layer, M = 32)
+
+
+@dataclass(frozen=True)
+class FrozenFullCovariance(Value):
+    centre: Tensor  # (*shape)
+    root: Tensor  # (n, n)  lower triangular, root rootᵀ = covariance of the flattened tensor
+    members: int = 0
+
+    @property
+    def normals(self) -> int:
+        return len(self.root)
+
+    def mean(self, member: Tensor | None) -> Tensor:
+        return self.centre[None]
+
+    def draw(self, noise: Tensor, member: Tensor | None) -> Tensor:
+        return self.centre + (noise @ self.root.T).view(-1, *self.centre.shape)
+
+
+class FullCovariance(nn.Module):
+    """The root is diag(spread) times a unit lower triangle with its rows scaled to length one.
+
+    So `spread` is the standard deviation of each entry, which the cap bounds, and the triangle holds the correlations.
+    """
+
+    def __init__(self, centre: Tensor, std: float, sigma_max: float | None) -> None:
+        super().__init__()
+        n = centre.numel()
+        self.centre = Free(centre)
+        self.spread = Positive(torch.full((n,), std, dtype=centre.dtype, device=centre.device), FLOOR, sigma_max)
+        self.below = nn.Parameter(torch.zeros(n * (n - 1) // 2, dtype=centre.dtype, device=centre.device))
+
+    def freeze(self) -> FrozenFullCovariance:
+        return FrozenFullCovariance(self.centre(), self.spread()[:, None] * self._correlation())
+
+    def kl(self, prior: float) -> Tensor:
+        m: Tensor = self.centre() / prior
+        s: Tensor = self.spread() / prior
+        log_det = s.log().sum() + self._correlation().diagonal().log().sum()
+        return (m.square().sum() + s.square().sum() - len(s)) / 2 - log_det
+
+    def _correlation(self) -> Tensor:
+        n = len(self.spread.raw)
+        rows, columns = torch.tril_indices(n, n, offset=-1, device=self.below.device)
+        unit = torch.eye(n, dtype=self.below.dtype, device=self.below.device)
+        unit = unit.index_put((rows, columns), self.below)
+        length: Tensor = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
+        return unit / length
+
+
+def check_limit(entries: int, limit: int, advice: str) -> None:
+    """Refuse a covariance beyond the limit; `advice` names what would fit."""
+    if entries > limit:
+        raise ConversionError(
+            f"a full covariance over {entries:,} entries is {entries:,} × {entries:,}; "
+            f"the limit is {limit:,} entries (option covariance_limit). {advice}"
+        )

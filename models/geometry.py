@@ -1,0 +1,210 @@
+"""How a weight matrix acts on activations: linear layers and convolutions, K samples folded into the batch.
+
+W is d_out × d_in, a convolution's (c_out, c_in/groups, *kernel) kernel flattened; with a bias, W's last column is the
+bias and every input patch carries a last entry 1, at padded borders too.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dubito.models.posterior import Dense, Dropped, Factored, Operand
+
+How = Literal["loop", "batch", "factored"]  # dense weights sample by sample, dense in one call, or never formed
+
+
+@dataclass(frozen=True)
+class Linear:
+    inputs: int
+    outputs: int
+    bias: bool
+    groups: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.outputs, self.inputs + self.bias
+
+    def dense(self, x: Tensor, W: Tensor) -> Tensor:
+        return F.linear(x, W[:, :-1], W[:, -1]) if self.bias else F.linear(x, W)
+
+    def batched(self, x: Tensor, W: Tensor) -> Tensor:
+        """x (K·B, ..., inputs) with sample k's weights for its own rows."""
+        rows = x.reshape(len(W), -1, self.inputs)
+        weights = W[..., : self.inputs].mT
+        out = torch.baddbmm(W[:, None, :, -1], rows, weights) if self.bias else rows @ weights
+        return out.view(*x.shape[:-1], self.outputs)
+
+    def project(self, x: Tensor, B: Tensor) -> Tensor:
+        """Bᵀx for every row, channels last: (..., inputs) -> (..., 1, r)."""
+        return self.dense(x, B.T).unsqueeze(-2)
+
+    def energy(self, x: Tensor) -> Tensor:
+        """‖x‖²: (..., inputs) -> (..., 1)."""
+        return squared_norm(x, -1).unsqueeze(-1) + self.bias
+
+    def restore(self, out: Tensor) -> Tensor:
+        """(..., 1, outputs) channels last -> the layer's own layout."""
+        return out.flatten(-2)
+
+    def drop(self, x: Tensor, rate: float) -> Tensor:
+        return F.dropout(x, rate)
+
+    def patches(self, x: Tensor) -> Tensor:
+        """Every input vector the matrix meets, the bias's 1 included: (n, d_in)."""
+        rows = x.reshape(-1, self.inputs)
+        return torch.cat([rows, rows.new_ones(len(rows), 1)], 1) if self.bias else rows
+
+
+@dataclass(frozen=True)
+class Conv:
+    inputs: int  # channels
+    outputs: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+    bias: bool
+    padding_mode: str = "zeros"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.outputs, self.inputs // self.groups * math.prod(self.kernel) + self.bias
+
+    @property
+    def dims(self) -> int:
+        return len(self.kernel)
+
+    def dense(self, x: Tensor, W: Tensor) -> Tensor:
+        kernel, bias = self._kernel(W)
+        return self._conv(self._pad(x), kernel, bias, self.groups)
+
+    def batched(self, x: Tensor, W: Tensor) -> Tensor:
+        """One grouped convolution: the K samples' channels side by side."""
+        K = len(W)
+        x = self._pad(x)
+        beside = x.view(K, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)  # (B, K·c_in, ...)
+        kernel, bias = self._kernel(W.flatten(0, 1))
+        out = self._conv(beside, kernel, bias, K * self.groups)
+        return out.view(len(out), K, self.outputs, *out.shape[2:]).transpose(0, 1).flatten(0, 1)
+
+    def project(self, x: Tensor, B: Tensor) -> Tensor:
+        """Bᵀ patch for every location and group, channels last: (n, c, ...) -> (n, ..., groups, r)."""
+        kernel, bias = self._kernel(B.T.repeat(self.groups, 1))
+        out = self._conv(self._pad(x), kernel, bias, self.groups)
+        last = out.movedim(1, -1)
+        return last.view(*last.shape[:-1], self.groups, B.shape[1])
+
+    def energy(self, x: Tensor) -> Tensor:
+        """‖patch‖²: (n, c, ...) -> (n, ..., groups)."""
+        x = self._pad(x)
+        by_group = x.unflatten(1, (self.groups, -1))
+        squares = squared_norm(by_group, 2)
+        ones = squares.new_ones(self.groups, 1, *self.kernel)
+        bias = squares.new_ones(self.groups) if self.bias else None
+        return self._conv(squares, ones, bias, self.groups).movedim(1, -1)
+
+    def restore(self, out: Tensor) -> Tensor:
+        """(n, ..., groups, outputs/groups) -> (n, outputs, ...), channels last in memory."""
+        return out.flatten(-2).movedim(-1, 1)
+
+    def drop(self, x: Tensor, rate: float) -> Tensor:
+        return (F.dropout1d, F.dropout2d, F.dropout3d)[self.dims - 1](x, rate)
+
+    def patches(self, x: Tensor) -> Tensor:
+        """Every patch the matrix meets, the bias's 1 included: (n, d_in)."""
+        d = self.inputs // self.groups * math.prod(self.kernel)
+        pick = (
+            torch.eye(d, dtype=x.dtype, device=x.device)
+            .view(d, -1, *self.kernel)
+            .repeat(self.groups, *[1] * (self.dims + 1))
+        )
+        rows = self._conv(self._pad(x), pick, None, self.groups).movedim(1, -1).reshape(-1, d)
+        return torch.cat([rows, rows.new_ones(len(rows), 1)], 1) if self.bias else rows
+
+    def _kernel(self, W: Tensor) -> tuple[Tensor, Tensor | None]:
+        weight, bias = (W[:, :-1], W[:, -1]) if self.bias else (W, None)
+        return weight.reshape(len(W), self.inputs // self.groups, *self.kernel), bias
+
+    def _pad(self, x: Tensor) -> Tensor:
+        """Padding that the convolution cannot do itself (reflect, replicate, circular)."""
+        if self.padding_mode == "zeros":
+            return x
+        sides: list[int] = []
+        for axis in reversed(range(self.dims)):
+            if isinstance(self.padding, str):
+                total = self.dilation[axis] * (self.kernel[axis] - 1) if self.padding == "same" else 0
+                sides += [total // 2, total - total // 2]
+            else:
+                sides += [self.padding[axis]] * 2
+        return F.pad(x, sides, mode=self.padding_mode)
+
+    def _conv(self, x: Tensor, kernel: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+        padding = self.padding if self.padding_mode == "zeros" else 0
+        if self.dims > 1:  # the layout that both CPUs and GPUs convolve fastest, and the one `project` wants
+            layout = torch.channels_last if self.dims == 2 else torch.channels_last_3d
+            x, kernel = x.contiguous(memory_format=layout), kernel.contiguous(memory_format=layout)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[self.dims - 1]
+        return convolve(x, kernel, bias, self.stride, padding, self.dilation, groups)
+
+
+Geometry = Linear | Conv
+
+
+def squared_norm(x: Tensor, axis: int) -> Tensor:
+    """In float32 or better, whatever the type of x."""
+    length: Tensor = torch.linalg.vector_norm(x, dim=axis, dtype=torch.promote_types(x.dtype, torch.float32))
+    return length.square()
+
+
+def apply(geometry: Geometry, x: Tensor, operand: Operand, K: int, how: How) -> Tensor:
+    """The K samples of one layer on activations (K·B, ...), whose rows k·B … (k+1)·B − 1 belong to sample k."""
+    if isinstance(operand, Dropped):
+        return geometry.dense(geometry.drop(x, operand.rate), operand.W[0])
+    if isinstance(operand, Dense):
+        return _dense(geometry, x, operand.W, K, how)
+    if how == "factored":
+        return _factored(geometry, x, operand, K)
+    out = _dense(geometry, x, operand.dense(), K, how)
+    if operand.e is None:
+        return out
+    length = _outside(geometry, x, geometry.project(x, operand.B.to(x.dtype)))
+    return out + geometry.restore(_mix(length[..., None], operand.e[..., None], K, geometry.groups))
+
+
+def _dense(geometry: Geometry, x: Tensor, W: Tensor, K: int, how: How) -> Tensor:
+    W = W.to(x.dtype)
+    if len(W) == 1:
+        return geometry.dense(x, W[0])
+    if how == "batch":
+        return geometry.batched(x, W)
+    return torch.cat([geometry.dense(rows, W_k) for rows, W_k in zip(x.chunk(K), W, strict=True)])
+
+
+def _factored(geometry: Geometry, x: Tensor, f: Factored, K: int) -> Tensor:
+    if f.e is None:
+        return geometry.restore(_mix(geometry.project(x, f.B.to(x.dtype)), f.G, K, geometry.groups))
+    B = F.pad(f.B, (0, 1)).to(x.dtype)  # an empty filter makes room for the length outside the span
+    c = geometry.project(x, B)
+    c[..., -1] = _outside(geometry, x, c)
+    return geometry.restore(_mix(c, torch.cat([f.G, f.e[..., None]], 2), K, geometry.groups))
+
+
+def _outside(geometry: Geometry, x: Tensor, c: Tensor) -> Tensor:
+    """‖x − B Bᵀx‖ from c = Bᵀx; in half precision the difference of squares may round below zero."""
+    return (geometry.energy(x) - squared_norm(c, -1)).clamp(min=0).sqrt().to(x.dtype)
+
+
+def _mix(c: Tensor, G: Tensor, K: int, groups: int) -> Tensor:
+    """Sample k's matrix on its rows of c: (K·B, ..., g, r) and (K, d_out, r) -> (K·B, ..., g, d_out/g), g groups."""
+    G = G.to(c.dtype)
+    if groups == 1:
+        out = c.reshape(K, -1, c.shape[-1]) @ G.mT
+        return out.view(*c.shape[:-1], G.shape[1])
+    by_group = c.reshape(K, -1, groups, 1, c.shape[-1])
+    out = by_group @ G.view(len(G), 1, groups, -1, G.shape[2]).mT
+    return out.view(*c.shape[:-1], -1)

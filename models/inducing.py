@@ -1,0 +1,213 @@
+"""Inducing weights [Ritter21]: a small V decides a large W through two projections. FFG-U, FCG-U and Ensemble-U."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.matheron import (
+    MatheronFactors,
+    Side,
+    cholesky,
+    draw_jointly,
+    draw_projected,
+    draw_weights,
+    factorise,
+    regularise,
+    side,
+    whiten,
+)
+from dubito.models.parameters import Free, Positive
+from dubito.models.posterior import Dense, Factored, Frozen, Law, Value
+
+FLOOR_D = 1e-6
+FLOOR_LAM = 1e-6
+
+Noise = Literal["exact", "factored"]
+
+
+@dataclass(frozen=True)
+class InducingFactors(Value):
+    """What a server keeps of an inducing layer: never a d_out × d_in matrix.
+
+    The law of the λ-noise is the artifact's: `exact` is q(W | V) itself, drawn by way 2; `factored` is way 3, where
+    each direction of `B` has its own noise and everything outside their span shares one.
+    """
+
+    matheron: MatheronFactors
+    B: Tensor  # (d_in, r_in + R)  B_c and, beside it, R further directions
+    q_V: Frozen | None  # None: a hierarchy draws V
+    lam: float
+    sigma: float
+    noise: Noise
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.matheron.B_r), len(self.matheron.B_c)
+
+    @property
+    def spans(self) -> bool:
+        """B spans every input, so that nothing is left outside it."""
+        return self.B.shape[1] == self.B.shape[0]
+
+    @property
+    def members(self) -> int:
+        return self.q_V.members if self.q_V is not None else 0
+
+    @property
+    def normals(self) -> int:
+        return sum(self._parts())
+
+    def _parts(self) -> tuple[int, int, int]:
+        """Normals of V, and two of the λ-noise: way 2's E and ε, or way 3's ε and e."""
+        of_V = self.q_V.normals if self.q_V is not None else 0
+        d_out, d_in = self.shape
+        if self.lam == 0:
+            return of_V, 0, 0
+        if self.noise == "exact":
+            return of_V, d_out * d_in, len(self.matheron.p) * len(self.matheron.q)
+        return of_V, d_out * self.B.shape[1], 0 if self.spans else d_out
+
+    def mean(self, member: Tensor | None, V: Tensor | None = None) -> Factored:
+        if V is None:
+            assert self.q_V is not None
+            V = self.q_V.mean(member)
+        return Factored(self.matheron.B_c, self.sigma * self.matheron.B_r @ self.matheron.decided(V), None)
+
+    def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Dense | Factored:
+        for_V, first, second = noise.split(self._parts(), dim=1)
+        if V is None:
+            assert self.q_V is not None
+            V = self.q_V.draw(for_V, member)
+        if self.lam == 0:
+            return self.mean(member, V)
+        K, f = len(noise), self.matheron
+        d_out, d_in = self.shape
+        if self.noise == "exact":
+            eps = second.view(K, len(f.p), len(f.q))
+            return Dense(draw_weights(f, V, self.lam, self.sigma, first.view(K, d_out, d_in), eps))
+        eps, extra = first.view(K, d_out, -1).tensor_split([len(f.q)], dim=2)  # extra: the R further directions
+        scale = self.lam * self.sigma
+        G = torch.cat([draw_projected(f, V, self.lam, self.sigma, eps), scale * extra], 2)
+        return Factored(self.B, G, None if self.spans else scale * second)
+
+
+@dataclass(frozen=True)
+class TrainableInducing(Value):
+    """The same law for a training step: differentiable, and every draw a dense W (exact noise)."""
+
+    r: Side
+    c: Side
+    q_V: Frozen | None
+    lam: Tensor | None
+    sigma: float
+
+    @property
+    def members(self) -> int:
+        return self.q_V.members if self.q_V is not None else 0
+
+    @property
+    def normals(self) -> int:
+        return sum(self._parts())
+
+    def _parts(self) -> tuple[int, int]:
+        of_V = self.q_V.normals if self.q_V is not None else 0
+        return of_V, 0 if self.lam is None else self.r.P.shape[1] * self.c.P.shape[1]
+
+    def mean(self, member: Tensor | None, V: Tensor | None = None) -> Dense:
+        if V is None:
+            assert self.q_V is not None
+            V = self.q_V.mean(member)
+        return Dense(self.sigma * self.r.A @ V @ self.c.A.mT)
+
+    def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Dense:
+        for_V, for_W = noise.split(self._parts(), dim=1)
+        if V is None:
+            assert self.q_V is not None
+            V = self.q_V.draw(for_V, member)
+        if self.lam is None:
+            return self.mean(member, V)
+        N = for_W.view(len(noise), self.r.P.shape[1], self.c.P.shape[1])
+        return Dense(draw_jointly(self.r, self.c, V, self.lam, self.sigma, N))
+
+
+class Inducing(nn.Module):
+    """q(W) = ∫ q(W | V) q(V) dV with free Z_r, Z_c, D_r, D_c, λ and q(V)."""
+
+    directions: Tensor | None  # (d_in, R)  leading directions of the layer's inputs outside the span of B_c
+
+    def __init__(
+        self,
+        Z_r: Tensor,
+        Z_c: Tensor,
+        law: Law | None,
+        sigma: float,
+        *,
+        D: float = 1e-3,
+        lam: float = 1e-3,
+        lam_max: float | None = None,
+        noise: Noise = "exact",
+    ) -> None:
+        super().__init__()
+        self.Z_r, self.Z_c = Free(Z_r), Free(Z_c)
+        self.D_r = Positive(torch.zeros_like(Z_r[:, 0]) + D, FLOOR_D)
+        self.D_c = Positive(torch.zeros_like(Z_c[:, 0]) + D, FLOOR_D)
+        self.lam = None if lam_max == 0 else Positive(torch.zeros_like(Z_r[0, 0]) + lam, FLOOR_LAM, lam_max)
+        self.law = law
+        self.sigma = sigma
+        self.noise: Noise = noise
+        self.register_buffer("directions", None)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.Z_r.value.shape[1], self.Z_c.value.shape[1]
+
+    def scale(self) -> float:
+        """λ as a number; 0 is the delta conditional."""
+        return 0.0 if self.lam is None else float(self.lam())
+
+    @torch.no_grad()
+    def factors(self) -> InducingFactors:
+        Z_r, D_r, Z_c, D_c = (t.double().cpu() for t in (self.Z_r(), self.D_r(), self.Z_c(), self.D_c()))
+        f = factorise(whiten(Z_r, regularise(Z_r, D_r)), whiten(Z_c, regularise(Z_c, D_c)))
+        B = f.B_c
+        if self.noise == "factored" and self.lam is not None and self.directions is not None:
+            B = torch.cat([B, outside(B, self.directions.double().cpu())], 1)
+        like = self.Z_r.value
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        kept = f.to(like.device, dtype)
+        B_kept = kept.B_c if B is f.B_c else B.to(like.device, dtype)
+        q_V = None if self.law is None else self.law.freeze().settle()
+        return InducingFactors(kept, B_kept, q_V, self.scale(), self.sigma, self.noise)
+
+    def trainable(self) -> TrainableInducing:
+        Z_r, Z_c = self.Z_r(), self.Z_c()
+        D_r, D_c = regularise(Z_r, self.D_r()), regularise(Z_c, self.D_c())
+        return TrainableInducing(
+            side(Z_r, D_r, cholesky(Z_r, D_r)),
+            side(Z_c, D_c, cholesky(Z_c, D_c)),
+            None if self.law is None else self.law.freeze(),
+            None if self.lam is None else self.lam(),
+            self.sigma,
+        )
+
+    def kl(self, data_size: int | None = None) -> Tensor:
+        """β R(λ) + KL[q(V) ‖ N(0, I)]; with `data_size` N, β = min(1, N/d_in) (eq. 45), else 1."""
+        d_out, d_in = self.shape
+        total = self.Z_r.value.new_zeros(()) if self.law is None else self.law.kl(1.0)
+        if self.lam is not None:
+            beta = 1.0 if data_size is None else min(1.0, data_size / d_in)
+            lam: Tensor = self.lam()
+            total = total + beta * d_out * d_in * (lam.square() / 2 - lam.log() - 0.5)
+        return total
+
+
+def outside(B: Tensor, directions: Tensor) -> Tensor:
+    """An orthonormal basis of what `directions` (d, R) add to the span of B (d, r): (d, R') with R' ≤ min(R, d − r)."""
+    left = directions - B @ (B.T @ directions)
+    left = left - B @ (B.T @ left)  # once more: one pass leaves rounding of the size of B's share
+    basis: Tensor
+    basis, s, _ = torch.linalg.svd(left, full_matrices=False)
+    new = int((s > 1e-6 * torch.linalg.matrix_norm(directions, 2).clamp(min=1e-30)).sum())
+    return basis[:, : min(new, B.shape[0] - B.shape[1])]

@@ -1,0 +1,171 @@
+"""The manifest: what an artifact says about itself, as typed data. Unknown keys are mistakes."""
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    JsonValue,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+FORMAT = 1
+
+Size = Annotated[int, Field(gt=0, le=1 << 24)]  # one side of a tensor; beyond it a header lies
+Share = Annotated[float, Field(gt=0, lt=1)]
+Measure = Literal["entropy", "mutual_information", "max_probability"]
+
+
+class Strict(BaseModel):
+    """Base of all parts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Classification(Strict):
+    kind: Literal["classification"] = "classification"
+
+
+class Regression(Strict):
+    """Targets were shifted and scaled for training; answers are in the targets' own units."""
+
+    kind: Literal["regression"] = "regression"
+    outputs: Size = 1
+    shift: tuple[FiniteFloat, ...] = (0.0,)
+    scale: tuple[PositiveFloat, ...] = (1.0,)
+
+    @model_validator(mode="after")
+    def _lengths(self) -> "Regression":
+        for name, values in (("shift", self.shift), ("scale", self.scale)):
+            if len(values) not in (1, self.outputs):
+                raise ValueError(f"{name} has {len(values)} entries; expected one, or one per output ({self.outputs})")
+        return self
+
+
+Task = Annotated[Classification | Regression, Field(discriminator="kind")]
+
+
+class InducingLayer(Strict):
+    kind: Literal["inducing"] = "inducing"
+    method: Literal["ffg-u", "fcg-u", "ensemble-u", "hierarchical"]
+    M_out: Size
+    M_in: Size
+    members: Size | None = None
+    lam_max: Annotated[FiniteFloat, Field(ge=0)] | None
+    sigma_max: PositiveFloat | None
+    sigma: PositiveFloat  # of the prior
+    noise: Literal["exact", "factored"]
+    directions: NonNegativeInt = 0  # R
+
+
+class WeightLayer(Strict):
+    kind: Literal["weights"] = "weights"
+    method: Literal["ffg-w", "fcg-w", "ensemble-w"]
+    members: Size | None = None
+    sigma_max: PositiveFloat | None
+    sigma: PositiveFloat
+
+
+class DropoutLayer(Strict):
+    kind: Literal["dropout"] = "dropout"
+    method: Literal["mc-dropout"] = "mc-dropout"
+    rate: Share
+    sigma: PositiveFloat
+
+
+Layer = Annotated[InducingLayer | WeightLayer | DropoutLayer, Field(discriminator="kind")]
+
+
+class Hierarchy(Strict):
+    """The global inducing weights above the layers' own [Ritter21, appendix H]."""
+
+    d_out: Size
+    d_in: Size
+    layer: InducingLayer
+
+
+class Architecture(Strict):
+    """`custom` names no builder: such an artifact is loaded into a network that the caller brings."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    arguments: dict[str, JsonValue] = {}
+
+
+class Image(Strict):
+    """How a picture becomes an input: resized, scaled to [0, 1], then (x − mean)/std per channel."""
+
+    mean: tuple[FiniteFloat, ...]
+    std: tuple[PositiveFloat, ...]
+
+
+class Input(Strict):
+    shape: Annotated[tuple[Size, ...], Field(min_length=1, max_length=4)]  # of one input, without the batch axis
+    image: Image | None = None  # None: tensors only
+
+    @model_validator(mode="after")
+    def _channels(self) -> "Input":
+        if self.image is not None:
+            if len(self.shape) != 3:
+                raise ValueError(f"an image input has shape (channels, height, width), not {self.shape}")
+            if {len(self.image.mean), len(self.image.std)} != {self.shape[0]}:
+                raise ValueError(f"mean and std need one entry per channel ({self.shape[0]})")
+        return self
+
+
+class Calibration(Strict):
+    """Chosen on held-out data for a grid of K: the grid point at or below the K really drawn is used."""
+
+    false_positive_rate: Share
+    coverage: Share
+    measure: Measure  # the default OOD measure
+    thresholds: dict[Measure, dict[NonNegativeInt, FiniteFloat]]
+    quantiles: dict[NonNegativeInt, FiniteFloat]  # of the conformal score 1 − p_y; regression: of |y − mean|/std
+    temperature: PositiveFloat = 1.0
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Calibration":
+        if self.measure not in self.thresholds:
+            raise ValueError(f"the default measure {self.measure!r} has no thresholds")
+        if not self.quantiles or not all(self.thresholds.values()):
+            raise ValueError("every calibration needs at least one K")
+        return self
+
+
+class Provenance(Strict):
+    recipe: dict[str, JsonValue] | None = None
+    data_hash: str | None = None
+    seed: int | None = None
+    versions: dict[str, str] = {}
+
+
+class Card(Strict):
+    """What is known about a model beyond its tensors."""
+
+    input: Input | None = None
+    labels: Annotated[tuple[str, ...], Field(max_length=1 << 20)] | None = None
+    calibration: Calibration | None = None  # None: not calibrated
+    metrics: dict[str, FiniteFloat] = {}
+    provenance: Provenance = Provenance()
+
+
+class Manifest(Strict):
+    format: Literal[1]
+    architecture: Architecture
+    task: Task
+    layers: dict[str, Layer]  # by module name; layers not named here are deterministic
+    members: dict[str, PositiveInt] = {}  # modules kept in one copy per ensemble member
+    hierarchy: Hierarchy | None = None
+    batchnorm: Literal["kept", "folded"]
+    card: Card = Card()
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of this manifest without it, and of all tensors
+
+
+def at_or_below(table: dict[int, float], K: int) -> tuple[int, float] | None:
+    """The grid point for K draws and its value; None where the grid starts above K."""
+    below = [k for k in table if k <= K]
+    return (max(below), table[max(below)]) if below else None

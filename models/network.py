@@ -1,0 +1,162 @@
+"""A Bayesian network: somebody's network with Bayesian layers inside, drawn from jointly."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.ensemble import Members
+from dubito.models.geometry import How
+from dubito.models.inducing import Inducing
+from dubito.models.layers import BayesianLayer, Run, running
+from dubito.models.manifest import Classification, Task
+from dubito.models.parameters import Positive
+from dubito.models.posterior import Dense, Dropped, Factored, Factors, Operand
+
+
+@dataclass(frozen=True)
+class NetworkFactors:
+    """Every layer's factors: computed once per network and device, owned by the caller, never changed."""
+
+    layers: Mapping[str, Factors]
+    hierarchy: Factors | None  # draws the V's of all layers at once
+    copies: int  # members of the layers that are kept in copies; 0 where there are none
+
+    @property
+    def normals(self) -> int:
+        """Standard normals that one sample of the whole network needs."""
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """How a sample's normals are shared out: the hierarchy's first, then each layer's."""
+        above = self.hierarchy.normals if self.hierarchy is not None else 0
+        return [above, *(f.normals for f in self.layers.values())]
+
+    @property
+    def members(self) -> int:
+        """The most members that any part cycles through; 0 where nothing does."""
+        parts = [self.hierarchy] if self.hierarchy is not None else []
+        return max([self.copies, *(f.members for f in [*parts, *self.layers.values()])])
+
+    @property
+    def random(self) -> bool:
+        """False for a network whose every sample is the same."""
+        return self.normals > 0 or self.members > 1
+
+    @property
+    def nbytes(self) -> int:
+        return sum(f.nbytes for f in self.layers.values()) + (self.hierarchy.nbytes if self.hierarchy else 0)
+
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "NetworkFactors":
+        moved = {name: f.to(device, dtype) for name, f in self.layers.items()}
+        above = self.hierarchy.to(device, dtype) if self.hierarchy is not None else None
+        return NetworkFactors(MappingProxyType(moved), above, self.copies)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What fixes K samples: a row of standard normals each, and a place in the order of the ensemble's members."""
+
+    K: int
+    noise: Tensor | None  # (K, normals); None: the posterior mean
+    seed: int  # orders the members
+    start: int = 0  # how many samples came before these
+
+    def member(self, E: int) -> Tensor:
+        """Each sample's member of E: a seeded order, cycled; the mean takes them in turn."""
+        place = torch.arange(self.start, self.start + self.K) % E
+        if self.noise is None:
+            return place
+        return torch.randperm(E, generator=torch.Generator().manual_seed(self.seed))[place]
+
+
+class BayesianNetwork(nn.Module):
+    """Calling it runs one joint draw of all weights, with gradients: the forward pass of training.
+
+    Answers come from `predict`, which draws many.
+    """
+
+    layers: Mapping[str, BayesianLayer]
+    columns: Mapping[str, slice]  # each layer's share of the V's that the hierarchy draws
+    noise: Positive | None  # regression: the standard deviation of the targets, learned
+
+    def __init__(self, net: nn.Module, *, hierarchy: Inducing | None = None, task: Task | None = None) -> None:
+        super().__init__()
+        self.net = net
+        self.hierarchy = hierarchy
+        self.task: Task = task if task is not None else Classification()
+        self.noise = None
+        if self.task.kind == "regression":
+            self.noise = Positive(torch.full((self.task.outputs,), 0.1), 1e-4)
+        layers = {name: m for name, m in net.named_modules() if isinstance(m, BayesianLayer)}
+        self.__dict__["layers"] = MappingProxyType(layers)  # past nn.Module: they are registered inside `net`
+        columns, at = {}, 0
+        for name, layer in layers.items():
+            if isinstance(layer.posterior, Inducing) and layer.posterior.law is None:
+                M_in = len(layer.posterior.Z_c.value)
+                columns[name] = slice(at, at + M_in)
+                at += M_in
+        self.columns = MappingProxyType(columns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sample(x, 1)[0]
+
+    def sample(self, x: Tensor, K: int) -> Tensor:
+        """K joint draws from torch's own generator, with gradients: (B, ...) -> (K, B, ...)."""
+        factors = self._factors(train=True)
+        noise = torch.randn(K, factors.normals, device=x.device)
+        return self.run(x, factors, Draws(K, noise, int(torch.randint(2**62, ()))), {})
+
+    def kl(self, data_size: int | None = None) -> Tensor:
+        """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45]."""
+        parts = [layer.q.kl(data_size) for layer in self.layers.values()]
+        if self.hierarchy is not None:
+            parts.append(self.hierarchy.kl())
+        return torch.stack(parts).sum() if parts else torch.zeros(())
+
+    def factors(self) -> NetworkFactors:
+        """For serving: compute once, keep, and hand to every prediction."""
+        return self._factors(train=False)
+
+    def _factors(self, train: bool) -> NetworkFactors:
+        def of(q: Inducing | BayesianLayer) -> Factors:
+            posterior = q if isinstance(q, Inducing) else q.q
+            return posterior.trainable() if train else posterior.factors()
+
+        copies = max((len(m.copies) for m in self.net.modules() if isinstance(m, Members)), default=0)
+        layers = MappingProxyType({name: of(layer) for name, layer in self.layers.items()})
+        return NetworkFactors(layers, None if self.hierarchy is None else of(self.hierarchy), copies)
+
+    def run(self, x: Tensor, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How]) -> Tensor:
+        """K samples on B inputs, one pass with the samples folded into the batch: (B, ...) -> (K, B, ...)."""
+        shares: list[Tensor | None] = [None] * len(factors.sizes)
+        if draws.noise is not None:
+            shares = list(draws.noise.split(factors.sizes, dim=1))
+        V = None if factors.hierarchy is None else _matrix(_draw(factors.hierarchy, shares[0], draws, None))
+        operands: dict[nn.Module, Callable[[], Operand]] = {}
+        for (name, f), share in zip(factors.layers.items(), shares[1:], strict=True):
+            mine = V[..., self.columns[name]] if V is not None and name in self.columns else None
+            operands[self.layers[name]] = partial(_draw, f, share, draws, mine)
+        by_layer: dict[nn.Module, How] = {self.layers[name]: how for name, how in plan.items()}
+        folded = x.repeat(draws.K, *[1] * (x.dim() - 1)) if draws.K > 1 else x
+        with running(Run(draws.K, operands, by_layer, draws.member)):
+            out: Tensor = self.net(folded)
+        return out.view(draws.K, len(x), *out.shape[1:])
+
+
+def _draw(f: Factors, noise: Tensor | None, draws: Draws, V: Tensor | None) -> Operand:
+    member = draws.member(f.members) if f.members else None
+    return f.mean(member, V) if noise is None else f.draw(noise, member, V)
+
+
+def _matrix(operand: Operand) -> Tensor:
+    """The K matrices themselves: (K, d_out, d_in)."""
+    match operand:
+        case Dense(W) | Dropped(W, _):
+            return W
+        case Factored():
+            return operand.dense()

@@ -1,0 +1,144 @@
+"""How each layer of a network is made Bayesian: one set of options, changed for some layers by name, glob or type."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from dubito.models.errors import ConversionError
+from dubito.models.full_covariance import LIMIT, check_limit
+from dubito.models.geometry import Geometry
+from dubito.models.inducing import Noise
+from dubito.models.manifest import DropoutLayer, InducingLayer, Layer, WeightLayer
+from dubito.models.plan import factored_is_cheaper
+
+Method = Literal["ffg-u", "fcg-u", "ensemble-u", "ffg-w", "fcg-w", "ensemble-w", "mc-dropout", "deterministic"]
+METHODS: tuple[Method, ...] = get_args(Method)
+Override = str | Mapping[str, Any]  # a method, or options
+Overrides = Mapping[str | type[nn.Module], Override]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one layer is made Bayesian; `layers=` of `bayesianize` changes these for some layers."""
+
+    method: Method
+    M_out: int = 64
+    M_in: int = 64
+    members: int = 5
+    lam_max: float | None = None  # None: 0.1 for ensemble-u, 0.03 for the others; 0: no noise of W given V
+    sigma_max: float = 0.1  # cap of the standard deviations of q(V) or q(W)
+    rate: float = 0.1  # of mc-dropout
+    prior_scale: float = 1.0  # the prior of W is N(0, prior_scale²/d_in)
+    noise: Noise | Literal["auto"] = "auto"  # auto: exact where forming W is as cheap as not forming it
+    covariance_limit: int = LIMIT
+
+    def changed(self, override: Override) -> "Options":
+        changes: dict[str, Any] = {"method": override} if isinstance(override, str) else dict(override)
+        if "inducing" in changes:
+            changes["M_out"], changes["M_in"] = pair(changes.pop("inducing"))
+        unknown = changes.keys() - self.__dataclass_fields__.keys()
+        if unknown:
+            raise ConversionError(
+                f"unknown option {sorted(unknown)[0]!r}; there are: inducing, {', '.join(self.__dataclass_fields__)}."
+            )
+        return replace(self, **changes).checked()
+
+    def checked(self) -> "Options":
+        if self.method not in METHODS:
+            raise ConversionError(f"no method {self.method!r}; there are: {', '.join(METHODS)}.")
+        for name in ("M_out", "M_in", "members", "covariance_limit"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConversionError(f"{name} is {value!r}; expected a whole number from 1.")
+        if self.lam_max is not None and not 0 <= self.lam_max < math.inf:
+            raise ConversionError(f"lam_max is {self.lam_max}; expected 0 (no noise) or a positive number.")
+        if not (0 < self.sigma_max < math.inf and 0 < self.prior_scale < math.inf):
+            raise ConversionError(
+                f"sigma_max is {self.sigma_max} and prior_scale {self.prior_scale}; expected positive numbers."
+            )
+        if not 0 < self.rate < 1:
+            raise ConversionError(f"rate is {self.rate}; expected a dropout rate between 0 and 1.")
+        if self.noise not in ("auto", "exact", "factored"):
+            raise ConversionError(f"noise is {self.noise!r}; expected auto, exact or factored.")
+        return self
+
+
+def describe(geometry: Geometry, o: Options) -> Layer:
+    """The options as a manifest entry, every default settled."""
+    d_out, d_in = geometry.shape
+    fits = math.isqrt(o.covariance_limit)
+    sigma = o.prior_scale / math.sqrt(d_in)
+    match o.method:
+        case "mc-dropout":
+            return DropoutLayer(rate=o.rate, sigma=sigma)
+        case "ffg-w" | "fcg-w" | "ensemble-w":
+            if o.method == "fcg-w":
+                check_limit(
+                    d_out * d_in, o.covariance_limit, f"fcg-u with M = {fits} (inducing={fits}) fits, or use ffg-w."
+                )
+            members = o.members if o.method == "ensemble-w" else None
+            cap = None if o.method == "ensemble-w" else o.sigma_max
+            return WeightLayer(method=o.method, members=members, sigma_max=cap, sigma=sigma)
+        case "ffg-u" | "fcg-u" | "ensemble-u":
+            if o.method == "fcg-u":
+                check_limit(o.M_out * o.M_in, o.covariance_limit, f"M = {fits} (inducing={fits}) fits, or use ffg-u.")
+            ensemble = o.method == "ensemble-u"
+            noise = o.noise
+            if noise == "auto":
+                cheaper = factored_is_cheaper(d_out, d_in, min(o.M_in, d_in), geometry.groups)
+                noise = "factored" if cheaper else "exact"
+            return InducingLayer(
+                method=o.method,
+                M_out=o.M_out,
+                M_in=o.M_in,
+                members=o.members if ensemble else None,
+                lam_max=(0.1 if ensemble else 0.03) if o.lam_max is None else o.lam_max,
+                sigma_max=None if ensemble else o.sigma_max,
+                sigma=sigma,
+                noise=noise,
+            )
+        case _:
+            raise ConversionError(f"{o.method!r} is no posterior.")
+
+
+def pair(M: int | tuple[int, int]) -> tuple[int, int]:
+    return (M, M) if isinstance(M, int) else (M[0], M[1])
+
+
+@contextmanager
+def naming(layer: str) -> Iterator[None]:
+    """Puts the layer's name in front of an error about it."""
+    try:
+        yield
+    except ConversionError as error:
+        raise ConversionError(f"layer {layer!r}: {error}") from None
+
+
+def options_for(name: str, module: nn.Module, base: Options, overrides: Overrides) -> Options:
+    """Types first, then globs, then names, so that the most particular has the last word."""
+    matching: list[list[Override]] = [[], [], []]
+    for key, override in overrides.items():
+        if isinstance(key, type):
+            if isinstance(module, key):
+                matching[0].append(override)
+        elif key == name:
+            matching[2].append(override)
+        elif fnmatchcase(name, key):
+            matching[1].append(override)
+    for override in [o for rank in matching for o in rank]:
+        with naming(name):
+            base = base.changed(override)
+    return base
+
+
+def check_used(overrides: Overrides, found: Mapping[str, nn.Module]) -> None:
+    """An override that fits no layer is a mistake, most likely in a name."""
+    for key in overrides:
+        hit = any(isinstance(m, key) if isinstance(key, type) else fnmatchcase(n, key) for n, m in found.items())
+        if not hit:
+            raise ConversionError(f"layers={{{key!r}: …}} matches no layer; there are: {', '.join(found)}.")

@@ -1,0 +1,32 @@
+"""How each layer computes its K samples: dense weights one by one, all in one call, or never formed."""
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from dubito.models.geometry import How, Linear
+from dubito.models.inducing import InducingFactors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dubito.models.network import BayesianNetwork, NetworkFactors
+
+
+def factored_is_cheaper(d_out: int, d_in: int, r: int, groups: int = 1) -> bool:
+    """Multiplications per input: through r shared filters (for each group), or by the weights themselves."""
+    return r * (d_out + d_in * groups) < d_out * d_in
+
+
+def cheapest(network: "BayesianNetwork", factors: "NetworkFactors") -> "Mapping[str, How]":
+    """The execution with the fewest multiplications, layer by layer; plans never change what is computed."""
+    plan: dict[str, How] = {}
+    for name, layer in network.layers.items():
+        f = factors.layers[name]
+        dense: How = "batch" if isinstance(layer.geometry, Linear) else "loop"
+        plan[name] = dense
+        if isinstance(f, InducingFactors):
+            d_out, d_in = f.shape
+            remainder = f.lam > 0 and f.noise == "factored" and not f.spans  # needs the shared filters in any case
+            if remainder or factored_is_cheaper(d_out, d_in, f.B.shape[1], layer.geometry.groups):
+                plan[name] = "factored"
+    return MappingProxyType(plan)

@@ -1,0 +1,158 @@
+"""What the sampler asks of a posterior. Each kind lives in its own file and inherits nothing."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Dense:
+    """K weight matrices outright; one matrix stands for all K where `W` has length 1."""
+
+    W: Tensor  # (K or 1, d_out, d_in)
+
+
+@dataclass(frozen=True)
+class Factored:
+    """K weight matrices that need never be formed: W x = G Bᵀx + e ‖x − B Bᵀx‖."""
+
+    B: Tensor  # (d_in, r)       orthonormal columns, shared by the K samples
+    G: Tensor  # (K, d_out, r)
+    e: Tensor | None  # (K, d_out)  None: nothing outside the span of B
+
+    def dense(self) -> Tensor:
+        """The linear part as matrices: (K, d_out, d_in)."""
+        return self.G @ self.B.T
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """One weight matrix whose inputs are dropped anew for every row: how a dropout layer trains."""
+
+    W: Tensor  # (1, d_out, d_in)
+    rate: float
+
+
+Operand = Dense | Factored | Dropped
+
+
+class Value:
+    """A frozen dataclass of tensors and plain values, which can be copied elsewhere and measured."""
+
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same value elsewhere or in another precision; `self` is left as it is."""
+        return self._each(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
+
+    def settle(self) -> Self:
+        """A copy that no later change of the parameters can reach, in float32 or better.
+
+        Draws are made in that precision whatever type the parameters are stored and the activations run in.
+        """
+        return self._each(lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, one that stands in two places counted once."""
+        return sum({t.data_ptr(): t.nbytes for t in self._tensors()}.values())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for f in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            part = getattr(self, f.name)
+            if isinstance(part, Tensor):
+                yield part
+            elif isinstance(part, Value):
+                yield from part._tensors()
+
+    def _each(self, change: Callable[[Tensor], Tensor], seen: dict[Tensor, Tensor] | None = None) -> Self:
+        seen = {} if seen is None else seen
+        changed: dict[str, Any] = {}
+        for f in fields(self):  # type: ignore[arg-type]
+            part = getattr(self, f.name)
+            if isinstance(part, Tensor):
+                if part not in seen:  # by identity
+                    seen[part] = change(part)
+                changed[f.name] = seen[part]
+            elif isinstance(part, Value):
+                changed[f.name] = part._each(change, seen)
+        return replace(self, **changed)  # type: ignore[type-var]
+
+
+class Frozen(Protocol):
+    """A distribution over a tensor of some shape, as a value: it turns standard normals into draws."""
+
+    @property
+    def normals(self) -> int:
+        """Standard normals that one draw needs."""
+        ...
+
+    @property
+    def members(self) -> int:
+        """How many point masses the draws cycle through; 0 for a continuous distribution."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def mean(self, member: Tensor | None) -> Tensor:
+        """The mean (1, *shape), or the members asked for (K, *shape)."""
+        ...
+
+    def draw(self, noise: Tensor, member: Tensor | None) -> Tensor:
+        """(K, normals) standard normals, and (K,) members where there are any -> (K, *shape)."""
+        ...
+
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Self: ...
+
+    def settle(self) -> Self: ...
+
+
+class Law(Protocol):
+    """q over one tensor (V or W), with trainable parameters."""
+
+    def freeze(self) -> Frozen:
+        """The distribution as it is now; gradients flow through it where they are wanted."""
+        ...
+
+    def kl(self, prior: float) -> Tensor:
+        """KL to N(0, prior²) per entry, in closed form."""
+        ...
+
+
+class Factors(Protocol):
+    """What a layer's K samples are drawn from: a value that its caller computes once and owns."""
+
+    @property
+    def normals(self) -> int: ...
+
+    @property
+    def members(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def mean(self, member: Tensor | None, V: Tensor | None = None) -> Operand:
+        """The posterior mean as one sample; for an ensemble, the mean given each of the members asked for."""
+        ...
+
+    def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Operand:
+        """K samples from (K, normals) standard normals; V where a hierarchy has drawn it already."""
+        ...
+
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Self: ...
+
+
+class Posterior(Protocol):
+    """q over one layer's weight matrix W (d_out × d_in)."""
+
+    def factors(self) -> Factors:
+        """For serving: no gradients, factored in float64, kept by the caller."""
+        ...
+
+    def trainable(self) -> Factors:
+        """For one training step: the same law, differentiable, every draw a dense W."""
+        ...
+
+    def kl(self, data_size: int | None = None) -> Tensor: ...

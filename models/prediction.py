@@ -1,0 +1,150 @@
+"""K posterior samples of a network, summed up: what every way of asking for a prediction comes down to."""
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dubito.models.errors import InputError
+from dubito.models.geometry import How
+from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
+from dubito.models.plan import cheapest
+from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTally
+
+MAX_SAMPLES = 1 << 16
+NOISE = 1 << 26  # normals held at a time: 256 MB
+
+
+@dataclass(frozen=True)
+class Prediction:
+    summary: Classified | Regressed
+    samples: (
+        int  # functions that were averaged: the K asked for, 1 for a deterministic network, members for `samples=0`
+    )
+    seed: int  # gives the same draws again
+    outputs: Tensor | None  # (K, B, ...) logits or means of each draw, where asked for
+
+
+def predict(
+    network: BayesianNetwork,
+    factors: NetworkFactors,
+    x: Tensor,
+    samples: int = 20,
+    seed: int | None = None,
+    *,
+    plan: Mapping[str, How] | None = None,
+    max_rows: int | None = None,
+    keep_outputs: bool = False,
+    temperature: float = 1.0,
+) -> Prediction:
+    """The same K draws for every input of the call; sample k is one function of the input.
+
+    `samples=0` answers with the posterior mean, an ensemble with each member once. Samples and inputs are worked off
+    in passes of at most `max_rows` rows, so memory does not grow with either; a seed fixes the draws whatever the
+    passes.
+    """
+    K, noisy = _samples(factors, samples)
+    seed = _seed(seed)
+    x = _checked(network, x)
+    plan = cheapest(network, factors) if plan is None else plan
+    max_rows = (32 if x.device.type == "cpu" else 1024) if max_rows is None else max_rows
+    chunk = max(1, min(max_rows // len(x), NOISE // max(1, factors.normals)))
+    rng = torch.Generator(x.device).manual_seed(seed)
+    tally = _tally(network)
+    kept: list[Tensor] = []
+    with _evaluating(network), torch.inference_mode():
+        for start in range(0, K, chunk):
+            k = min(chunk, K - start)
+            noise = _normals(k, factors.normals, rng) if noisy else None
+            outputs = _forward(network, factors, Draws(k, noise, seed, start), plan, x, max_rows)
+            outputs = outputs / temperature if temperature != 1 else outputs
+            tally.add(outputs)
+            if keep_outputs:
+                kept.append(outputs)
+        return Prediction(tally.summary(), K, seed, torch.cat(kept) if keep_outputs else None)
+
+
+def _samples(factors: NetworkFactors, samples: int) -> tuple[int, bool]:
+    """How many passes K really are, and whether they are draws (else the mean)."""
+    if isinstance(samples, bool) or not isinstance(samples, int) or not 0 <= samples <= MAX_SAMPLES:
+        raise InputError(
+            f"samples is {samples!r}; expected a whole number from 0 (the posterior mean) to {MAX_SAMPLES:,}."
+        )
+    if not factors.random:
+        return 1, False
+    if samples == 0:
+        return max(1, factors.members), False
+    return samples, True
+
+
+def _seed(seed: int | None) -> int:
+    if seed is None:
+        return secrets.randbits(62)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        raise InputError(f"seed is {seed!r}; expected a whole number from 0 to 2**63 − 1, or none for a fresh one.")
+    return seed
+
+
+def _checked(network: BayesianNetwork, x: Tensor) -> Tensor:
+    like = next(network.net.parameters(), None)
+    if like is not None:
+        x = x.to(like.device, like.dtype)
+    if x.dim() < 2 or len(x) == 0:
+        raise InputError(f"inputs have shape {tuple(x.shape)}; expected (B, ...) with at least one input.")
+    finite = x.isfinite().flatten(1).all(1)
+    if not finite.all():
+        raise InputError(f"input {int((~finite).nonzero()[0])} holds NaN or infinity; expected finite numbers only.")
+    return x
+
+
+def _normals(K: int, n: int, rng: torch.Generator) -> Tensor:
+    """One row per sample, each filled by its own call: a sample's normals do not depend on how K is cut up."""
+    noise = torch.empty(K, n, device=rng.device)
+    for row in noise:
+        row.normal_(generator=rng)
+    return noise
+
+
+def _forward(
+    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How], x: Tensor, max_rows: int
+) -> Tensor:
+    rows = max(1, max_rows // draws.K)
+    try:
+        return torch.cat([network.run(block, factors, draws, plan) for block in x.split(rows)], 1)
+    except torch.OutOfMemoryError:
+        if min(rows, len(x)) == 1 and draws.K == 1:
+            raise
+    # half of it at a time; the draws stay as they are
+    if draws.K == 1:
+        return _forward(network, factors, draws, plan, x, min(rows, len(x)) // 2)
+    half = draws.K // 2
+    parts = []
+    for at, k in ((0, half), (half, draws.K - half)):
+        noise = None if draws.noise is None else draws.noise[at : at + k]
+        part = Draws(k, noise, draws.seed, draws.start + at)
+        parts.append(_forward(network, factors, part, plan, x, max(1, max_rows // 2)))
+    return torch.cat(parts)
+
+
+def _tally(network: BayesianNetwork) -> ClassTally | ValueTally:
+    if network.task.kind == "classification":
+        return ClassTally()
+    assert network.noise is not None
+    noise = network.noise()
+    shift, scale = (torch.tensor(v, device=noise.device) for v in (network.task.shift, network.task.scale))
+    return ValueTally(noise.detach(), shift, scale)
+
+
+@contextmanager
+def _evaluating(network: BayesianNetwork) -> Iterator[None]:
+    """BatchNorm and dropout of the network as they are when it is used, not trained."""
+    training = [m for m in network.modules() if m.training]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,56 @@
+"""Global pruning: the least of all Z entries (inducing methods) or of all weights (FFG-W) become exactly zero."""
+
+import torch
+from torch import Tensor
+
+from dubito.models.errors import ConversionError
+from dubito.models.inducing import Inducing
+from dubito.models.mean_field import MeanField
+from dubito.models.network import BayesianNetwork
+from dubito.models.parameters import Free, Positive
+from dubito.models.weight_space import WeightSpace
+
+
+@torch.no_grad()
+def prune(network: BayesianNetwork, keep: float) -> None:
+    """Keep the given share, over the whole network, of the Z of inducing layers and of the weights of FFG-W layers.
+
+    Z goes by magnitude, FFG-W by |mean|/std, its mean and its std each one parameter: of an odd number kept, the last
+    weight keeps its mean alone. Biases stay [Ritter21, appendix K]. What is pruned gets no gradient afterwards.
+    """
+    if not 0 < keep <= 1:
+        raise ConversionError(f"keep is {keep}; expected a share above 0 and up to 1.")
+    Z: list[Free] = []
+    gaussians: list[tuple[MeanField, int]] = []
+    for layer in network.layers.values():
+        q = layer.posterior
+        if isinstance(q, Inducing):
+            Z += [q.Z_r, q.Z_c]
+        elif isinstance(q, WeightSpace) and isinstance(q.law, MeanField):
+            gaussians.append((q.law, layer.geometry.shape[1] - layer.geometry.bias))
+    if not Z and not gaussians:
+        raise ConversionError("nothing to prune: only inducing layers (their Z) and ffg-w layers can be pruned.")
+    _keep_largest(Z, [part().abs() for part in Z], round(keep * sum(part.value.numel() for part in Z)))
+    scores = []
+    for law, weights in gaussians:
+        signal = law.centre().abs() / law.spread()
+        signal[:, weights:] = torch.inf  # the bias column
+        scores.append(signal)
+    biases = sum(int(s.isinf().sum()) for s in scores)
+    n = round(2 * keep * (sum(s.numel() for s in scores) - biases))
+    _keep_largest([law.centre for law, _ in gaussians], scores, n - n // 2 + biases)
+    _keep_largest([law.spread for law, _ in gaussians], scores, n // 2 + biases)
+
+
+def _keep_largest(parts: list[Free] | list[Positive], scores: list[Tensor], n: int) -> None:
+    """Exactly n of all entries are kept, ties broken by order."""
+    if not parts:
+        return
+    kept = torch.zeros(sum(s.numel() for s in scores), dtype=torch.bool)
+    flat = torch.cat([s.flatten() for s in scores]).cpu()
+    kept[flat.topk(n, sorted=False).indices] = True
+    for part, mask in zip(parts, kept.split([s.numel() for s in scores]), strict=True):
+        value = part.value if isinstance(part, Free) else part.raw
+        part.keep = mask.view(value.shape).to(value.device)
+        if isinstance(part, Free):
+            value *= part.keep

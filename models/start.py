@@ -1,0 +1,128 @@
+"""Where a layer's posterior starts: at the prior, or at the weights of a trained network by truncated SVD."""
+
+import copy
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.dropout import Dropout
+from dubito.models.ensemble import Mixture
+from dubito.models.full_covariance import FullCovariance
+from dubito.models.geometry import Conv, Geometry, Linear
+from dubito.models.inducing import Inducing
+from dubito.models.manifest import DropoutLayer, InducingLayer, Layer, WeightLayer
+from dubito.models.matheron import regularise
+from dubito.models.mean_field import MeanField
+from dubito.models.posterior import Law
+from dubito.models.weight_space import WeightSpace
+
+Start = Literal["network", "prior"]
+
+V_STD = math.sqrt(1e-3)  # of q(V) at the start
+W_STD = 1e-4  # of q(W) at the start
+SPREAD_U, SPREAD_W = 0.1, 0.05  # how far ensemble members start from each other; the second in units of W's own
+
+CONVERTIBLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def geometry_of(module: nn.Module) -> Geometry:
+    if isinstance(module, nn.Linear):
+        return Linear(module.in_features, module.out_features, module.bias is not None)
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    padding = module.padding if isinstance(module.padding, str) else tuple(module.padding)
+    return Conv(
+        module.in_channels,
+        module.out_channels,
+        tuple(module.kernel_size),
+        tuple(module.stride),
+        padding,
+        tuple(module.dilation),
+        module.groups,
+        module.bias is not None,
+        module.padding_mode,
+    )
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """W (d_out, d_in) of a Linear or Conv layer, its bias as the last column."""
+    assert isinstance(module, CONVERTIBLE)
+    W = module.weight.detach().flatten(1)
+    return W if module.bias is None else torch.cat([W, module.bias.detach()[:, None]], 1)
+
+
+def posterior_for(entry: Layer, geometry: Geometry, module: nn.Module, start: Start) -> nn.Module:
+    W = weight_of(module)
+    match entry:
+        case DropoutLayer():
+            return Dropout(W.clone(), entry.rate, geometry.groups, geometry.inputs, geometry.bias, entry.sigma)
+        case WeightLayer():
+            return WeightSpace(_law_of_W(entry, W, module, start), entry.sigma)
+        case InducingLayer():
+            return inducing_for(entry, *geometry.shape, W if start == "network" else None, W)
+
+
+def _law_of_W(entry: WeightLayer, W: Tensor, module: nn.Module, start: Start) -> Law:
+    if entry.method == "ffg-w":
+        return MeanField(W.clone(), W_STD, entry.sigma_max)
+    if entry.method == "fcg-w":
+        return FullCovariance(W.clone(), W_STD, entry.sigma_max)
+    assert entry.members is not None
+    if start == "network":
+        return Mixture(W + _apart(entry.members, W) * (SPREAD_W * W.std(unbiased=False)))
+    return Mixture(torch.stack([W, *(_afresh(module) for _ in range(entry.members - 1))]))
+
+
+def _afresh(module: nn.Module) -> Tensor:
+    again = copy.deepcopy(module)
+    again.reset_parameters()  # type: ignore[operator]  # Linear and Conv layers all have it
+    return weight_of(again)
+
+
+def _apart(members: int, like: Tensor) -> Tensor:
+    """Normals that differ from member to member and average to nothing: (members, *like.shape)."""
+    noise = torch.randn(members, *like.shape, dtype=like.dtype, device=like.device)
+    return noise - noise.mean(0)
+
+
+def inducing_for(entry: InducingLayer, d_out: int, d_in: int, W: Tensor | None, like: Tensor) -> Inducing:
+    """From the prior, or with W given, from its truncated SVD."""
+    Z_r = like.new_empty(entry.M_out, d_out).normal_() / math.sqrt(entry.M_out)
+    Z_c = like.new_empty(entry.M_in, d_in).normal_() / math.sqrt(entry.M_in)
+    V = like.new_empty(entry.M_out, entry.M_in).normal_()
+    spread = like.new_empty(entry.members or 0, *V.shape).normal_()
+    blank = Inducing(Z_r, Z_c, None, entry.sigma, lam_max=entry.lam_max, noise=entry.noise)
+    if W is not None:
+        V = fit(blank, W)
+        spread = spread - spread.mean(0)
+    if entry.directions:
+        blank.directions = like.new_zeros(d_in, entry.directions)
+    match entry.method:
+        case "ffg-u":
+            blank.law = MeanField(V, V_STD, entry.sigma_max)
+        case "fcg-u":
+            blank.law = FullCovariance(V, V_STD, entry.sigma_max)
+        case "ensemble-u":
+            blank.law = Mixture(V + SPREAD_U * spread)
+    return blank
+
+
+@torch.no_grad()
+def fit(posterior: Inducing, W: Tensor) -> Tensor:
+    """Set Z so that a V exists whose mean weight is the best rank-M fit of W, and return that V.
+
+    W ≈ B_r S B_cᵀ; the leading rows of Z become α Bᵀ, so that the leading columns of A are α/√(α² + D²) of B's.
+    Rows beyond the rank stay as they are: a Cholesky factor's leading block does not see them.
+    """
+    Z_r, Z_c = posterior.Z_r.value, posterior.Z_c.value
+    B_r, S, B_cT = torch.linalg.svd(W.double(), full_matrices=False)
+    r = min(len(Z_r), len(Z_c), len(S))
+    scales = []
+    for Z, B, D in ((Z_r, B_r[:, :r], posterior.D_r()), (Z_c, B_cT[:r].T, posterior.D_c())):
+        alpha = math.sqrt(Z.shape[1] / len(Z))  # rows as long as the prior's
+        Z[:r] = (alpha * B.T).to(Z.dtype)
+        scales.append((1 + regularise(Z.double(), D.double())[:r].square() / alpha**2).sqrt())
+    V = torch.zeros(len(Z_r), len(Z_c), dtype=torch.float64, device=W.device)
+    V[:r, :r] = torch.diag(S[:r] * scales[0] * scales[1] / posterior.sigma)
+    return V.to(W.dtype)

@@ -1,0 +1,102 @@
+"""What K draws say about an input: probabilities, entropies and their difference; for regression, two variances."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Classified:
+    """Natural logarithms throughout: entropies are in nats."""
+
+    probabilities: Tensor  # (B, C)  mean over draws
+    entropy: Tensor  # (B,)  of the mean: all uncertainty
+    expected_entropy: Tensor  # (B,)  mean over draws: what would remain if the weights were known
+    mutual_information: Tensor  # (B,)  of label and weights, ≥ 0: what is not known about the weights
+
+    @property
+    def max_probability(self) -> Tensor:
+        return self.probabilities.amax(-1)
+
+
+@dataclass(frozen=True)
+class Regressed:
+    mean: Tensor  # (B, D)
+    epistemic_variance: Tensor  # (B, D)  of the draws' means
+    aleatoric_variance: Tensor  # (B, D)  the noise of the targets, mean over draws
+
+
+def entropy(log_p: Tensor) -> Tensor:
+    """From log-probabilities along the last axis; a probability of zero adds nothing."""
+    each: Tensor = torch.special.entr(log_p.exp())
+    return each.sum(-1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Sums over draws are kept in float64: mutual information is a small difference of large numbers."""
+    return x.double() if x.device.type != "mps" else x.float()  # MPS has no float64
+
+
+class ClassTally:
+    """Adds up draws as they come, so that memory does not grow with K."""
+
+    def __init__(self) -> None:
+        self.K = 0
+        self.p: Tensor | float = 0.0
+        self.H: Tensor | float = 0.0
+
+    def add(self, logits: Tensor) -> None:
+        """(k, B, C) logits in any floating type."""
+        log_p = _wide(logits).log_softmax(-1)
+        self.p = self.p + log_p.exp().sum(0)
+        self.H = self.H + entropy(log_p).sum(0)
+        self.K += len(logits)
+
+    def summary(self) -> Classified:
+        assert isinstance(self.p, Tensor)
+        assert isinstance(self.H, Tensor)
+        p, expected = self.p / self.K, self.H / self.K
+        total = torch.special.entr(p).sum(-1)
+        knowledge = (total - expected).clamp(min=0)  # exactly ≥ 0 by Jensen; only rounding goes below
+        return Classified(*(t.float() for t in (p, total, expected, knowledge)))
+
+
+class ValueTally:
+    """The same for regression: Welford's update, which does not cancel when the variance is small."""
+
+    def __init__(self, noise: Tensor, shift: Tensor, scale: Tensor) -> None:
+        """Standard deviation of the targets in the network's units, and the targets' own location and scale."""
+        self.noise, self.shift, self.scale = (_wide(t) for t in (noise, shift, scale))
+        self.K = 0
+        self.mean: Tensor | float = 0.0
+        self.M2: Tensor | float = 0.0
+
+    def add(self, outputs: Tensor) -> None:
+        """(k, B, D) means, in the network's units."""
+        for value in _wide(outputs):
+            self.K += 1
+            delta = value - self.mean
+            self.mean = self.mean + delta / self.K
+            self.M2 = self.M2 + delta * (value - self.mean)
+
+    def summary(self) -> Regressed:
+        assert isinstance(self.mean, Tensor)
+        assert isinstance(self.M2, Tensor)
+        epistemic = self.M2 / self.K * self.scale.square()
+        aleatoric = (self.noise * self.scale).square().expand_as(epistemic)
+        return Regressed((self.mean * self.scale + self.shift).float(), epistemic.float(), aleatoric.float())
+
+
+def summarise(logits: Tensor) -> Classified:
+    """Uncertainty of K draws: (K, B, C) logits -> per-row probabilities and entropies."""
+    tally = ClassTally()
+    tally.add(logits)
+    return tally.summary()
+
+
+def summarise_regression(outputs: Tensor, noise: Tensor) -> Regressed:
+    """Uncertainty of K draws: (K, B, D) means and (D,) standard deviations of the targets."""
+    tally = ValueTally(noise, torch.zeros_like(noise), torch.ones_like(noise))
+    tally.add(outputs)
+    return tally.summary()
