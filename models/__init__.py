@@ -4,12 +4,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dubito.models.architectures import build as build
+    from dubito.models.artifact import load as load
+    from dubito.models.artifact import save as save
     from dubito.models.conversion import bayesianize as bayesianize
     from dubito.models.conversion import ensemble as ensemble
+    from dubito.models.prediction import predict as predict
 
-_HOMES = {"build": "architectures", "bayesianize": "conversion", "ensemble": "conversion"}
+_HOMES = {
+    "bayesianize": "conversion",
+    "build": "architectures",
+    "ensemble": "conversion",
+    "load": "artifact",
+    "predict": "prediction",
+    "save": "artifact",
+}
 
-__all__ = ["bayesianize", "build", "ensemble"]
+__all__ = ["bayesianize", "build", "ensemble", "load", "predict", "save"]
 
 
 def __getattr__(name: str) -> object:

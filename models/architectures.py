@@ -108,6 +108,11 @@ def architecture_of(net: nn.Module) -> Architecture:
     return found if isinstance(found, Architecture) else Architecture(name="custom")
 
 
+def on_meta(name: str) -> bool:
+    """Whether such a network holds nothing but parameters and buffers, so that it can be built without storage."""
+    return name in OURS or name.startswith("torchvision/")
+
+
 def input_of(architecture: Architecture) -> Input | None:
     """What such a network takes, where its name and arguments tell."""
     match architecture.name:

@@ -101,21 +101,18 @@ def assemble(
         if name not in found or not isinstance(found[name], CONVERTIBLE):
             raise ConversionError(f"the network has no Linear or Conv layer {name!r}.")
         geometry = geometry_of(found[name])
-        swaps[found[name]] = BayesianLayer(geometry, posterior_for(entry, geometry, found[name], start))
+        swaps[found[name]] = BayesianLayer(geometry, posterior_for(entry, geometry, found[name], start), entry)
     for name, E in members.items():
         if name not in found:
             raise ConversionError(f"the network has no layer {name!r}.")
         swaps[found[name]] = MemberLayer([copy.deepcopy(found[name]) for _ in range(E)])
     above = None
     if hierarchy is not None:
-        above = inducing_for(hierarchy.layer, hierarchy.d_out, hierarchy.d_in, None, _like(net))
+        q_V = inducing_for(hierarchy.layer, hierarchy.d_out, hierarchy.d_in, None, next(net.parameters()))
+        above = BayesianLayer(Linear(hierarchy.d_in, hierarchy.d_out, bias=False), q_V, hierarchy.layer)
     # deepcopy with the memo pre-filled: swapped layers stand in the copy wherever the old ones stood, shared ones too
     memo: dict[int, object] = {id(old): new for old, new in swaps.items()}
     return BayesianNetwork(copy.deepcopy(net, memo), hierarchy=above, task=task)
-
-
-def _like(net: nn.Module) -> Tensor:
-    return next(net.parameters())
 
 
 def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:

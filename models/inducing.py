@@ -165,7 +165,7 @@ class Inducing(nn.Module):
 
     def scale(self) -> float:
         """λ as a number; 0 is the delta conditional."""
-        return 0.0 if self.lam is None else float(self.lam())
+        return 0.0 if self.lam is None else float(self.lam().detach())
 
     @torch.no_grad()
     def factors(self) -> InducingFactors:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dubito.models.ensemble import Members
 from dubito.models.errors import InputError
 from dubito.models.geometry import Geometry, How, apply
+from dubito.models.manifest import Layer
 from dubito.models.posterior import Operand, Posterior
 
 
@@ -60,10 +61,11 @@ def _current(layer: nn.Module, x: Tensor) -> Run:
 class BayesianLayer(nn.Module):
     """Stands where a Linear or Conv layer stood."""
 
-    def __init__(self, geometry: Geometry, posterior: nn.Module) -> None:
+    def __init__(self, geometry: Geometry, posterior: nn.Module, entry: Layer) -> None:
         super().__init__()
         self.geometry = geometry
         self.posterior = posterior
+        self.entry = entry  # what an artifact says of it
 
     @property
     def q(self) -> Posterior:

@@ -14,11 +14,11 @@ from pydantic import (
     model_validator,
 )
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
 
 Size = Annotated[int, Field(gt=0, le=1 << 24)]  # one side of a tensor; beyond it a header lies
 Share = Annotated[float, Field(gt=0, lt=1)]
-Measure = Literal["entropy", "mutual_information", "max_probability"]
+Measure = Literal["entropy", "mutual_information", "max_probability", "epistemic_variance"]
 
 
 class Strict(BaseModel):
@@ -118,7 +118,11 @@ class Input(Strict):
 
 
 class Calibration(Strict):
-    """Chosen on held-out data for a grid of K: the grid point at or below the K really drawn is used."""
+    """Chosen on held-out data for a grid of K: the grid point at or below the K really drawn is used.
+
+    Each measure's score grows with doubt: entropy, mutual information, 1 − the maximum probability, and for
+    regression the epistemic variance over the aleatoric one.
+    """
 
     false_positive_rate: Share
     coverage: Share

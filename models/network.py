@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from dubito.models.ensemble import Members
 from dubito.models.geometry import How
-from dubito.models.inducing import Inducing
 from dubito.models.layers import BayesianLayer, Run, running
 from dubito.models.manifest import Classification, Task
 from dubito.models.parameters import Positive
@@ -80,27 +79,18 @@ class BayesianNetwork(nn.Module):
     Answers come from `predict`, which draws many.
     """
 
-    layers: Mapping[str, BayesianLayer]
-    columns: Mapping[str, slice]  # each layer's share of the V's that the hierarchy draws
-    noise: Positive | None  # regression: the standard deviation of the targets, learned
-
-    def __init__(self, net: nn.Module, *, hierarchy: Inducing | None = None, task: Task | None = None) -> None:
+    def __init__(self, net: nn.Module, *, hierarchy: BayesianLayer | None = None, task: Task | None = None) -> None:
         super().__init__()
         self.net = net
-        self.hierarchy = hierarchy
+        self.hierarchy = hierarchy  # its "weights" are the V's of all layers, side by side
         self.task: Task = task if task is not None else Classification()
-        self.noise = None
+        self.noise: Positive | None = None  # regression: the standard deviation of the targets, learned
         if self.task.kind == "regression":
             self.noise = Positive(torch.full((self.task.outputs,), 0.1), 1e-4)
-        layers = {name: m for name, m in net.named_modules() if isinstance(m, BayesianLayer)}
-        self.__dict__["layers"] = MappingProxyType(layers)  # past nn.Module: they are registered inside `net`
-        columns, at = {}, 0
-        for name, layer in layers.items():
-            if isinstance(layer.posterior, Inducing) and layer.posterior.law is None:
-                M_in = len(layer.posterior.Z_c.value)
-                columns[name] = slice(at, at + M_in)
-                at += M_in
-        self.columns = MappingProxyType(columns)
+
+    @property
+    def layers(self) -> dict[str, BayesianLayer]:
+        return {name: m for name, m in self.net.named_modules() if isinstance(m, BayesianLayer)}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.sample(x, 1)[0]
@@ -115,7 +105,7 @@ class BayesianNetwork(nn.Module):
         """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45]."""
         parts = [layer.q.kl(data_size) for layer in self.layers.values()]
         if self.hierarchy is not None:
-            parts.append(self.hierarchy.kl())
+            parts.append(self.hierarchy.q.kl())
         return torch.stack(parts).sum() if parts else torch.zeros(())
 
     def factors(self) -> NetworkFactors:
@@ -123,9 +113,8 @@ class BayesianNetwork(nn.Module):
         return self._factors(train=False)
 
     def _factors(self, train: bool) -> NetworkFactors:
-        def of(q: Inducing | BayesianLayer) -> Factors:
-            posterior = q if isinstance(q, Inducing) else q.q
-            return posterior.trainable() if train else posterior.factors()
+        def of(layer: BayesianLayer) -> Factors:
+            return layer.q.trainable() if train else layer.q.factors()
 
         copies = max((len(m.copies) for m in self.net.modules() if isinstance(m, Members)), default=0)
         layers = MappingProxyType({name: of(layer) for name, layer in self.layers.items()})
@@ -137,11 +126,15 @@ class BayesianNetwork(nn.Module):
         if draws.noise is not None:
             shares = list(draws.noise.split(factors.sizes, dim=1))
         V = None if factors.hierarchy is None else _matrix(_draw(factors.hierarchy, shares[0], draws, None))
+        layers, at = self.layers, 0
         operands: dict[nn.Module, Callable[[], Operand]] = {}
         for (name, f), share in zip(factors.layers.items(), shares[1:], strict=True):
-            mine = V[..., self.columns[name]] if V is not None and name in self.columns else None
-            operands[self.layers[name]] = partial(_draw, f, share, draws, mine)
-        by_layer: dict[nn.Module, How] = {self.layers[name]: how for name, how in plan.items()}
+            mine = None
+            entry = layers[name].entry
+            if V is not None and entry.kind == "inducing" and entry.method == "hierarchical":
+                mine, at = V[..., at : at + entry.M_in], at + entry.M_in
+            operands[layers[name]] = partial(_draw, f, share, draws, mine)
+        by_layer: dict[nn.Module, How] = {layers[name]: how for name, how in plan.items()}
         folded = x.repeat(draws.K, *[1] * (x.dim() - 1)) if draws.K > 1 else x
         with running(Run(draws.K, operands, by_layer, draws.member)):
             out: Tensor = self.net(folded)

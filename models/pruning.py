@@ -33,7 +33,7 @@ def prune(network: BayesianNetwork, keep: float) -> None:
     _keep_largest(Z, [part().abs() for part in Z], round(keep * sum(part.value.numel() for part in Z)))
     scores = []
     for law, weights in gaussians:
-        signal = law.centre().abs() / law.spread()
+        signal: Tensor = (law.centre().abs() / law.spread()).nan_to_num(nan=0.0)  # 0/0: pruned before
         signal[:, weights:] = torch.inf  # the bias column
         scores.append(signal)
     biases = sum(int(s.isinf().sum()) for s in scores)
@@ -50,7 +50,6 @@ def _keep_largest(parts: list[Free] | list[Positive], scores: list[Tensor], n: i
     flat = torch.cat([s.flatten() for s in scores]).cpu()
     kept[flat.topk(n, sorted=False).indices] = True
     for part, mask in zip(parts, kept.split([s.numel() for s in scores]), strict=True):
-        value = part.value if isinstance(part, Free) else part.raw
+        value = part.value.data if isinstance(part, Free) else part.raw.data
         part.keep = mask.view(value.shape).to(value.device)
-        if isinstance(part, Free):
-            value *= part.keep
+        value.masked_fill_(~mask.view(value.shape).to(value.device), 0)  # nothing is left of what was pruned

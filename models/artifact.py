@@ -1,0 +1,248 @@
+"""The artifact: one safetensors file with what a method stores and a manifest in its metadata. No pickle anywhere."""
+
+import copy
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load as parse
+from safetensors.torch import save as serialise
+from torch import Tensor, nn
+
+from dubito.models.architectures import architecture_of, build, input_of, on_meta
+from dubito.models.conversion import assemble
+from dubito.models.encoding import MASK, SCALE, Precision, decode, decode_whole, encode
+from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError
+from dubito.models.inducing import Inducing
+from dubito.models.layers import MemberLayer
+from dubito.models.manifest import FORMAT, Card, Hierarchy, Layer, Manifest
+from dubito.models.model import Model
+from dubito.models.network import BayesianNetwork
+from dubito.models.normalisation import ScaleShift, fold_batchnorm
+from dubito.models.parameters import Free, Positive
+
+KEY = "dubito"  # of the metadata
+LONGEST_HEADER = 1 << 26  # bytes; the largest networks need a few hundred thousand
+
+
+def save(
+    model: BayesianNetwork | Model,
+    path: str | Path,
+    *,
+    card: Card | None = None,
+    precision: Precision = "float32",
+    batchnorm: Literal["keep", "fold"] = "keep",
+) -> Manifest:
+    """Write the artifact, whole or not at all, and return its manifest.
+
+    `batchnorm="fold"` stores each BatchNorm as one scale and one shift per channel: smaller, and no longer trainable.
+    """
+    network = model.network if isinstance(model, Model) else model
+    if card is None:
+        card = model.card if isinstance(model, Model) else Card(input=input_of(architecture_of(network.net)))
+    if batchnorm == "fold":
+        network = fold_batchnorm(network)
+    tensors: dict[str, Tensor] = {}
+    masks = {name: t for name, t in network.named_buffers() if name.endswith(".keep")}
+    for name, tensor in network.state_dict().items():
+        if name not in masks:
+            keep = masks.get(name.rpartition(".")[0] + ".keep")
+            tensors |= encode(name, tensor, keep, precision)
+    manifest = _manifest(network, card)
+    manifest = manifest.model_copy(update={"sha256": digest(manifest, tensors)})
+    # one key: the library writes several in no fixed order, and the same model should give the same bytes
+    content = serialise(tensors, {KEY: manifest.model_dump_json()})
+    _write(Path(path), content)
+    return manifest
+
+
+def load(path: str | Path, network: nn.Module | None = None) -> Model:
+    """Read an artifact, believing nothing: one ArtifactError says what is wrong with a file that cannot be trusted.
+
+    `network` is for artifacts of networks that have no name here: the same nn.Module that was converted.
+    """
+    content = _read(Path(path))
+    try:
+        manifest = _parse_manifest(content)
+        tensors = _parse_tensors(content)
+        if digest(manifest, tensors) != manifest.sha256:
+            raise ArtifactError(
+                "the SHA-256 of its content is not the one it states: it was changed or damaged after it was saved."
+            )
+        made = _restore(manifest, tensors, network)
+    except ArtifactError as error:
+        raise ArtifactError(f"{path}: {error}") from None
+    made.eval()
+    return Model(made, manifest)
+
+
+def digest(manifest: Manifest, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the manifest (but for this number) and every tensor's name, type, shape and bytes."""
+    known = manifest.model_dump(mode="json", exclude={"sha256"})
+    total = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        total.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data))
+    return total.hexdigest()
+
+
+def _manifest(network: BayesianNetwork, card: Card) -> Manifest:
+    layers: dict[str, Layer] = {}
+    for name, layer in network.layers.items():
+        R = 0
+        if isinstance(layer.posterior, Inducing) and layer.posterior.directions is not None:
+            R = layer.posterior.directions.shape[1]
+        layers[name] = layer.entry.model_copy(update={"directions": R} if layer.entry.kind == "inducing" else {})
+    members = {name: len(m.copies) for name, m in network.net.named_modules() if isinstance(m, MemberLayer)}
+    hierarchy = None
+    if network.hierarchy is not None:
+        d_out, d_in = network.hierarchy.geometry.shape
+        entry = network.hierarchy.entry
+        assert entry.kind == "inducing"
+        hierarchy = Hierarchy(d_out=d_out, d_in=d_in, layer=entry)
+    folded = any(isinstance(m, ScaleShift) for m in network.modules())
+    versions = {"dubito": version("dubito"), "torch": torch.__version__, "python": platform.python_version()}
+    provenance = card.provenance.model_copy(update={"versions": {**versions, **card.provenance.versions}})
+    return Manifest(
+        format=FORMAT,
+        architecture=architecture_of(network.net),
+        task=network.task,
+        layers=layers,
+        members=members,
+        hierarchy=hierarchy,
+        batchnorm="folded" if folded else "kept",
+        card=card.model_copy(update={"provenance": provenance}),
+        sha256="0" * 64,
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Beside its place first, then moved there: a full disk or a crash never leaves half a file under the name."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            try:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise ArtifactError(f"cannot write {path}: {error.strerror or error}.") from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"cannot read {path}: {error.strerror or error}.") from None
+    kinds = {b"PK\x03\x04": "a zip archive (as torch.save writes)", b"\x80": "a pickle", b"\x89HDF": "an HDF5 file"}
+    for start, kind in kinds.items():
+        if content.startswith(start):
+            raise ArtifactError(f"{path} is {kind}; expected a dubito artifact, which is a safetensors file.")
+    if len(content) < 8:
+        raise ArtifactError(f"{path} has {len(content)} bytes; expected a dubito artifact: it is empty or cut.")
+    return content
+
+
+def _parse_manifest(content: bytes) -> Manifest:
+    length = int.from_bytes(content[:8], "little")
+    if length > LONGEST_HEADER or length > len(content) - 8:
+        raise ArtifactError(
+            f"it claims a header of {length:,} bytes in a file of {len(content):,}: "
+            "not a safetensors file, or one that was cut."
+        )
+    try:
+        header = json.loads(content[8 : 8 + length])
+        text = header["__metadata__"][KEY]
+        stated = json.loads(text)
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise ArtifactError(f"it has no {KEY!r} manifest in its header: not a dubito artifact.") from None
+    found = stated.get("format") if isinstance(stated, dict) else None
+    if found != FORMAT:
+        raise ArtifactError(
+            f"its format is {found!r}; this version of dubito reads format {FORMAT}. Update dubito, or save it again."
+        )
+    try:
+        return Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "manifest"
+        raise ArtifactError(f"its manifest is wrong at {place!r}: {first['msg']}.") from None
+    except RecursionError:
+        raise ArtifactError("its manifest is nested too deeply.") from None
+
+
+def _parse_tensors(content: bytes) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = parse(content)
+    except Exception as error:  # the library raises several kinds, all of them about the file
+        raise ArtifactError(f"its tensors cannot be read: {error}.") from None
+    return tensors
+
+
+def _restore(manifest: Manifest, tensors: Mapping[str, Tensor], given: nn.Module | None) -> BayesianNetwork:
+    """Everything is checked against a network without storage before anything of the claimed size is allocated."""
+    name, arguments = manifest.architecture.name, manifest.architecture.arguments
+    if given is None and name == "custom":
+        raise ArtifactError(
+            "its network has no name here; load it with load(path, network=the nn.Module you converted)."
+        )
+    try:
+        with torch.device("meta"):
+            bare = copy.deepcopy(given).to("meta") if given is not None else build(name, **arguments)
+            skeleton = _skeleton(bare, manifest)
+        state, masks = _decode_all(skeleton, tensors)
+        if given is not None or not on_meta(name):  # such a network may hold tensors that no state dict names
+            network = _skeleton(given if given is not None else build(name, **arguments), manifest)
+            network.load_state_dict(state)
+        else:
+            network = skeleton
+            network.load_state_dict(state, assign=True)
+    except (ArchitectureError, ConversionError) as error:
+        raise ArtifactError(str(error)) from None
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ArtifactError(f"its manifest describes no network that can be built: {error}.") from None
+    for place, keep in masks.items():
+        part = network.get_submodule(place)
+        assert isinstance(part, Free | Positive)
+        part.keep = keep
+    return network
+
+
+def _skeleton(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
+    network = assemble(bare, manifest.layers, manifest.members, manifest.hierarchy, manifest.task, "prior")
+    network.net.__dict__["architecture"] = manifest.architecture
+    return fold_batchnorm(network) if manifest.batchnorm == "folded" else network
+
+
+def _decode_all(
+    skeleton: BayesianNetwork, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    state: dict[str, Tensor] = {}
+    masks: dict[str, Tensor] = {}
+    for name, expected in skeleton.state_dict().items():
+        if expected.is_floating_point():
+            state[name], keep = decode(name, expected.shape, tensors)
+            if keep is not None:
+                masks[name.rpartition(".")[0]] = keep
+        else:
+            state[name] = decode_whole(name, expected, tensors)
+    known = {name + suffix for name in state for suffix in ("", SCALE, MASK)}
+    if unknown := sorted(tensors.keys() - known):
+        raise ArtifactError(f"tensor {unknown[0]!r} belongs to nothing that the manifest describes.")
+    for place in masks:
+        if not isinstance(skeleton.get_submodule(place), Free | Positive):
+            raise ArtifactError(f"tensor {place!r} is stored as pruned, but cannot be.")
+    return state, masks

@@ -1,0 +1,225 @@
+"""Commands that need a model and nothing else: count, inspect, predict."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dubito.models.model import Model
+
+app = typer.Typer(rich_markup_mode=None)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
+Artifact = Annotated[Path, typer.Argument(metavar="FILE", help="An artifact (.safetensors).", show_default=False)]
+
+
+@app.command()
+def count(
+    architecture: Annotated[
+        str,
+        typer.Argument(
+            metavar="ARCH",
+            help="mlp, lenet, resnet18-cifar, resnet50-cifar, torchvision/NAME, or a plug-in's name.",
+            show_default=False,
+        ),
+    ],
+    method: Annotated[
+        str,
+        typer.Option(
+            help="ffg-u, fcg-u, ensemble-u, ffg-w, fcg-w, ensemble-w, mc-dropout or deterministic.", show_default=False
+        ),
+    ],
+    inducing: Annotated[int, typer.Option(help="M: each layer's inducing weights are M x M.", min=1)] = 64,
+    head: Annotated[
+        int | None, typer.Option(help="M_out of the last layer, where it differs from M.", min=1, show_default=False)
+    ] = None,
+    members: Annotated[int, typer.Option(help="Ensemble members.", min=1)] = 5,
+    keep: Annotated[float, typer.Option(help="Share of Z (or of FFG-W's weights) kept by pruning.")] = 1.0,
+    classes: Annotated[int | None, typer.Option(help="Classes of the network.", min=1, show_default=False)] = None,
+    leave: Annotated[bool, typer.Option(help="Leave layers that cannot be converted deterministic.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Count the parameters that a Bayesian network would store, beside the plain network's.
+
+    The network is built and counted, not estimated. Try:
+
+        dubito count resnet50-cifar --method ffg-u --inducing 64
+
+        dubito count resnet50-cifar --method ffg-u --keep 0.5
+    """
+    from dubito.models.architectures import build
+    from dubito.models.conversion import bayesianize
+    from dubito.models.parameters import count as count_parameters
+    from dubito.models.pruning import prune
+    from dubito.models.start import CONVERTIBLE
+
+    net = build(architecture, **({} if classes is None else {"classes": classes}))
+    last = [name for name, module in net.named_modules() if isinstance(module, CONVERTIBLE)][-1]
+    network = bayesianize(
+        net,
+        method,
+        inducing=inducing,
+        members=members,
+        start="prior",
+        unsupported="leave" if leave else "error",
+        layers=None if head is None else {last: {"M_out": head}},
+    )
+    if keep != 1.0:
+        prune(network, keep)
+    parameters, deterministic = count_parameters(network), count_parameters(net)
+    result = {
+        "architecture": architecture,
+        "method": method,
+        "parameters": parameters,
+        "deterministic": deterministic,
+        "ratio": parameters / deterministic,
+    }
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print(f"{architecture} as {method}: {parameters:,} parameters")
+        print(f"{architecture} as it is: {deterministic:,} parameters")
+        print(f"ratio: {parameters / deterministic:.2%}")
+
+
+@app.command()
+def inspect(file: Artifact, as_json: AsJson = False) -> None:
+    """Check an artifact and show what is inside: layers, sizes, calibration, metrics, where it came from.
+
+    Try: dubito inspect model.safetensors
+    """
+    from dubito.models.artifact import load
+    from dubito.models.report import report, show
+
+    found = report(load(file), file.stat().st_size)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        show(found)
+
+
+@app.command()
+def predict(
+    file: Artifact,
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Pictures, or .npy files: uint8 pixels, or numbers in the model's own input space.",
+            show_default=False,
+        ),
+    ],
+    samples: Annotated[int, typer.Option(help="Posterior draws K; 0 answers with the posterior mean.", min=0)] = 20,
+    seed: Annotated[
+        int | None, typer.Option(help="Fixes the draws; without one they are fresh.", min=0, show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict, and say how far each answer can be trusted.
+
+    Entropy is all uncertainty, mutual information the part that more training data would remove (both in nats).
+    Try: dubito predict model.safetensors digit.png --samples 20 --seed 0
+    """
+    import torch
+
+    from dubito.models.answers import answers
+    from dubito.models.artifact import load
+
+    model = load(file)
+    named = [(name, x) for path in inputs for name, x in _read(path, model)]
+    prediction = model.predict(torch.stack([x for _, x in named]), samples, seed)
+    rows = [{"input": name, **row} for (name, _), row in zip(named, answers(prediction, model.card), strict=True)]
+    if as_json:
+        print(json.dumps({"predictions": rows, "samples": prediction.samples, "seed": prediction.seed}))
+    else:
+        _table(rows, prediction.samples, prediction.seed)
+
+
+def _read(path: Path, model: "Model") -> list[tuple[str, "Tensor"]]:
+    """The inputs that one file holds, by name."""
+    import numpy as np
+    import torch
+
+    from dubito.models.errors import InputError
+    from dubito.models.images import prepare
+
+    declared = model.card.input
+    if declared is None:
+        raise InputError("this artifact does not say what its inputs look like; save it with a card that does.")
+    try:
+        if path.suffix.lower() != ".npy":
+            return [(str(path), prepare(torch.from_numpy(_pixels(path)), declared))]
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"cannot read {path}: {error}") from None
+    if array.dtype.kind not in "fiub":
+        raise InputError(f"{path} holds {array.dtype}; expected numbers.")
+    single = array.ndim == len(declared.shape) if array.dtype != np.uint8 else array.ndim in (2, 3) and _one(array)
+    batch = array[None] if single else array
+    if batch.ndim < 2 or len(batch) == 0:
+        raise InputError(
+            f"{path} has shape {array.shape}; expected inputs of shape {declared.shape}, or a batch of them."
+        )
+    names = [str(path)] if single else [f"{path}[{i}]" for i in range(len(batch))]
+    if array.dtype == np.uint8 and declared.image is not None:
+        return [
+            (n, prepare(torch.from_numpy(np.ascontiguousarray(a)), declared)) for n, a in zip(names, batch, strict=True)
+        ]
+    rows = torch.from_numpy(np.ascontiguousarray(batch, dtype=np.float32))
+    if tuple(rows.shape[1:]) != declared.shape:
+        raise InputError(f"{path} has shape {array.shape}; expected {declared.shape}, or a batch of them.")
+    return list(zip(names, rows, strict=True))
+
+
+def _one(array: Any) -> bool:
+    """Pixels of one picture, (H, W) or (H, W, channels), rather than a batch of grey ones (n, H, W)."""
+    return array.ndim == 2 or array.shape[-1] in (1, 3, 4)
+
+
+def _pixels(path: Path) -> Any:
+    import numpy as np
+    from PIL import Image, UnidentifiedImageError
+
+    from dubito.models.errors import InputError
+
+    try:
+        with Image.open(path) as picture:
+            return np.array(picture.convert("L" if picture.mode in ("1", "L", "I;16") else "RGB"))
+    except UnidentifiedImageError:
+        raise InputError(f"{path} is no picture that can be read; expected PNG, JPEG and the like, or .npy.") from None
+    except Image.DecompressionBombError:
+        raise InputError(f"{path} is too large a picture.") from None
+
+
+def _table(rows: list[dict[str, Any]], samples: int, seed: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    classes = "label" in rows[0]
+    table = Table(title=f"K = {samples}, seed {seed}")
+    names = ["input", "label", "probability", "entropy", "mutual information", "prediction set", "OOD"]
+    if not classes:
+        names = ["input", "mean", "std from weights", "std from noise", "interval", "OOD"]
+    for name in names:
+        table.add_column(name)
+    for row in rows:
+        flag = "not calibrated" if row["ood"] is None else "yes" if row["ood"]["flag"] else "no"
+        if classes:
+            fitting = (
+                "not calibrated" if row["prediction_set"] is None else ", ".join(row["prediction_set"]) or "none fits"
+            )
+            numbers = (f"{row[key]:.4f}" for key in ("max_probability", "entropy", "mutual_information"))
+            table.add_row(row["input"], row["label"], *numbers, fitting, flag)
+        else:
+            interval = "not calibrated" if row["interval"] is None else _several(*row["interval"])
+            spreads = ([v**0.5 for v in row[f"{kind}_variance"]] for kind in ("epistemic", "aleatoric"))
+            table.add_row(row["input"], _several(row["mean"]), *map(_several, spreads), interval, flag)
+    Console().print(table)
+
+
+def _several(*groups: list[float]) -> str:
+    return "; ".join(", ".join(f"{v:.4g}" for v in values) for values in groups)

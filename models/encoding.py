@@ -1,0 +1,118 @@
+"""How a tensor is kept in a file: full or half precision, int8 with a scale per row, pruned as values and bits."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dubito.models.errors import ArtifactError
+
+Precision = Literal["float32", "float16", "bfloat16", "int8"]
+HALF: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+SCALE, MASK = "#scale", "#mask"  # suffixes of the tensors that stand beside another one
+
+
+def encode(name: str, tensor: Tensor, keep: Tensor | None, precision: Precision) -> dict[str, Tensor]:
+    """The tensors that stand for this one in the file."""
+    tensor = tensor.detach().cpu()
+    if not tensor.is_floating_point():
+        return {name: tensor.contiguous()}
+    tensor = tensor.float()
+    stored: dict[str, Tensor] = {}
+    if precision == "int8" and tensor.dim() >= 2:
+        scale = _rows(tensor).abs().amax(1) / 127
+        step = torch.where(scale > 0, scale, 1.0)
+        values = (_rows(tensor) / step[:, None]).round().to(torch.int8).view(tensor.shape)
+        stored[name + SCALE] = scale
+    elif precision == "float32":
+        values = tensor
+    else:  # the vectors of an int8 artifact are few: half precision keeps them better
+        values = _halved(tensor, HALF.get(precision, torch.float16))
+    if keep is not None:
+        stored[name + MASK] = pack(keep.cpu())
+        values = values[keep.cpu()]
+    stored[name] = values.contiguous()
+    return stored
+
+
+def decode(name: str, shape: torch.Size, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The tensor of that shape in float32, and its mask where it was pruned; every claim is checked before its use."""
+    if name not in stored:
+        raise ArtifactError(_missing(name))
+    values, scale, mask = stored[name], stored.get(name + SCALE), stored.get(name + MASK)
+    if values.dtype not in (*FLOATS, torch.int8) or (values.dtype == torch.int8) != (scale is not None):
+        raise ArtifactError(f"tensor {name!r} is stored as {values.dtype}, which no artifact of this format uses so.")
+    keep = None
+    if mask is None:
+        if values.shape != shape:
+            raise ArtifactError(_mismatch(name, values.shape, shape))
+    else:
+        keep = unpack(name, mask, shape)
+        if values.dim() != 1 or len(values) != int(keep.sum()):
+            raise ArtifactError(_mismatch(name, values.shape, torch.Size([int(keep.sum())])))
+        dense = torch.zeros(shape, dtype=values.dtype)
+        dense[keep] = values
+        values = dense
+    tensor = values.float()
+    if scale is not None:
+        rows = shape.numel() // shape[-1] if len(shape) == 3 else shape[0] if len(shape) > 1 else 0
+        if scale.dtype != torch.float32 or scale.shape != (rows,):
+            raise ArtifactError(_mismatch(name + SCALE, scale.shape, torch.Size([rows])))
+        tensor = (_rows(tensor) * scale[:, None]).view(shape)
+    if not tensor.isfinite().all():
+        raise ArtifactError(f"tensor {name!r} holds NaN or infinity; the file is damaged or the training diverged.")
+    return tensor, keep
+
+
+def decode_whole(name: str, expected: Tensor, stored: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of whole numbers or flags, stored as it is."""
+    if name not in stored:
+        raise ArtifactError(_missing(name))
+    if stored[name].shape != expected.shape or stored[name].dtype != expected.dtype:
+        raise ArtifactError(_mismatch(name, stored[name].shape, expected.shape))
+    return stored[name]
+
+
+def _missing(name: str) -> str:
+    return f"tensor {name!r} is missing; the file was made for another network, or cut."
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """What shares a scale: a row of a matrix, a row of each member's matrix, an output channel of a kernel."""
+    return tensor.flatten(0, 1) if tensor.dim() == 3 else tensor.flatten(1)
+
+
+def _halved(tensor: Tensor, half: torch.dtype) -> Tensor:
+    """In half precision, unless an entry would overflow or sink into the subnormal numbers."""
+    info = torch.finfo(half)
+    size = tensor.abs()
+    fits = (size <= info.max) & ((size >= info.tiny) | (size == 0))
+    lost = tensor[~fits].abs().amax() if not bool(fits.all()) else None
+    # entries that sink are harmless where they are tiny beside the tensor's largest one
+    harmless = lost is None or (bool(lost < info.tiny) and bool(size.amax() > 2**11 * lost))
+    return tensor.to(half) if harmless else tensor
+
+
+def pack(mask: Tensor) -> Tensor:
+    """Eight flags a byte, the first in the lowest bit."""
+    flags = mask.flatten().to(torch.uint8)
+    flags = torch.nn.functional.pad(flags, (0, -len(flags) % 8)).view(-1, 8)
+    return (flags << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+
+
+def unpack(name: str, packed: Tensor, shape: torch.Size) -> Tensor:
+    n = shape.numel()
+    if packed.dtype != torch.uint8 or packed.shape != ((n + 7) // 8,):
+        raise ArtifactError(_mismatch(name + MASK, packed.shape, torch.Size([(n + 7) // 8])))
+    flags = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return flags.flatten()[:n].bool().view(shape)
+
+
+def _mismatch(name: str, came: torch.Size, expected: torch.Size) -> str:
+    return (
+        f"tensor {name!r} has shape {tuple(came)}, but the manifest makes it {tuple(expected)}. "
+        "The tensors and the manifest come from different runs: save both again with `dubito.models.save`."
+    )

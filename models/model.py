@@ -1,0 +1,64 @@
+"""A model ready to answer: a network, what is known about it, and its factors, computed once."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dubito.models.errors import InputError
+from dubito.models.manifest import Card, Manifest
+from dubito.models.network import BayesianNetwork, NetworkFactors
+from dubito.models.prediction import Prediction, predict
+
+
+@dataclass(frozen=True)
+class Model:
+    """What `load` returns. The network is not to be trained any more: its factors would not follow."""
+
+    network: BayesianNetwork
+    manifest: Manifest
+
+    @property
+    def card(self) -> Card:
+        return self.manifest.card
+
+    @cached_property
+    def factors(self) -> NetworkFactors:
+        return self.network.factors()
+
+    def predict(
+        self,
+        x: Tensor,
+        samples: int = 20,
+        seed: int | None = None,
+        *,
+        keep_outputs: bool = False,
+        max_rows: int | None = None,
+    ) -> Prediction:
+        """K draws for inputs (B, ...) in the space that the manifest declares; `prediction.predict` says the rest."""
+        declared = self.card.input
+        if declared is not None and tuple(x.shape[1:]) != declared.shape:
+            raise InputError(
+                f"inputs have shape {tuple(x.shape)}; this model takes (B, {', '.join(map(str, declared.shape))})."
+            )
+        calibration = self.card.calibration
+        return predict(
+            self.network,
+            self.factors,
+            x,
+            samples,
+            seed,
+            keep_outputs=keep_outputs,
+            max_rows=max_rows,
+            temperature=1.0 if calibration is None else calibration.temperature,
+        )
+
+    def with_card(self, **changes: object) -> "Model":
+        """The same model with other things known about it."""
+        card = self.card.model_copy(update=changes)
+        return replace(self, manifest=self.manifest.model_copy(update={"card": card}))
+
+    def to(self, device: torch.device | str) -> "Model":
+        """Moves the network; the factors are computed again when they are next asked for."""
+        return Model(self.network.to(device), self.manifest)
