@@ -43,17 +43,21 @@ class MatheronFactors(Value):
     q: Tensor  # (r_in,)   in [0, 1]
     Q_r: Tensor  # (M_out, r_out)
     Q_c: Tensor  # (M_in, r_in)
+    known: Tensor  # (r_out, r_in)  √(p qᵀ), the share of each direction that V decides
+    unknown: Tensor  # (r_out, r_in)  √(1 − p qᵀ)
 
     def decided(self, V: Tensor) -> Tensor:
-        """B_rᵀ A_r V A_cᵀ B_c, what V decides: (..., M_out, M_in) -> (..., r_out, r_in)."""
-        return torch.outer(self.p, self.q).sqrt() * (self.Q_r.T @ V @ self.Q_c)
+        """B_rᵀ A_r V A_cᵀ B_c: (..., M_out, M_in) -> (..., r_out, r_in)."""
+        return self.known * (self.Q_r.T @ V @ self.Q_c)
 
 
 def factorise(A_r: Tensor, A_c: Tensor) -> MatheronFactors:
     """Thin SVDs, to be taken in float64: in float32 a quarter of random layers have some p or q above 1."""
     B_r, s_r, Q_rT = torch.linalg.svd(A_r, full_matrices=False)
     B_c, s_c, Q_cT = torch.linalg.svd(A_c, full_matrices=False)
-    return MatheronFactors(B_r, B_c, s_r.square().clamp(max=1), s_c.square().clamp(max=1), Q_rT.mT, Q_cT.mT)
+    p, q = s_r.square().clamp(max=1), s_c.square().clamp(max=1)
+    pq = torch.outer(p, q)
+    return MatheronFactors(B_r, B_c, p, q, Q_rT.mT, Q_cT.mT, pq.sqrt(), (1 - pq).sqrt())
 
 
 def draw_by_rule(
@@ -82,15 +86,13 @@ def _square_root(S: Tensor) -> Tensor:
 
 def draw_weights(f: MatheronFactors, V: Tensor, lam: Tensor | float, sigma: float, E: Tensor, eps: Tensor) -> Tensor:
     """Way 2, spectral: E (K, d_out, d_in) and eps (K, r_out, r_in) standard normal -> W (K, d_out, d_in)."""
-    undecided = (1 - torch.outer(f.p, f.q)).clamp(min=0).sqrt()
-    inner = f.decided(V) + lam * (undecided * eps - f.B_r.T @ E @ f.B_c)
+    inner = f.decided(V) + lam * (f.unknown * eps - f.B_r.T @ E @ f.B_c)
     return torch.baddbmm(E, (sigma * f.B_r) @ inner, f.B_c.T.expand(len(E), -1, -1), beta=float(lam) * sigma)
 
 
 def draw_projected(f: MatheronFactors, V: Tensor, lam: float, sigma: float, eps: Tensor) -> Tensor:
     """Way 3, G = W B_c without W: eps (K, d_out, r_in) standard normal -> (K, d_out, r_in)."""
-    lost = (1 - torch.outer(f.p, f.q)).clamp(min=0).sqrt() - 1
-    inner = f.decided(V) + lam * lost * (f.B_r.T @ eps)
+    inner = f.decided(V) + lam * (f.unknown - 1) * (f.B_r.T @ eps)
     return sigma * (f.B_r @ inner + lam * eps)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from dubito.models.errors import InputError
 from dubito.models.geometry import How
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
+from dubito.models.normals import Normals
 from dubito.models.plan import cheapest
 from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTally
 
@@ -52,13 +53,13 @@ def predict(
     plan = cheapest(network, factors) if plan is None else plan
     max_rows = (32 if x.device.type == "cpu" else 1024) if max_rows is None else max_rows
     chunk = max(1, min(max_rows // len(x), NOISE // max(1, factors.normals)))
-    rng = torch.Generator(x.device).manual_seed(seed)
+    normals = Normals(seed, x.device)
     tally = _tally(network)
     kept: list[Tensor] = []
     with _evaluating(network), torch.inference_mode():
         for start in range(0, K, chunk):
             k = min(chunk, K - start)
-            noise = _normals(k, factors.normals, rng) if noisy else None
+            noise = normals.rows(k, factors.normals) if noisy else None
             outputs = _forward(network, factors, Draws(k, noise, seed, start), plan, x, max_rows)
             outputs = outputs / temperature if temperature != 1 else outputs
             tally.add(outputs)
@@ -98,14 +99,6 @@ def _checked(network: BayesianNetwork, x: Tensor) -> Tensor:
     if not finite.all():
         raise InputError(f"input {int((~finite).nonzero()[0])} holds NaN or infinity; expected finite numbers only.")
     return x
-
-
-def _normals(K: int, n: int, rng: torch.Generator) -> Tensor:
-    """One row per sample, each filled by its own call: a sample's normals do not depend on how K is cut up."""
-    noise = torch.empty(K, n, device=rng.device)
-    for row in noise:
-        row.normal_(generator=rng)
-    return noise
 
 
 def _forward(

@@ -50,6 +50,6 @@ def _keep_largest(parts: list[Free] | list[Positive], scores: list[Tensor], n: i
     flat = torch.cat([s.flatten() for s in scores]).cpu()
     kept[flat.topk(n, sorted=False).indices] = True
     for part, mask in zip(parts, kept.split([s.numel() for s in scores]), strict=True):
-        value = part.value.data if isinstance(part, Free) else part.raw.data
+        value = next(part.parameters()).data
         part.keep = mask.view(value.shape).to(value.device)
         value.masked_fill_(~mask.view(value.shape).to(value.device), 0)  # nothing is left of what was pruned
