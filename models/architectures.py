@@ -96,11 +96,18 @@ def build(name: str, **arguments: JsonValue) -> nn.Module:
     """A fresh network; it remembers its name and arguments, so that an artifact can rebuild it."""
     builder = _builder(name)
     _check(name, builder, arguments)
-    net = builder(**arguments)
+    try:
+        net = builder(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ArchitectureError(f"{name} cannot be built with {arguments}: {error}.") from error
     if not isinstance(net, nn.Module):
         raise ArchitectureError(f"the plug-in {name!r} returned {type(net).__name__}; expected a torch nn.Module.")
-    net.__dict__["architecture"] = Architecture(name=name, arguments=arguments)
+    remember(net, Architecture(name=name, arguments=arguments))
     return net
+
+
+def remember(net: nn.Module, architecture: Architecture) -> None:
+    net.__dict__["architecture"] = architecture  # past nn.Module, which keeps nothing but its own kinds
 
 
 def architecture_of(net: nn.Module) -> Architecture:

@@ -17,7 +17,7 @@ from safetensors.torch import load as parse
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
-from dubito.models.architectures import architecture_of, build, input_of, on_meta
+from dubito.models.architectures import architecture_of, build, input_of, on_meta, remember
 from dubito.models.conversion import assemble
 from dubito.models.encoding import MASK, SCALE, Precision, decode, decode_whole, encode
 from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError
@@ -223,7 +223,7 @@ def _restore(manifest: Manifest, tensors: Mapping[str, Tensor], given: nn.Module
 
 def _skeleton(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
     network = assemble(bare, manifest.layers, manifest.members, manifest.hierarchy, manifest.task, "prior")
-    network.net.__dict__["architecture"] = manifest.architecture
+    remember(network.net, manifest.architecture)
     return fold_batchnorm(network) if manifest.batchnorm == "folded" else network
 
 

@@ -7,12 +7,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
-from dubito.models.ensemble import Mixture
+from dubito.models.architectures import architecture_of, remember
 from dubito.models.errors import ConversionError
 from dubito.models.geometry import Linear
 from dubito.models.layers import BayesianLayer, MemberLayer
 from dubito.models.manifest import Hierarchy, InducingLayer, Layer, Task
+from dubito.models.mixture import Mixture
 from dubito.models.network import BayesianNetwork
 from dubito.models.options import Options, Overrides, check_used, describe, naming, options_for, pair
 from dubito.models.prediction import predict
@@ -112,7 +114,9 @@ def assemble(
         above = BayesianLayer(Linear(hierarchy.d_in, hierarchy.d_out, bias=False), q_V, hierarchy.layer)
     # deepcopy with the memo pre-filled: swapped layers stand in the copy wherever the old ones stood, shared ones too
     memo: dict[int, object] = {id(old): new for old, new in swaps.items()}
-    return BayesianNetwork(copy.deepcopy(net, memo), hierarchy=above, task=task)
+    made = copy.deepcopy(net, memo)
+    remember(made, architecture_of(net))
+    return BayesianNetwork(made, hierarchy=above, task=task)
 
 
 def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
@@ -124,15 +128,18 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
                 owners[p] = owners.get(p, 0) + 1
     found: dict[str, nn.Module] = {}
     refused: dict[str, str] = {}
+    closed: list[str] = []  # layers that use their children's weights without calling the children
     for name, module in net.named_modules():
-        if any(name.startswith(r + ".") for r in refused):
-            continue  # inside a layer that is left alone as a whole
+        if any(name.startswith(f"{c}.") for c in closed):
+            continue
         own = [p for p in module._parameters.values() if p is not None]
         plain = type(module) in CONVERTIBLE and "weight" in module._parameters and not module._forward_pre_hooks
         tied = any(owners[p] > 1 for p in own)
         if plain and not tied:
             found[name] = module
-        elif plain or any(_is_matrix(p) for p in own):
+        elif isinstance(module, CONVERTIBLE) or any(_is_matrix(p) for p in own):
+            if isinstance(module, nn.MultiheadAttention | nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                closed.append(name)
             refused[name] = (
                 f"{name or 'the network itself'} ({type(module).__name__}{', tied weights' if tied else ''})"
             )
@@ -145,8 +152,8 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
 
 
 def _is_matrix(p: Tensor) -> bool:
-    """Weights, as against the per-channel numbers of a normalisation layer."""
-    return sum(side > 1 for side in p.shape) > 1
+    """Weights, as against the per-channel numbers of a normalisation layer; not yet known for a lazy layer."""
+    return isinstance(p, UninitializedParameter) or sum(side > 1 for side in p.shape) > 1
 
 
 def _copied(net: nn.Module, base: Options) -> dict[str, int]:

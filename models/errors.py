@@ -17,5 +17,9 @@ class ConversionError(DubitoError):
     """A network that cannot be made Bayesian as asked."""
 
 
+class PredictionError(DubitoError):
+    """A network that answers with something other than finite numbers, one row per input."""
+
+
 class InputError(DubitoError):
     """Inputs or options of a prediction that do not fit the model."""

@@ -5,7 +5,7 @@ plan) is a value that its caller owns. The value reaches the layers, which stand
 network, through a context variable, so that threads sharing a network do not see each other's draws.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dubito.models.ensemble import Members
 from dubito.models.errors import InputError
 from dubito.models.geometry import Geometry, How, apply
 from dubito.models.manifest import Layer
@@ -79,8 +78,12 @@ class BayesianLayer(nn.Module):
         return str(self.geometry)
 
 
-class MemberLayer(Members):
-    """Each ensemble member's own copy of a layer (a BatchNorm, say) on that member's rows."""
+class MemberLayer(nn.Module):
+    """Each ensemble member's own copy of a layer that is no weight matrix (a BatchNorm, say), on that member's rows."""
+
+    def __init__(self, copies: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.copies = nn.ModuleList(copies)
 
     def forward(self, x: Tensor) -> Tensor:
         run = _current(self, x)

@@ -8,9 +8,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from dubito.models.ensemble import Members
 from dubito.models.geometry import How
-from dubito.models.layers import BayesianLayer, Run, running
+from dubito.models.layers import BayesianLayer, MemberLayer, Run, running
 from dubito.models.manifest import Classification, Task
 from dubito.models.parameters import Positive
 from dubito.models.posterior import Dense, Dropped, Factored, Factors, Operand
@@ -116,7 +115,7 @@ class BayesianNetwork(nn.Module):
         def of(layer: BayesianLayer) -> Factors:
             return layer.q.trainable() if train else layer.q.factors()
 
-        copies = max((len(m.copies) for m in self.net.modules() if isinstance(m, Members)), default=0)
+        copies = max((len(m.copies) for m in self.net.modules() if isinstance(m, MemberLayer)), default=0)
         layers = MappingProxyType({name: of(layer) for name, layer in self.layers.items()})
         return NetworkFactors(layers, None if self.hierarchy is None else of(self.hierarchy), copies)
 

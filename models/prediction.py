@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dubito.models.errors import InputError
+from dubito.models.errors import InputError, PredictionError
 from dubito.models.geometry import How
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import Normals
@@ -61,11 +61,15 @@ def predict(
             k = min(chunk, K - start)
             noise = normals.rows(k, factors.normals) if noisy else None
             outputs = _forward(network, factors, Draws(k, noise, seed, start), plan, x, max_rows)
+            if outputs.dim() != 3:
+                raise PredictionError(
+                    f"the network answers with shape {tuple(outputs.shape[1:])}; expected (B, classes) or (B, values)."
+                )
             outputs = outputs / temperature if temperature != 1 else outputs
             tally.add(outputs)
             if keep_outputs:
                 kept.append(outputs)
-        return Prediction(tally.summary(), K, seed, torch.cat(kept) if keep_outputs else None)
+        return Prediction(_finite(tally.summary()), K, seed, torch.cat(kept) if keep_outputs else None)
 
 
 def _samples(factors: NetworkFactors, samples: int) -> tuple[int, bool]:
@@ -90,9 +94,9 @@ def _seed(seed: int | None) -> int:
 
 
 def _checked(network: BayesianNetwork, x: Tensor) -> Tensor:
-    like = next(network.net.parameters(), None)
-    if like is not None:
-        x = x.to(like.device, like.dtype)
+    like = next(network.net.parameters(), torch.empty(0))
+    indices = not x.is_floating_point() and any(isinstance(m, nn.Embedding) for m in network.net.modules())
+    x = x.to(like.device, x.dtype if indices else like.dtype)
     if x.dim() < 2 or len(x) == 0:
         raise InputError(f"inputs have shape {tuple(x.shape)}; expected (B, ...) with at least one input.")
     finite = x.isfinite().flatten(1).all(1)
@@ -120,6 +124,17 @@ def _forward(
         part = Draws(k, noise, draws.seed, draws.start + at)
         parts.append(_forward(network, factors, part, plan, x, max(1, max_rows // 2)))
     return torch.cat(parts)
+
+
+def _finite(summary: Classified | Regressed) -> Classified | Regressed:
+    answer = summary.probabilities if isinstance(summary, Classified) else summary.mean
+    bad = ~answer.isfinite().all(1)
+    if bad.any():
+        raise PredictionError(
+            f"the network's answer to input {int(bad.nonzero()[0])} is not finite: its weights or this input are out "
+            "of the range that it was trained for, or too large for the number type that it runs in."
+        )
+    return summary
 
 
 def _tally(network: BayesianNetwork) -> ClassTally | ValueTally:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.dropout import Dropout
-from dubito.models.ensemble import Mixture
 from dubito.models.full_covariance import FullCovariance
 from dubito.models.geometry import Conv, Geometry, Linear
 from dubito.models.inducing import Inducing
 from dubito.models.manifest import DropoutLayer, InducingLayer, Layer, WeightLayer
 from dubito.models.matheron import regularise
 from dubito.models.mean_field import MeanField
+from dubito.models.mixture import Mixture
 from dubito.models.posterior import Law
 from dubito.models.weight_space import WeightSpace
 

@@ -1,6 +1,5 @@
 """Equal mixtures of point masses: q of Ensemble-U (over V), Ensemble-W and plain networks (over W)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -37,11 +36,3 @@ class Mixture(nn.Module):
     def kl(self, prior: float) -> Tensor:
         """None: a point mass has no finite KL to a density, and the paper drops the term."""
         return self.points.value.new_zeros(())
-
-
-class Members(nn.Module):
-    """One copy per ensemble member of a layer that is not a weight matrix (a BatchNorm, say)."""
-
-    def __init__(self, copies: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.copies = nn.ModuleList(copies)

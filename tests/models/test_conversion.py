@@ -1,0 +1,248 @@
+"""From any network to a Bayesian one: exact starts, overrides, and errors that name the layer."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dubito.models import bayesianize, build, ensemble, predict
+from dubito.models.errors import ConversionError
+from dubito.models.geometry import Conv
+from dubito.models.inducing import Inducing
+from dubito.models.parameters import count
+from dubito.models.posterior import Dense, Factored
+from dubito.models.start import fit, weight_of
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 6, 3, groups=2, bias=False),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 4),
+    )
+
+
+def rank(W: Tensor, r: int) -> Tensor:
+    """The best fit of rank r, by numpy."""
+    u, s, vt = np.linalg.svd(W.double().numpy(), full_matrices=False)
+    return torch.from_numpy(u[:, :r] * s[:r] @ vt[:r])
+
+
+@pytest.mark.parametrize("method", ["ffg-u", "fcg-u", "ensemble-u"])
+@pytest.mark.parametrize("inducing", [1, 3, (3, 5), 30])
+def test_the_mean_weight_starts_as_the_best_fit_of_rank_M(method: str, inducing: int | tuple[int, int]) -> None:
+    net = small()
+    network = bayesianize(net, method, inducing=inducing)
+    M = min(inducing if isinstance(inducing, tuple) else (inducing,))
+    for name, layer in network.layers.items():
+        W = weight_of(net.get_submodule(name))
+        f = layer.q.factors()
+        member = torch.arange(f.members) if f.members else None
+        mean = f.mean(member)
+        assert isinstance(mean, Factored)
+        found = mean.dense().double().mean(0)  # over the members, where there are any
+        torch.testing.assert_close(found, rank(W, M), rtol=1e-5, atol=2e-6)
+
+
+def test_the_start_is_exact_for_any_D() -> None:
+    torch.manual_seed(1)
+    W = torch.randn(7, 11, dtype=torch.float64)
+    for M_out, M_in, D in ((4, 5, 1e-4), (4, 4, 0.3), (9, 13, 2.0)):
+        q = Inducing(torch.randn(M_out, 7).double(), torch.randn(M_in, 11).double(), None, 0.3, D=D)
+        with torch.no_grad():
+            q.D_r.raw.add_(torch.randn(M_out))
+            q.D_c.raw.add_(torch.randn(M_in))
+        V = fit(q, W)
+        mean = q.trainable().mean(None, V[None])
+        assert isinstance(mean, Dense)
+        torch.testing.assert_close(mean.W[0], rank(W, min(M_out, M_in)), rtol=1e-7, atol=1e-9)
+
+
+def test_the_network_itself_is_left_alone() -> None:
+    net = small()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    kinds = [type(m) for m in net.modules()]
+    bayesianize(net, "ffg-u", inducing=3)
+    assert kinds == [type(m) for m in net.modules()]
+    assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
+
+
+def test_accuracy_before_and_after_is_printed_where_data_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    net = small().eval()
+    x = torch.randn(50, 3, 8, 8)
+    y = net(x).argmax(-1)
+    wrong = (y + 1) % 4
+    bayesianize(net, "ffg-u", inducing=80, data=[(x[:30], y[:30]), (x[30:], wrong[30:])])
+    said = capsys.readouterr().out
+    assert said.startswith("accuracy 60.00% before, 60.00% after conversion (50 inputs")
+
+
+def test_overrides_by_type_glob_and_name_the_most_particular_last() -> None:
+    layers: dict[Any, Any] = {
+        "5": {"M_out": 2, "lam_max": 0.0},
+        nn.Conv2d: "ffg-w",
+        "[02]": {"method": "ensemble-u", "members": 3},
+        "2": "deterministic",
+    }
+    network = bayesianize(small(), "ffg-u", inducing=5, layers=layers)
+    entries = {name: layer.entry for name, layer in network.layers.items()}
+    assert {name: e.method for name, e in entries.items()} == {"0": "ensemble-u", "5": "ffg-u"}
+    assert isinstance(network.net.get_submodule("2"), nn.Conv2d)
+    head = network.layers["5"].posterior
+    assert isinstance(head, Inducing)
+    assert head.Z_r.value.shape == (2, 4)
+    assert head.Z_c.value.shape == (5, 7)
+    assert head.lam is None
+    found = predict(network, network.factors(), torch.randn(2, 3, 8, 8), 4, 0)
+    assert found.samples == 4
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no such method": ({"method": "ffg"}, "no method 'ffg'; there are: ffg-u"),
+    "no such option": ({"method": "ffg-u", "lambda_max": 1}, "unknown option 'lambda_max'"),
+    "no such layer": ({"method": "ffg-u", "layers": {"fc": "ffg-w"}}, "'fc': …} matches no layer; there are: 0, 2, 5"),
+    "bad option of a layer": ({"method": "ffg-u", "layers": {"0": {"M": 3}}}, "layer '0': unknown option 'M'"),
+    "inducing of nothing": ({"method": "ffg-u", "inducing": 0}, "M_out is 0"),
+    "negative cap": ({"method": "ffg-u", "lam_max": -1}, "lam_max is -1"),
+    "zero cap of σ": ({"method": "ffg-u", "sigma_max": 0}, "sigma_max is 0"),
+    "rate": ({"method": "mc-dropout", "rate": 1.0}, "rate is 1.0"),
+    "noise": ({"method": "ffg-u", "noise": "some"}, "noise is 'some'"),
+    "hierarchy of weights": ({"method": "ffg-w", "hierarchy": 3}, "need one M_out"),
+    "hierarchy of unequal rows": (
+        {"method": "ffg-u", "hierarchy": 3, "layers": {"0": {"M_out": 2}}},
+        "need one M_out; they have \\[2, 64\\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_mistakes_are_named(case: str) -> None:
+    arguments, message = BAD[case]
+    with pytest.raises(ConversionError, match=message):
+        bayesianize(small(), **arguments)
+
+
+def test_full_covariance_refuses_what_exceeds_its_limit_and_names_what_fits() -> None:
+    with pytest.raises(
+        ConversionError, match=r"layer '0': .*4,096 entries.*limit is 1,024.*M = 32 \(inducing=32\) fits"
+    ):
+        bayesianize(small(), "fcg-u", inducing=64)
+    bayesianize(small(), "fcg-u", inducing=math.isqrt(1024))
+    with pytest.raises(ConversionError, match=r"layer '0': .*fcg-u with M = 10 "):
+        bayesianize(small(), "fcg-w", covariance_limit=100)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))  # type: ignore[no-any-return]
+
+
+UNSUPPORTED: dict[str, tuple[nn.Module, str]] = {
+    "transposed": (nn.Sequential(nn.Linear(4, 4), nn.ConvTranspose1d(4, 4, 3)), "1 (ConvTranspose1d)"),
+    "attention": (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), "self_attn (MultiheadAttention)"),
+    "recurrent": (nn.LSTM(4, 4), "the network itself (LSTM)"),
+    "embedding": (nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4)), "0 (Embedding)"),
+    "tied": (Tied(), "a (Linear, tied weights), b (Linear, tied weights)"),
+    "parametrised": (
+        nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+        "1 (ParametrizedLinear)",
+    ),
+    "lazy": (nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3)), "1 (LazyLinear)"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_layer_that_cannot_be_converted_is_named_or_left_alone_when_asked(case: str) -> None:
+    net, named = UNSUPPORTED[case]
+    with pytest.raises(ConversionError) as caught:
+        bayesianize(net, "ffg-w")
+    assert named in str(caught.value)
+    assert 'unsupported="leave"' in str(caught.value)
+    network = bayesianize(net, "ffg-w", unsupported="leave")
+    assert all(type(net.get_submodule(name)) is nn.Linear for name in network.layers)
+
+
+def test_a_transformer_predicts_with_its_attention_left_alone() -> None:
+    torch.manual_seed(0)
+    net = build("torchvision/vit_b_16", classes=3)
+    network = bayesianize(net, "ffg-u", inducing=4, unsupported="leave", layers={"*.mlp.0": {"inducing": 8}})
+    assert any("mlp.0" in name for name in network.layers)
+    out = predict(network, network.factors(), torch.randn(1, 3, 224, 224), 2, 0, keep_outputs=True).outputs
+    assert out is not None
+    assert out.shape == (2, 1, 3)
+
+
+def test_a_layer_used_twice_stays_one_layer() -> None:
+    shared = nn.Linear(4, 4)
+    net = nn.Sequential(shared, nn.ReLU(), shared)
+    network = bayesianize(net, "ffg-w")
+    assert list(network.layers) == ["0"]
+    assert network.net.get_submodule("0") is network.net.get_submodule("2")
+    assert count(network) == 2 * count(net)
+    out = predict(network, network.factors(), torch.randn(3, 4), 0, keep_outputs=True).outputs
+    assert out is not None
+
+
+def test_a_lone_layer_is_a_network() -> None:
+    net = nn.Linear(4, 3)
+    network = bayesianize(net, "ffg-w")
+    x = torch.randn(2, 4)
+    out = predict(network, network.factors(), x, 0, keep_outputs=True).outputs
+    assert out is not None
+    torch.testing.assert_close(out[0], net(x).detach())
+
+
+def test_an_ensemble_of_trained_networks_is_those_networks() -> None:
+    """BatchNorm and all: each member's answers are the network's own."""
+    nets = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.PReLU(8), nn.Flatten(), nn.Linear(288, 4))
+        net(3 * torch.randn(20, 3, 8, 8) + 1)  # statistics of its own
+        nets.append(net.eval())
+    network = ensemble(nets)
+    x = torch.randn(5, 3, 8, 8)
+    found = predict(network, network.factors(), x, 0, keep_outputs=True)
+    assert found.outputs is not None
+    for out, net in zip(found.outputs, nets, strict=True):
+        torch.testing.assert_close(out, net(x).detach(), rtol=1e-5, atol=1e-5)
+    assert count(network) == sum(count(net) for net in nets)
+    with pytest.raises(ConversionError, match="same layers"):
+        ensemble([nets[0], small()])
+
+
+def test_the_law_of_the_noise_is_exact_where_that_is_as_cheap() -> None:
+    network = bayesianize(build("resnet18-cifar"), "ffg-u", inducing=64, start="prior")
+    laws = {name: layer.posterior.noise for name, layer in network.layers.items()}
+    assert laws["layer1.0.conv1"] == "exact"  # 64 × 576: forming W costs no more than 64 shared filters
+    assert laws["layer4.1.conv2"] == "factored"
+    depthwise = nn.Sequential(nn.Conv2d(32, 32, 3, groups=32))
+    layer = bayesianize(depthwise, "ffg-u", inducing=4).layers["0"]
+    assert isinstance(layer.geometry, Conv)
+    assert layer.posterior.noise == "exact"
+
+
+def test_starting_from_the_prior_gives_weights_of_the_priors_size() -> None:
+    """With V ~ N(0, I) and λ near 0 an entry of W has M²/(d_in d_out) of the prior's variance."""
+    torch.manual_seed(0)
+    net = nn.Linear(300, 200, bias=False)
+    q = bayesianize(net, "ffg-u", inducing=50, start="prior").layers[""].posterior
+    assert isinstance(q, Inducing)
+    mean = q.factors().mean(None)
+    assert isinstance(mean, Factored)
+    share = mean.dense().var() / q.sigma**2
+    expected = 50 * 50 / (300 * 200)  # the share of directions that V decides
+    assert abs(share - expected) < 0.2 * expected

@@ -1,0 +1,425 @@
+"""K samples folded into the batch: against one network per sample, across seeds, batches, plans and threads."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dubito.models import bayesianize, predict
+from dubito.models.errors import InputError, PredictionError
+from dubito.models.geometry import How
+from dubito.models.manifest import Regression
+from dubito.models.network import BayesianNetwork, NetworkFactors
+from dubito.models.normals import Normals
+from dubito.models.posterior import Dense, Factored
+from dubito.models.uncertainty import Classified, Regressed
+
+
+class Residual(nn.Module):
+    """What real networks have: strides, groups, BatchNorm, a skip, dropout, pooling, a linear head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.left = nn.Conv2d(8, 12, 3, stride=2, padding=1, groups=2, bias=False)
+        self.right = nn.Conv2d(8, 12, 1, stride=2)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.stem(x)))
+        x = torch.relu(self.left(x) + self.right(x))
+        return self.head(self.drop(x.mean((2, 3))))  # type: ignore[no-any-return]
+
+
+def make_residual() -> Residual:
+    torch.manual_seed(0)
+    net = Residual()
+    for _ in range(5):  # BatchNorm statistics that are not those of the start
+        net(torch.randn(16, 3, 9, 9))
+    return net.eval()
+
+
+@pytest.fixture
+def residual() -> Residual:
+    return make_residual()
+
+
+INPUTS = torch.randn(5, 3, 9, 9, generator=torch.Generator().manual_seed(1))
+
+METHODS: dict[str, dict[str, Any]] = {
+    "ffg-u": {"inducing": 6, "noise": "exact"},
+    "fcg-u": {"inducing": (4, 5), "noise": "exact"},
+    "ensemble-u": {"inducing": 6, "members": 3, "noise": "exact"},
+    "ffg-w": {},
+    "fcg-w": {"covariance_limit": 4096, "layers": {"left": "ffg-w"}},
+    "ensemble-w": {"members": 3},
+    "mc-dropout": {"rate": 0.3},
+}
+
+
+def widen(network: BayesianNetwork) -> BayesianNetwork:
+    """Posteriors start narrow: make them wide, so that a draw that reaches the wrong row shows."""
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            if name.endswith((".lam.raw", ".spread.raw")):
+                p.fill_(2.0)
+    return network
+
+
+def weights_of(
+    network: BayesianNetwork, factors: NetworkFactors, noise: Tensor, member: int
+) -> list[dict[str, Tensor]]:
+    """Each sample's plain weights by parameter name, from the factors and the normals alone."""
+    samples: list[dict[str, Tensor]] = [{} for _ in noise]
+    at = 0
+    for name, f in factors.layers.items():
+        share = noise[:, at : at + f.normals]
+        at += f.normals
+        operand = f.draw(share, torch.full((len(noise),), member) if f.members else None)
+        W = operand.W if isinstance(operand, Dense) else operand.dense()  # type: ignore[union-attr]
+        if isinstance(operand, Factored):
+            assert operand.e is None
+        geometry = network.layers[name].geometry
+        for k, W_k in enumerate(W):
+            if geometry.bias:
+                samples[k][f"{name}.bias"] = W_k[:, -1]
+                W_k = W_k[:, :-1]
+            samples[k][f"{name}.weight"] = W_k
+    return samples
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_sample_is_the_plain_network_with_that_samples_weights(residual: Residual, method: str) -> None:
+    """The oracle runs torch's own layers, one sample at a time, nothing folded."""
+    network = widen(bayesianize(residual, method, **METHODS[method]))
+    factors = network.factors()
+    K, seed = 4, 7
+    out = predict(network, factors, INPUTS, K, seed, keep_outputs=True).outputs
+    assert out is not None
+    noise = Normals(seed, torch.device("cpu")).rows(K, factors.normals)
+    order = torch.randperm(3, generator=torch.Generator().manual_seed(seed)).tolist()
+    shapes = {name: p.shape for name, p in residual.named_parameters()}
+    for k in range(K):
+        member = order[k % 3]
+        weights = weights_of(network, factors, noise[k : k + 1], member)[0]
+        weights = {name: w.reshape(shapes[name]) for name, w in weights.items()}
+        expected = functional_call(residual, weights, INPUTS)
+        torch.testing.assert_close(out[k], expected, rtol=1e-4, atol=1e-4)
+    assert all((out[0] - out[k]).abs().max() > 1e-3 for k in range(1, 3)), "the samples do not differ"
+
+
+@pytest.mark.parametrize("method", ["ffg-u", "ensemble-u", "ffg-w", "ensemble-w", "mc-dropout"])
+@pytest.mark.parametrize("noise", ["exact", "factored"])
+def test_a_seed_fixes_the_answers_however_the_work_is_cut(residual: Residual, method: str, noise: str) -> None:
+    options = {k: v for k, v in METHODS[method].items() if k != "noise"}
+    network = widen(bayesianize(residual, method, noise=noise, **options))
+    factors = network.factors()
+
+    def outputs(**how: Any) -> Tensor:
+        out = predict(network, factors, INPUTS, 6, 3, keep_outputs=True, **how).outputs
+        assert out is not None
+        return out
+
+    whole = outputs(max_rows=1000)
+    assert torch.equal(whole, outputs(max_rows=1000))
+    for max_rows in (1, 2, 7, 12):
+        torch.testing.assert_close(outputs(max_rows=max_rows), whole, rtol=1e-4, atol=1e-5)
+    for one in range(len(INPUTS)):  # alone, an input gets the same draws
+        alone = predict(network, factors, INPUTS[one : one + 1], 6, 3, keep_outputs=True).outputs
+        assert alone is not None
+        torch.testing.assert_close(alone[:, 0], whole[:, one], rtol=1e-4, atol=1e-5)
+    fewer = predict(network, factors, INPUTS, 4, 3, keep_outputs=True).outputs
+    assert fewer is not None
+    torch.testing.assert_close(fewer, whole[:4], rtol=1e-4, atol=1e-5)
+    others = [predict(network, factors, INPUTS, 6, seed, keep_outputs=True).outputs for seed in range(4, 12)]
+    assert not all(other is not None and torch.allclose(other, whole) for other in others)  # few orders of few members
+
+
+@pytest.mark.parametrize("noise", ["exact", "factored"])
+@pytest.mark.parametrize("lam_max", [0.0, 0.5])
+def test_plans_change_how_not_what(residual: Residual, noise: str, lam_max: float) -> None:
+    network = widen(bayesianize(residual, "ffg-u", inducing=6, noise=noise, lam_max=lam_max))
+    factors = network.factors()
+    answers = []
+    hows: tuple[How, ...] = ("loop", "batch", "factored")
+    for how in hows:
+        plan: dict[str, How] = dict.fromkeys(network.layers, how)
+        out = predict(network, factors, INPUTS, 5, 0, plan=plan, max_rows=100, keep_outputs=True).outputs
+        assert out is not None
+        answers.append(out)
+    for other in answers[1:]:
+        torch.testing.assert_close(other, answers[0], rtol=1e-3, atol=1e-4)
+
+
+def test_unseeded_predictions_differ_and_can_be_had_again(residual: Residual) -> None:
+    network = widen(bayesianize(residual, "ffg-u", inducing=6))
+    factors = network.factors()
+    first, second = (predict(network, factors, INPUTS, 3, keep_outputs=True) for _ in range(2))
+    assert first.outputs is not None
+    assert second.outputs is not None
+    assert first.seed != second.seed
+    assert not torch.allclose(first.outputs, second.outputs)
+    again = predict(network, factors, INPUTS, 3, first.seed, keep_outputs=True)
+    assert again.outputs is not None
+    assert torch.equal(again.outputs, first.outputs)
+
+
+def test_zero_samples_answer_with_the_mean(residual: Residual) -> None:
+    for method in ("ffg-w", "mc-dropout"):  # their means are the network's own weights
+        network = bayesianize(residual, method)
+        found = predict(network, network.factors(), INPUTS, 0, keep_outputs=True)
+        assert found.samples == 1
+        assert found.outputs is not None
+        torch.testing.assert_close(found.outputs[0], residual(INPUTS).detach(), rtol=1e-5, atol=1e-5)
+    network = bayesianize(residual, "ffg-u", inducing=80)  # rank M covers every layer
+    found = predict(network, network.factors(), INPUTS, 0, keep_outputs=True)
+    assert found.outputs is not None
+    torch.testing.assert_close(found.outputs[0], residual(INPUTS).detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_an_ensemble_cycles_through_its_members_and_zero_samples_use_each_once(residual: Residual) -> None:
+    network = bayesianize(residual, "ensemble-w", members=3)
+    factors = network.factors()
+    means = predict(network, factors, INPUTS, 0, keep_outputs=True)
+    assert means.samples == 3
+    assert means.outputs is not None
+    drawn = predict(network, factors, INPUTS, 7, 11, keep_outputs=True).outputs
+    assert drawn is not None
+    places = [int((means.outputs - d).abs().amax((1, 2)).argmin()) for d in drawn]
+    for k, place in enumerate(places):
+        torch.testing.assert_close(drawn[k], means.outputs[place], rtol=1e-5, atol=1e-5)
+    assert sorted(places[:3]) == [0, 1, 2]
+    assert places[3:] == places[:3] + places[:1]
+    orders = set()
+    for seed in range(30):
+        out = predict(network, factors, INPUTS, 3, seed, keep_outputs=True).outputs
+        assert out is not None
+        orders.add(tuple(int((means.outputs - d).abs().amax((1, 2)).argmin()) for d in out))
+    assert len(orders) == 6, "the order of the members does not depend on the seed"
+
+
+def test_ensemble_u_members_share_one_member_over_all_layers(residual: Residual) -> None:
+    """A member is a whole network: with λ = 0 there are as many functions as members, not members ** layers."""
+    network = bayesianize(residual, "ensemble-u", inducing=6, members=2, lam_max=0)
+    out = predict(network, network.factors(), INPUTS, 8, 0, keep_outputs=True).outputs
+    assert out is not None
+    torch.testing.assert_close(out[::2], out[0].expand(4, -1, -1))
+    torch.testing.assert_close(out[1::2], out[1].expand(4, -1, -1))
+    assert (out[0] - out[1]).abs().max() > 1e-4
+
+
+def test_a_deterministic_network_answers_once_and_says_so(residual: Residual) -> None:
+    network = bayesianize(residual, "deterministic")
+    found = predict(network, network.factors(), INPUTS, 20, 0, keep_outputs=True)
+    assert found.samples == 1
+    assert found.outputs is not None
+    torch.testing.assert_close(found.outputs[0], residual(INPUTS).detach())
+    assert isinstance(found.summary, Classified)
+    assert found.summary.mutual_information.abs().max() < 1e-6
+
+
+def test_factors_are_a_value_that_training_cannot_reach(residual: Residual) -> None:
+    for method in ("ffg-u", "ffg-w", "ensemble-w", "mc-dropout"):
+        network = bayesianize(residual, method, inducing=6)
+        factors = network.factors()
+        before = predict(network, factors, INPUTS, 3, 0, keep_outputs=True).outputs
+        with torch.no_grad():
+            for layer in network.layers.values():
+                for p in layer.parameters():
+                    p.add_(0.5)
+        after = predict(network, factors, INPUTS, 3, 0, keep_outputs=True).outputs
+        assert before is not None
+        assert after is not None
+        if method != "ensemble-w":  # whose other layers are kept in copies inside the network
+            assert torch.equal(before, after)
+        with pytest.raises(AttributeError):
+            factors.copies = 3  # type: ignore[misc]
+
+
+def test_training_mode_is_put_aside_and_restored(residual: Residual) -> None:
+    network = bayesianize(residual, "ffg-w").train()
+    network.net.norm.eval()  # type: ignore[union-attr]
+    factors = network.factors()
+    statistics = network.net.norm.running_mean.clone()  # type: ignore[union-attr, operator]
+    first = predict(network, factors, INPUTS, 2, 0, keep_outputs=True).outputs
+    second = predict(network, factors, INPUTS, 2, 0, keep_outputs=True).outputs
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second), "dropout or BatchNorm was active"
+    assert torch.equal(statistics, network.net.norm.running_mean)  # type: ignore[union-attr, arg-type]
+    assert network.training
+    assert network.net.drop.training  # type: ignore[union-attr]
+    assert not network.net.norm.training  # type: ignore[union-attr]
+
+
+def test_threads_do_not_see_each_others_draws(residual: Residual) -> None:
+    network = widen(bayesianize(residual, "ffg-u", inducing=6)).eval()
+    factors = network.factors()
+
+    def ask(seed: int) -> Tensor:
+        out = predict(network, factors, INPUTS, 3, seed, keep_outputs=True).outputs
+        assert out is not None
+        return out
+
+    alone = [ask(seed) for seed in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ask, range(16)))
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_call_trains_one_joint_draw_with_gradients_everywhere(residual: Residual) -> None:
+    for method, options in METHODS.items():
+        network = bayesianize(residual, method, **options).train()
+        assert network(INPUTS).shape == (5, 5)
+        loss = network.sample(INPUTS, 3).square().mean() + network.kl() * 1e-3  # three draws: each member once
+        loss.backward()
+        missing = [n for n, p in network.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+        assert not missing, (method, missing)
+
+
+def test_batches_of_a_transformers_kind_keep_their_samples_apart() -> None:
+    """A Linear layer inside acts on (K·B, T, d)."""
+    torch.manual_seed(0)
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 7), nn.Linear(7, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.a(x)).mean(1))  # type: ignore[no-any-return]
+
+    net = Tokens()
+    network = widen(bayesianize(net, "ffg-w"))
+    factors = network.factors()
+    x = torch.randn(4, 5, 6)
+    out = predict(network, factors, x, 3, 0, keep_outputs=True, max_rows=100).outputs
+    assert out is not None
+    noise = Normals(0, torch.device("cpu")).rows(3, factors.normals)
+    for k, weights in enumerate(weights_of(network, factors, noise, 0)):
+        torch.testing.assert_close(out[k], functional_call(net, weights, x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_mixes_rows_is_named_as_the_cause() -> None:
+    class Halved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x[:-1])  # type: ignore[no-any-return]
+
+    network = bayesianize(Halved(), "ffg-w")
+    with pytest.raises(InputError, match="mixes or drops rows"):
+        predict(network, network.factors(), torch.randn(3, 4), 4, 0)
+    with pytest.raises(InputError, match="outside a Bayesian network"):
+        network.net(torch.randn(3, 4))
+
+
+BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "samples below zero": (lambda: {"samples": -1}, "samples is -1; expected a whole number"),
+    "samples of another kind": (lambda: {"samples": 2.5}, "samples is 2.5"),
+    "samples beyond reason": (lambda: {"samples": 10**9}, "samples is 1000000000"),
+    "seed below zero": (lambda: {"seed": -3}, "seed is -3"),
+    "no inputs": (lambda: {"x": torch.empty(0, 3, 9, 9)}, "at least one input"),
+    "a NaN": (lambda: {"x": torch.stack([INPUTS[0], INPUTS[1] * torch.nan])}, "input 1 holds NaN"),
+    "an infinity": (lambda: {"x": INPUTS[:1] / 0}, "input 0 holds NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_clear_error(residual: Residual, case: str) -> None:
+    make, message = BAD[case]
+    network = bayesianize(residual, "ffg-w")
+    arguments: dict[str, Any] = {"x": INPUTS, "samples": 2, "seed": 0} | make()
+    with pytest.raises(InputError, match=message):
+        predict(network, network.factors(), **arguments)
+
+
+def test_an_answer_that_is_not_finite_is_an_error_not_a_number(residual: Residual) -> None:
+    network = bayesianize(residual, "ffg-w")
+    with pytest.raises(PredictionError, match="answer to input 0 is not finite"):
+        predict(network, network.factors(), INPUTS.sign() * 3e38, 2, 0)
+    images = bayesianize(nn.Sequential(nn.Conv2d(3, 4, 3)), "ffg-w")
+    with pytest.raises(PredictionError, match="expected \\(B, classes\\)"):
+        predict(images, images.factors(), INPUTS, 2, 0)
+
+
+def test_regression_answers_in_the_targets_units() -> None:
+    torch.manual_seed(0)
+    task = Regression(outputs=2, shift=(10.0, -3.0), scale=(2.0, 5.0))
+    network = widen(bayesianize(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)), "ffg-w", task=task))
+    found = predict(network, network.factors(), torch.randn(6, 3), 50, 0, keep_outputs=True)
+    assert isinstance(found.summary, Regressed)
+    assert found.outputs is not None
+    raw = found.outputs.double()
+    scale, shift = torch.tensor([2.0, 5.0]).double(), torch.tensor([10.0, -3.0]).double()
+    torch.testing.assert_close(found.summary.mean.double(), raw.mean(0) * scale + shift, rtol=1e-5, atol=1e-5)
+    epistemic = raw.var(0, unbiased=False) * scale**2
+    torch.testing.assert_close(found.summary.epistemic_variance.double(), epistemic, rtol=1e-4, atol=1e-6)
+    assert network.noise is not None
+    aleatoric = (network.noise().detach().double() * scale) ** 2
+    torch.testing.assert_close(found.summary.aleatoric_variance.double(), aleatoric.expand(6, 2), rtol=1e-5, atol=1e-8)
+
+
+def test_bfloat16_runs_and_stays_close(residual: Residual) -> None:
+    for noise in ("exact", "factored"):
+        network = bayesianize(residual, "ffg-u", inducing=6, noise=noise, lam_max=0.5)
+        factors = network.factors()
+        full = predict(network, factors, INPUTS, 8, 0).summary
+        half = predict(network.to(torch.bfloat16), factors, INPUTS, 8, 0).summary
+        assert isinstance(full, Classified)
+        assert isinstance(half, Classified)
+        assert half.probabilities.dtype == torch.float32
+        assert (full.probabilities - half.probabilities).abs().max() < 0.02
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    channels=st.integers(1, 4),
+    hidden=st.integers(1, 6),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 2),
+    bias=st.booleans(),
+    M=st.integers(1, 9),
+    K=st.integers(1, 5),
+    B=st.integers(1, 4),
+    max_rows=st.integers(1, 30),
+    noise=st.sampled_from(["exact", "factored"]),
+    method=st.sampled_from(["ffg-u", "ensemble-u", "ffg-w", "ensemble-w", "mc-dropout"]),
+)
+def test_any_shape_gives_proper_answers_that_do_not_depend_on_the_cut(
+    channels: int,
+    hidden: int,
+    kernel: int,
+    stride: int,
+    bias: bool,
+    M: int,
+    K: int,
+    B: int,
+    max_rows: int,
+    noise: str,
+    method: str,
+) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv1d(channels, hidden, kernel, stride, bias=bias)
+    net = nn.Sequential(conv, nn.ReLU(), nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.Linear(2 * hidden, 3, bias=bias))
+    network = bayesianize(net, method, inducing=M, noise=noise, members=2)
+    factors = network.factors()
+    x = torch.randn(B, channels, 7)
+    cut = predict(network, factors, x, K, 0, max_rows=max_rows).summary
+    whole = predict(network, factors, x, K, 0, max_rows=1000).summary
+    assert isinstance(cut, Classified)
+    assert isinstance(whole, Classified)
+    torch.testing.assert_close(cut.probabilities, whole.probabilities, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(cut.probabilities.sum(-1), torch.ones(B))
+    assert (cut.mutual_information >= 0).all()
