@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from dubito.models.uncertainty import ClassTally, summarise, summarise_regression
 
-
 Array = npt.NDArray[np.float64]
 
 

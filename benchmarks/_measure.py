@@ -1,0 +1,36 @@
+"""What every benchmark needs: medians over rounds in which the rivals take turns, and a line about the machine."""
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+
+def take_turns(rivals: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each; all run once unmeasured, then in turn, so that a noisy moment hits everybody."""
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=(rounds + 1) * len(rivals))
+        for turn in range(rounds + 1):
+            for name, run in rivals.items():
+                start = time.perf_counter()
+                run()
+                if turn:
+                    seconds[name].append(time.perf_counter() - start)
+                progress.advance(task)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def machine() -> str:
+    """Date, hardware, versions and commit: what a figure in RESULTS.md must say."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=False)
+    state = (commit.stdout.strip() or "no commit") + (" and uncommitted changes" if dirty.stdout.strip() else "")
+    threads = f"{torch.get_num_threads()} threads"
+    return f"{date.today()}, {platform.machine()}, {threads}, torch {torch.__version__}, commit {state}"
