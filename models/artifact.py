@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import platform
+import stat
 import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -13,6 +14,7 @@ from typing import Literal
 
 import torch
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
 from safetensors.torch import load as parse
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
@@ -52,8 +54,9 @@ def save(
         network = fold_batchnorm(network)
     tensors: dict[str, Tensor] = {}
     masks = {name: t for name, t in network.named_buffers() if name.endswith(".keep")}
+    homes = _homes(network)
     for name, tensor in network.state_dict().items():
-        if name not in masks:
+        if homes[name] == name and name not in masks:
             keep = masks.get(name.rpartition(".")[0] + ".keep")
             tensors |= encode(name, tensor, keep, precision)
     manifest = _manifest(network, card)
@@ -112,7 +115,7 @@ def _manifest(network: BayesianNetwork, card: Card) -> Manifest:
     folded = any(isinstance(m, ScaleShift) for m in network.modules())
     versions = {"dubito": version("dubito"), "torch": torch.__version__, "python": platform.python_version()}
     provenance = card.provenance.model_copy(update={"versions": {**versions, **card.provenance.versions}})
-    return Manifest(
+    made = Manifest(
         format=FORMAT,
         architecture=architecture_of(network.net),
         task=network.task,
@@ -123,6 +126,17 @@ def _manifest(network: BayesianNetwork, card: Card) -> Manifest:
         card=card.model_copy(update={"provenance": provenance}),
         sha256="0" * 64,
     )
+    try:  # as `load` will read it: a card may hold what no file can, such as a metric that is NaN
+        return Manifest.model_validate_json(made.model_dump_json(warnings=False))
+    except (ValidationError, PydanticSerializationError) as error:
+        raise ArtifactError(f"the manifest cannot be saved: {_complaint(error)}.") from None
+
+
+def _complaint(error: ValidationError | PydanticSerializationError) -> str:
+    if isinstance(error, PydanticSerializationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'manifest'}: {first['msg']}"
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -138,31 +152,44 @@ def _write(path: Path, content: bytes) -> None:
             except BaseException:
                 os.unlink(file.name)
                 raise
-    except OSError as error:
-        raise ArtifactError(f"cannot write {path}: {error.strerror or error}.") from None
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"cannot write {path}: {_reason(error)}.") from None
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _read(path: Path) -> bytes:
+    """The whole file, once its size and its first bytes make sense."""
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ArtifactError(f"cannot read {path}: {error.strerror or error}.") from None
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a directory has an error of its own
+            raise ArtifactError(f"cannot read {path}: it is a pipe or a device, not a file.")
+        with path.open("rb") as file:
+            size, start = os.fstat(file.fileno()).st_size, file.read(8)
+            if len(start) < 8:
+                raise ArtifactError(f"{path} has {size} bytes; expected a dubito artifact: it is empty or cut.")
+            length = int.from_bytes(start, "little")
+            if length > LONGEST_HEADER or length > size - 8:
+                raise ArtifactError(f"{path} {_foreign(start, length, size)}")
+            file.seek(0)
+            return file.read()
+    except (OSError, ValueError, MemoryError) as error:
+        raise ArtifactError(f"cannot read {path}: {_reason(error)}.") from None
+
+
+def _foreign(start: bytes, length: int, size: int) -> str:
+    """What a file may be whose first bytes are not the length of a header."""
     kinds = {b"PK\x03\x04": "a zip archive (as torch.save writes)", b"\x80": "a pickle", b"\x89HDF": "an HDF5 file"}
-    for start, kind in kinds.items():
-        if content.startswith(start):
-            raise ArtifactError(f"{path} is {kind}; expected a dubito artifact, which is a safetensors file.")
-    if len(content) < 8:
-        raise ArtifactError(f"{path} has {len(content)} bytes; expected a dubito artifact: it is empty or cut.")
-    return content
+    for magic, kind in kinds.items():
+        if start.startswith(magic):
+            return f"is {kind}; expected a dubito artifact, which is a safetensors file."
+    return f"claims a header of {length:,} bytes in a file of {size:,}: not a safetensors file, or one that was cut."
 
 
 def _parse_manifest(content: bytes) -> Manifest:
     length = int.from_bytes(content[:8], "little")
-    if length > LONGEST_HEADER or length > len(content) - 8:
-        raise ArtifactError(
-            f"it claims a header of {length:,} bytes in a file of {len(content):,}: "
-            "not a safetensors file, or one that was cut."
-        )
     try:
         header = json.loads(content[8 : 8 + length])
         text = header["__metadata__"][KEY]
@@ -177,9 +204,7 @@ def _parse_manifest(content: bytes) -> Manifest:
     try:
         return Manifest.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "manifest"
-        raise ArtifactError(f"its manifest is wrong at {place!r}: {first['msg']}.") from None
+        raise ArtifactError(f"its manifest is wrong: {_complaint(error)}.") from None
     except RecursionError:
         raise ArtifactError("its manifest is nested too deeply.") from None
 
@@ -201,7 +226,8 @@ def _restore(manifest: Manifest, tensors: Mapping[str, Tensor], given: nn.Module
         )
     try:
         with torch.device("meta"):
-            bare = copy.deepcopy(given).to("meta") if given is not None else build(name, **arguments)
+            bare = _without_storage(given) if given is not None else build(name, **arguments)
+            _check_copies(bare, manifest, tensors)
             skeleton = _skeleton(bare, manifest)
         state, masks = _decode_all(skeleton, tensors)
         if given is not None or not on_meta(name):  # such a network may hold tensors that no state dict names
@@ -213,12 +239,36 @@ def _restore(manifest: Manifest, tensors: Mapping[str, Tensor], given: nn.Module
     except (ArchitectureError, ConversionError) as error:
         raise ArtifactError(str(error)) from None
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise ArtifactError(f"its manifest describes no network that can be built: {error}.") from None
+        reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds its own stack
+        raise ArtifactError(f"its manifest describes no network that can be built: {reason}.") from None
     for place, keep in masks.items():
         part = network.get_submodule(place)
         assert isinstance(part, Free | Positive)
         part.keep = keep
     return network
+
+
+def _without_storage(net: nn.Module) -> nn.Module:
+    """A copy on the meta device; layers and weights that stand in several places still do."""
+    memo: dict[int, object] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in net.parameters()}
+    memo |= {id(b): b.to("meta") for b in net.buffers()}
+    return copy.deepcopy(net, memo)
+
+
+def _homes(network: nn.Module) -> dict[str, str]:
+    """For each name in the state the first name of the same tensor, under which alone it is stored."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(t), name) for name, t in network.state_dict(keep_vars=True).items()}
+
+
+def _check_copies(bare: nn.Module, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Modules take memory even without storage: no more copies than the file can fill."""
+    parts = dict(bare.named_modules())
+    for name in manifest.members:
+        if name in parts and any(parts[name].children()):
+            raise ArtifactError(f"its manifest copies {name!r} for each member, which is no single layer.")
+    if (copies := sum(manifest.members.values())) > len(tensors):
+        raise ArtifactError(f"its manifest claims {copies:,} copies of layers in {len(tensors):,} tensors.")
 
 
 def _skeleton(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
@@ -232,14 +282,18 @@ def _decode_all(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     state: dict[str, Tensor] = {}
     masks: dict[str, Tensor] = {}
+    homes, known = _homes(skeleton), set[str]()
     for name, expected in skeleton.state_dict().items():
-        if expected.is_floating_point():
+        if homes[name] != name:
+            state[name] = state[homes[name]]
+        elif expected.is_floating_point():
+            known |= {name, name + SCALE, name + MASK}
             state[name], keep = decode(name, expected.shape, tensors)
             if keep is not None:
                 masks[name.rpartition(".")[0]] = keep
         else:
+            known.add(name)
             state[name] = decode_whole(name, expected, tensors)
-    known = {name + suffix for name in state for suffix in ("", SCALE, MASK)}
     if unknown := sorted(tensors.keys() - known):
         raise ArtifactError(f"tensor {unknown[0]!r} belongs to nothing that the manifest describes.")
     for place in masks:

@@ -150,26 +150,21 @@ def _read(path: Path, model: "Model") -> list[tuple[str, "Tensor"]]:
     declared = model.card.input
     if declared is None:
         raise InputError("this artifact does not say what its inputs look like; save it with a card that does.")
-    try:
-        if path.suffix.lower() != ".npy":
-            return [(str(path), prepare(torch.from_numpy(_pixels(path)), declared))]
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise InputError(f"cannot read {path}: {error}") from None
-    if array.dtype.kind not in "fiub":
-        raise InputError(f"{path} holds {array.dtype}; expected numbers.")
-    single = array.ndim == len(declared.shape) if array.dtype != np.uint8 else array.ndim in (2, 3) and _one(array)
+    if path.suffix.lower() != ".npy":
+        return [(str(path), prepare(torch.from_numpy(_pixels(path)), declared))]
+    array = _numbers(path)
+    pictures = array.dtype == np.uint8 and declared.image is not None
+    single = array.ndim in (2, 3) and _one(array) if pictures else array.ndim == len(declared.shape)
     batch = array[None] if single else array
     if batch.ndim < 2 or len(batch) == 0:
         raise InputError(
             f"{path} has shape {array.shape}; expected inputs of shape {declared.shape}, or a batch of them."
         )
     names = [str(path)] if single else [f"{path}[{i}]" for i in range(len(batch))]
-    if array.dtype == np.uint8 and declared.image is not None:
-        return [
-            (n, prepare(torch.from_numpy(np.ascontiguousarray(a)), declared)) for n, a in zip(names, batch, strict=True)
-        ]
-    rows = torch.from_numpy(np.ascontiguousarray(batch, dtype=np.float32))
+    if pictures:
+        return [(n, prepare(torch.from_numpy(np.array(a)), declared)) for n, a in zip(names, batch, strict=True)]
+    with np.errstate(over="ignore"):  # a number too large for float32 becomes infinite, which has an error of its own
+        rows = torch.from_numpy(np.array(batch, dtype=np.float32))
     if tuple(rows.shape[1:]) != declared.shape:
         raise InputError(f"{path} has shape {array.shape}; expected {declared.shape}, or a batch of them.")
     return list(zip(names, rows, strict=True))
@@ -180,19 +175,40 @@ def _one(array: Any) -> bool:
     return array.ndim == 2 or array.shape[-1] in (1, 3, 4)
 
 
+def _numbers(path: Path) -> Any:
+    """The array of a .npy file, mapped: a header may claim any size, but not more than the file has."""
+    import numpy as np
+
+    from dubito.models.errors import InputError
+
+    try:
+        with np.errstate(over="ignore"):
+            array = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # numpy raises many kinds, all of them about the file
+        raise InputError(f"cannot read {path} as .npy: {error}") from None
+    if array.dtype.kind not in "fiub":
+        raise InputError(f"{path} holds {array.dtype}; expected numbers.")
+    return array
+
+
 def _pixels(path: Path) -> Any:
     import numpy as np
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     from dubito.models.errors import InputError
 
     try:
         with Image.open(path) as picture:
-            return np.array(picture.convert("L" if picture.mode in ("1", "L", "I;16") else "RGB"))
-    except UnidentifiedImageError:
-        raise InputError(f"{path} is no picture that can be read; expected PNG, JPEG and the like, or .npy.") from None
-    except Image.DecompressionBombError:
-        raise InputError(f"{path} is too large a picture.") from None
+            if picture.mode == "F":
+                raise ValueError("its pixels are floats of no known range; give them as .npy")
+            if picture.mode.startswith("I"):  # 16 bits; Pillow's own conversion would cut them off at 255
+                return (np.array(picture).clip(0, 65535) >> 8).astype(np.uint8)
+            return np.array(picture.convert("L" if picture.mode in ("1", "L") else "RGB"))
+    except OSError as error:  # UnidentifiedImageError is one
+        reason = error.strerror or "no picture that can be read; expected PNG, JPEG and the like, or .npy"
+    except Exception as error:  # Pillow raises many kinds, all of them about the file
+        reason = str(error)
+    raise InputError(f"cannot read {path}: {reason}.")
 
 
 def _table(rows: list[dict[str, Any]], samples: int, seed: int) -> None:
@@ -218,7 +234,7 @@ def _table(rows: list[dict[str, Any]], samples: int, seed: int) -> None:
             interval = "not calibrated" if row["interval"] is None else _several(*row["interval"])
             spreads = ([v**0.5 for v in row[f"{kind}_variance"]] for kind in ("epistemic", "aleatoric"))
             table.add_row(row["input"], _several(row["mean"]), *map(_several, spreads), interval, flag)
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)  # labels and paths are not markup
 
 
 def _several(*groups: list[float]) -> str:

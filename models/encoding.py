@@ -1,5 +1,6 @@
 """How a tensor is kept in a file: full or half precision, int8 with a scale per row, pruned as values and bits."""
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -19,8 +20,10 @@ def encode(name: str, tensor: Tensor, keep: Tensor | None, precision: Precision)
     """The tensors that stand for this one in the file."""
     tensor = tensor.detach().cpu()
     if not tensor.is_floating_point():
-        return {name: tensor.contiguous()}
+        return {name: _copied(tensor)}
     tensor = tensor.float()
+    if not tensor.isfinite().all():
+        raise ArtifactError(f"tensor {name!r} holds NaN or infinity, so nothing was saved; the training diverged.")
     stored: dict[str, Tensor] = {}
     if precision == "int8" and tensor.dim() >= 2:
         scale = _rows(tensor).abs().amax(1) / 127
@@ -34,8 +37,13 @@ def encode(name: str, tensor: Tensor, keep: Tensor | None, precision: Precision)
     if keep is not None:
         stored[name + MASK] = pack(keep.cpu())
         values = values[keep.cpu()]
-    stored[name] = values.contiguous()
+    stored[name] = _copied(values)
     return stored
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """On its own: two tensors of a file may not share memory."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def decode(name: str, shape: torch.Size, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -58,7 +66,7 @@ def decode(name: str, shape: torch.Size, stored: Mapping[str, Tensor]) -> tuple[
         values = dense
     tensor = values.float()
     if scale is not None:
-        rows = shape.numel() // shape[-1] if len(shape) == 3 else shape[0] if len(shape) > 1 else 0
+        rows = math.prod(shape[:2]) if len(shape) == 3 else shape[0] if len(shape) > 1 else 0
         if scale.dtype != torch.float32 or scale.shape != (rows,):
             raise ArtifactError(_mismatch(name + SCALE, scale.shape, torch.Size([rows])))
         tensor = (_rows(tensor) * scale[:, None]).view(shape)

@@ -10,13 +10,13 @@ from pydantic import (
     JsonValue,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     model_validator,
 )
 
 FORMAT: Literal[1] = 1
 
 Size = Annotated[int, Field(gt=0, le=1 << 24)]  # one side of a tensor; beyond it a header lies
+Members = Annotated[int, Field(gt=0, le=1 << 10)]  # each costs time to build, even one without storage
 Share = Annotated[float, Field(gt=0, lt=1)]
 Measure = Literal["entropy", "mutual_information", "max_probability", "epistemic_variance"]
 
@@ -50,25 +50,40 @@ class Regression(Strict):
 Task = Annotated[Classification | Regression, Field(discriminator="kind")]
 
 
+def _check_members(method: str, members: int | None) -> None:
+    if method.startswith("ensemble") != (members is not None):
+        raise ValueError(f"a layer of method {method} has members {members}; only ensembles have members")
+
+
 class InducingLayer(Strict):
     kind: Literal["inducing"] = "inducing"
     method: Literal["ffg-u", "fcg-u", "ensemble-u", "hierarchical"]
     M_out: Size
     M_in: Size
-    members: Size | None = None
+    members: Members | None = None
     lam_max: Annotated[FiniteFloat, Field(ge=0)] | None
     sigma_max: PositiveFloat | None
     sigma: PositiveFloat  # of the prior
     noise: Literal["exact", "factored"]
     directions: NonNegativeInt = 0  # R
 
+    @model_validator(mode="after")
+    def _members(self) -> "InducingLayer":
+        _check_members(self.method, self.members)
+        return self
+
 
 class WeightLayer(Strict):
     kind: Literal["weights"] = "weights"
     method: Literal["ffg-w", "fcg-w", "ensemble-w"]
-    members: Size | None = None
+    members: Members | None = None
     sigma_max: PositiveFloat | None
     sigma: PositiveFloat
+
+    @model_validator(mode="after")
+    def _members(self) -> "WeightLayer":
+        _check_members(self.method, self.members)
+        return self
 
 
 class DropoutLayer(Strict):
@@ -162,11 +177,25 @@ class Manifest(Strict):
     architecture: Architecture
     task: Task
     layers: dict[str, Layer]  # by module name; layers not named here are deterministic
-    members: dict[str, PositiveInt] = {}  # modules kept in one copy per ensemble member
+    members: dict[str, Members] = {}  # modules kept in one copy per ensemble member
     hierarchy: Hierarchy | None = None
     batchnorm: Literal["kept", "folded"]
     card: Card = Card()
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of this manifest without it, and of all tensors
+
+    @model_validator(mode="after")
+    def _hierarchical(self) -> "Manifest":
+        below = [e for e in self.layers.values() if e.method == "hierarchical"]
+        if self.hierarchy is None:
+            if below:
+                raise ValueError("a hierarchical layer needs a hierarchy to draw its V")
+        elif (
+            self.hierarchy.layer.method == "hierarchical"
+            or {e.M_out for e in below} != {self.hierarchy.d_out}
+            or sum(e.M_in for e in below) != self.hierarchy.d_in
+        ):
+            raise ValueError("the hierarchy does not fit the inducing weights of the layers below it")
+        return self
 
 
 def at_or_below(table: dict[int, float], K: int) -> tuple[int, float] | None:

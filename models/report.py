@@ -67,11 +67,9 @@ def show(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     arguments = ", ".join(f"{k}={v}" for k, v in found["architecture"]["arguments"].items())
-    console.print(
-        f"{found['architecture']['name']}({arguments}), {found['task']}, format {found['format']}", markup=False
-    )
+    console.print(f"{found['architecture']['name']}({arguments}), {found['task']}, format {found['format']}")
     ratio = (
         f", {found['parameters'] / found['deterministic']:.1%} of the plain network's" if found["deterministic"] else ""
     )
@@ -89,7 +87,7 @@ def show(found: dict[str, Any]) -> None:
         kind = "a picture or a tensor" if found["input"]["image"] else "a tensor"
         console.print(f"input: {kind} of shape {tuple(found['input']['shape'])}")
     if found["labels"] is not None:
-        console.print("labels: " + ", ".join(found["labels"]), markup=False)
+        console.print("labels: " + ", ".join(found["labels"]))
     calibration = found["calibration"]
     if calibration is None:
         console.print("not calibrated: no OOD flags and no prediction sets (dubito calibrate)")
@@ -99,7 +97,7 @@ def show(found: dict[str, Any]) -> None:
             f"prediction sets for {calibration['coverage']:.0%} coverage"
         )
     for name, value in found["metrics"].items():
-        console.print(f"{name}: {value:.4g}", markup=False)
+        console.print(f"{name}: {value:.4g}")
     console.print(f"SHA-256 {found['sha256']} (checked)")
 
 
