@@ -72,9 +72,8 @@ def load(path: str | Path, network: nn.Module | None = None) -> Model:
 
     `network` is for artifacts of networks that have no name here: the same nn.Module that was converted.
     """
-    content = _read(Path(path))
     try:
-        manifest = _parse_manifest(content)
+        manifest, content = _read(Path(path))
         tensors = _parse_tensors(content)
         if digest(manifest, tensors) != manifest.sha256:
             raise ArtifactError(
@@ -160,23 +159,24 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _read(path: Path) -> bytes:
-    """The whole file, once its size and its first bytes make sense."""
+def _read(path: Path) -> tuple[Manifest, bytes]:
+    """The manifest and the whole file, which is read only once its header makes sense."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a directory has an error of its own
-            raise ArtifactError(f"cannot read {path}: it is a pipe or a device, not a file.")
+            raise ArtifactError("it is a pipe or a device, not a file.")
         with path.open("rb") as file:
             size, start = os.fstat(file.fileno()).st_size, file.read(8)
-            if len(start) < 8:
-                raise ArtifactError(f"{path} has {size} bytes; expected a dubito artifact: it is empty or cut.")
             length = int.from_bytes(start, "little")
+            if len(start) < 8:
+                raise ArtifactError(f"it has {size} bytes; expected a dubito artifact: it is empty or cut.")
             if length > LONGEST_HEADER or length > size - 8:
-                raise ArtifactError(f"{path} {_foreign(start, length, size)}")
+                raise ArtifactError(_foreign(start, length, size))
+            manifest = _parse_header(file.read(length), size - 8 - length)
             file.seek(0)
-            return file.read()
+            return manifest, file.read()
     except (OSError, ValueError, MemoryError) as error:
-        raise ArtifactError(f"cannot read {path}: {_reason(error)}.") from None
+        raise ArtifactError(f"it cannot be read: {_reason(error)}.") from None
 
 
 def _foreign(start: bytes, length: int, size: int) -> str:
@@ -184,18 +184,20 @@ def _foreign(start: bytes, length: int, size: int) -> str:
     kinds = {b"PK\x03\x04": "a zip archive (as torch.save writes)", b"\x80": "a pickle", b"\x89HDF": "an HDF5 file"}
     for magic, kind in kinds.items():
         if start.startswith(magic):
-            return f"is {kind}; expected a dubito artifact, which is a safetensors file."
-    return f"claims a header of {length:,} bytes in a file of {size:,}: not a safetensors file, or one that was cut."
+            return f"it is {kind}; expected a dubito artifact, which is a safetensors file."
+    return f"it claims a header of {length:,} bytes in a file of {size:,}: not a safetensors file, or one that was cut."
 
 
-def _parse_manifest(content: bytes) -> Manifest:
-    length = int.from_bytes(content[:8], "little")
+def _parse_header(header: bytes, rest: int) -> Manifest:
     try:
-        header = json.loads(content[8 : 8 + length])
-        text = header["__metadata__"][KEY]
+        parts = json.loads(header)
+        text = parts.pop("__metadata__")[KEY]
         stated = json.loads(text)
-    except (ValueError, RecursionError, KeyError, TypeError):
+        data = max((part["data_offsets"][1] for part in parts.values()), default=0)
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         raise ArtifactError(f"it has no {KEY!r} manifest in its header: not a dubito artifact.") from None
+    if data != rest:
+        raise ArtifactError(f"it has {rest:,} bytes of tensors, but its header describes {data:,}: it is cut or damaged.")
     found = stated.get("format") if isinstance(stated, dict) else None
     if found != FORMAT:
         raise ArtifactError(

@@ -148,7 +148,7 @@ class Conv:
         return F.pad(x, sides, mode=self.padding_mode)
 
     def _window_sums(self, x: Tensor) -> Tensor:
-        """Of each channel over the kernel's window: pooled where that can be, else convolved by ones, which is slower."""
+        """Of each channel over the kernel's window: pooled where that can be, else convolved by ones (slower)."""
         padding, plain = self._padding(), all(d == 1 for d in self.dilation)
         if padding is not None and plain and all(2 * p <= k for p, k in zip(padding, self.kernel, strict=True)):
             pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[self.dims - 1]
