@@ -142,7 +142,7 @@ class BayesianNetwork(nn.Module):
 
 def _draw(f: Factors, noise: Tensor | None, draws: Draws, V: Tensor | None) -> Operand:
     member = draws.member(f.members) if f.members else None
-    return f.mean(member, V) if noise is None else f.draw(noise, member, V)
+    return f.mean(member, V) if noise is None else f.draw(noise.to(f.dtype), member, V)
 
 
 def _matrix(operand: Operand) -> Tensor:

@@ -49,7 +49,7 @@ class Positive(nn.Module):
             above = (value - self.floor).clamp(min=1e-3 * max(self.floor, 1e-6))
             return above + torch.log(-torch.expm1(-above))  # the inverse of softplus, safe for small values
         share = (value - self.floor) / (self.cap - self.floor)
-        return torch.logit(share, eps=1e-3)
+        return torch.logit(share.clamp(1e-6, 1 - 1e-3))  # near the cap, and only there, the gradient grows small
 
     def extra_repr(self) -> str:
         return f"{tuple(self.raw.shape)}, floor={self.floor}, cap={self.cap}"

@@ -58,6 +58,10 @@ class Value:
         """Bytes of all tensors, one that stands in two places counted once."""
         return sum({t.data_ptr(): t.nbytes for t in self._tensors()}.values())
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(t.dtype for t in self._tensors() if t.is_floating_point())
+
     def _tensors(self) -> Iterator[Tensor]:
         for f in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             part = getattr(self, f.name)
@@ -123,6 +127,9 @@ class Law(Protocol):
 
 class Factors(Protocol):
     """What a layer's K samples are drawn from: a value that its caller computes once and owns."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     @property
     def normals(self) -> int: ...
