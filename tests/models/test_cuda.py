@@ -1,0 +1,90 @@
+"""The same promises on a GPU; skipped, aloud, where there is none."""
+
+import pytest
+import torch
+from torch import nn
+
+from dubito.models import bayesianize, predict
+from dubito.models.geometry import How
+from dubito.models.uncertainty import Classified
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU predictions are not tested")
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, groups=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    ).eval()
+
+
+@pytest.mark.parametrize("method", ["ffg-u", "ensemble-u", "ffg-w", "ensemble-w", "mc-dropout"])
+def test_the_mean_is_the_cpus(method: str) -> None:
+    network = bayesianize(small(), method, inducing=8, members=3)
+    x = torch.randn(6, 3, 16, 16)
+    here = predict(network, network.factors(), x, 0, keep_outputs=True).outputs
+    network = network.cuda()
+    there = predict(network, network.factors(), x, 0, keep_outputs=True).outputs
+    assert here is not None
+    assert there is not None
+    torch.testing.assert_close(there.cpu(), here, rtol=1e-2, atol=1e-2)  # TF32 may be on in convolutions
+
+
+@pytest.mark.parametrize("noise", ["exact", "factored"])
+def test_a_seed_fixes_the_draws_whatever_the_plan_and_the_cut(noise: str) -> None:
+    network = bayesianize(small(), "ffg-u", inducing=8, noise=noise).cuda()
+    factors = network.factors()
+    x = torch.randn(6, 3, 16, 16)
+    first = predict(network, factors, x, 8, 3, keep_outputs=True).outputs
+    assert first is not None
+    assert torch.equal(first, predict(network, factors, x, 8, 3, keep_outputs=True).outputs)  # type: ignore[arg-type]
+    hows: tuple[How, ...] = ("loop", "batch", "factored")
+    for how in hows:
+        for max_rows in (1, 5, 1000):
+            plan: dict[str, How] = dict.fromkeys(network.layers, how)
+            other = predict(network, factors, x, 8, 3, plan=plan, max_rows=max_rows, keep_outputs=True).outputs
+            assert other is not None
+            torch.testing.assert_close(other, first, rtol=2e-2, atol=2e-2)
+
+
+def test_draws_have_the_cpus_law() -> None:
+    """Mean probabilities over many draws, within five standard errors."""
+    network = bayesianize(small(), "ffg-u", inducing=8, lam_max=1.0)
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            if name.endswith((".lam.raw", ".spread.raw")):
+                p.fill_(1.0)
+    x, K = torch.randn(4, 3, 16, 16), 4096
+    here = predict(network, network.factors(), x, K, 0, keep_outputs=True).outputs
+    network = network.cuda()
+    there = predict(network, network.factors(), x, K, 0, keep_outputs=True).outputs
+    assert here is not None
+    assert there is not None
+    ours, theirs = here.softmax(-1), there.softmax(-1).cpu()
+    error = ((ours.var(0) + theirs.var(0)) / K).sqrt()
+    assert ((ours.mean(0) - theirs.mean(0)).abs() < 5 * error + 1e-4).all()
+
+
+def test_bfloat16_stays_close() -> None:
+    network = bayesianize(small(), "ffg-u", inducing=8).cuda()
+    factors = network.factors()
+    x = torch.randn(6, 3, 16, 16)
+    full = predict(network, factors, x, 16, 0).summary
+    half = predict(network.to(torch.bfloat16), factors, x, 16, 0).summary
+    assert isinstance(full, Classified)
+    assert isinstance(half, Classified)
+    assert (full.probabilities - half.probabilities).abs().max() < 0.02
+
+
+def test_training_steps_run() -> None:
+    network = bayesianize(small(), "ffg-u", inducing=8).cuda().train()
+    x = torch.randn(6, 3, 16, 16, device="cuda")
+    loss = network(x).square().mean() + network.kl() * 1e-4
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
