@@ -9,6 +9,7 @@ import stat
 import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
+from operator import index
 from pathlib import Path
 from typing import Literal
 
@@ -193,11 +194,11 @@ def _parse_header(header: bytes, rest: int) -> Manifest:
         parts = json.loads(header)
         text = parts.pop("__metadata__")[KEY]
         stated = json.loads(text)
-        data = max((part["data_offsets"][1] for part in parts.values()), default=0)
+        data = max((index(part["data_offsets"][1]) for part in parts.values()), default=0)
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         raise ArtifactError(f"it has no {KEY!r} manifest in its header: not a dubito artifact.") from None
     if data != rest:
-        raise ArtifactError(f"it has {rest:,} bytes of tensors, but its header describes {data:,}: it is cut or damaged.")
+        raise ArtifactError(f"it has {rest:,} bytes of tensors, but its header describes {data:,}: cut or damaged.")
     found = stated.get("format") if isinstance(stated, dict) else None
     if found != FORMAT:
         raise ArtifactError(
