@@ -19,7 +19,6 @@ from dubito.models.network import BayesianNetwork
 from dubito.models.options import Options, Overrides, check_used, describe, naming, options_for, pair
 from dubito.models.prediction import predict
 from dubito.models.start import CONVERTIBLE, Start, geometry_of, inducing_for, posterior_for, weight_of
-from dubito.models.uncertainty import Classified
 from dubito.models.weight_space import WeightSpace
 
 
@@ -43,7 +42,7 @@ def bayesianize(
     module name, glob or layer type; a name beats a glob, a glob beats a type, and later entries beat earlier ones.
     A layer that holds weights but cannot be converted is an error, or left deterministic with `unsupported="leave"`.
     `hierarchy` puts global inducing weights of that size above those of the layers [Ritter21, appendix H].
-    With `data` (batches of inputs and labels) the accuracy before and after is printed.
+    With `data` (batches of inputs and labels) the accuracy before and after is printed, for regression the error.
     """
     M_out, M_in = pair(inducing)
     base = Options(method, M_out, M_in).changed(options)  # type: ignore[arg-type]  # checked there
@@ -63,7 +62,7 @@ def bayesianize(
     members = _copied(net, base) if base.method == "ensemble-w" else {}
     made = assemble(net, entries, members, above, task, start)
     if data is not None:
-        _print_accuracy(net, made, data)
+        _print_quality(net, made, data)
     return made
 
 
@@ -187,18 +186,27 @@ def _under_hierarchy(
     return entries | {name: e.model_copy(update=update) for name, e in inducing.items()}, above
 
 
-def _print_accuracy(net: nn.Module, made: BayesianNetwork, data: Iterable[tuple[Tensor, Tensor]]) -> None:
-    factors, right_before, right_after, n = made.factors(), 0, 0, 0
+def _print_quality(net: nn.Module, made: BayesianNetwork, data: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Accuracy, or for regression the root mean squared error in the network's units, before and after."""
+    factors, regression = made.factors(), made.task.kind == "regression"
+    before, after, n = 0.0, 0.0, 0
     training = net.training
     net.eval()
     for x, y in data:
         with torch.no_grad():
-            right_before += int((net(x).argmax(-1) == y).sum())
-        summary = predict(made, factors, x, samples=0).summary
-        assert isinstance(summary, Classified)
-        right_after += int((summary.probabilities.argmax(-1) == y).sum())
+            plain = net(x)
+        mean = predict(made, factors, x, samples=0, keep_outputs=True).outputs
+        assert mean is not None
+        if regression:
+            before += float((plain - y.view_as(plain)).square().mean(-1).sum())
+            after += float((mean.mean(0) - y.view_as(plain)).square().mean(-1).sum())
+        else:
+            before += int((plain.argmax(-1) == y).sum())
+            after += int((mean.softmax(-1).mean(0).argmax(-1) == y).sum())
         n += len(y)
     net.train(training)
-    print(
-        f"accuracy {right_before / n:.2%} before, {right_after / n:.2%} after conversion ({n} inputs, posterior mean)"
-    )
+    if regression:
+        said = f"RMSE {(before / n) ** 0.5:.4g} before, {(after / n) ** 0.5:.4g} after"
+    else:
+        said = f"accuracy {before / n:.2%} before, {after / n:.2%} after"
+    print(f"{said} conversion ({n} inputs, posterior mean)")

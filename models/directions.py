@@ -55,10 +55,11 @@ def set_directions(network: BayesianNetwork, x: Tensor, R: int, seed: int = 0) -
 
 
 def _gather(name: str, patches: dict[str, Tensor], rng: torch.Generator) -> Callable[[nn.Module, tuple[Tensor]], None]:
-    def hook(layer: nn.Module, inputs: tuple[Tensor]) -> None:
+    def hook(layer: nn.Module, arguments: tuple[Tensor]) -> None:
         assert isinstance(layer, BayesianLayer)
-        (x,) = inputs
-        rows = layer.geometry.patches(x[torch.randperm(len(x), generator=rng)[:64]])
+        (x,) = arguments
+        inputs = max(1, min(64, 8 * PATCHES // max(1, x[0, 0].numel())))  # few of large pictures: each has many patches
+        rows = layer.geometry.patches(x[torch.randperm(len(x), generator=rng)[:inputs]])
         patches[name] = rows[torch.randperm(len(rows), generator=rng)[:PATCHES]]
 
     return hook

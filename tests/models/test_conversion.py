@@ -12,6 +12,7 @@ from dubito.models import bayesianize, build, ensemble, predict
 from dubito.models.errors import ConversionError
 from dubito.models.geometry import Conv
 from dubito.models.inducing import Inducing
+from dubito.models.manifest import Regression
 from dubito.models.parameters import count
 from dubito.models.posterior import Dense, Factored
 from dubito.models.start import fit, weight_of
@@ -82,6 +83,13 @@ def test_accuracy_before_and_after_is_printed_where_data_is_given(capsys: pytest
     bayesianize(net, "ffg-u", inducing=80, data=[(x[:30], y[:30]), (x[30:], wrong[30:])])
     said = capsys.readouterr().out
     assert said.startswith("accuracy 60.00% before, 60.00% after conversion (50 inputs")
+
+
+def test_regression_prints_its_error_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    net = nn.Linear(3, 2)
+    x = torch.randn(40, 3)
+    bayesianize(net, "ffg-w", task=Regression(outputs=2), data=[(x, net(x).detach() + 0.5)])
+    assert capsys.readouterr().out.startswith("RMSE 0.5 before, 0.5 after conversion (40 inputs")
 
 
 def test_overrides_by_type_glob_and_name_the_most_particular_last() -> None:
