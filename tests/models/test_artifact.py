@@ -59,7 +59,7 @@ def with_batchnorm() -> nn.Sequential:
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(2, 6, 3, padding=1, groups=2),
-        nn.BatchNorm2d(6),
+        nn.BatchNorm2d(6, eps=0.1),
         nn.ReLU(),
         nn.Conv2d(6, 8, 3, stride=2, bias=False),
         nn.BatchNorm2d(8, affine=False),

@@ -437,7 +437,7 @@ values = st.one_of(
 
 
 @given(share, values, st.sampled_from(["ffg-u", "hierarchy", "ensemble-u"]))
-@settings(derandomize=True, deadline=None, max_examples=400)
+@settings(derandomize=True, deadline=None, max_examples=300)
 def test_no_manifest_raises_anything_else(place: Path, at: float, value: object, kind: str) -> None:
     def change(m: dict[str, Any], t: object) -> None:
         everywhere = list(places(m))
@@ -457,7 +457,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int
     st.sampled_from(["", SCALE, MASK, "."]),
     st.sampled_from([("ffg-u", "float32"), ("pruned", "int8"), ("ensemble-u", "float16")]),
 )
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=100)
 def test_no_tensor_raises_anything_else(
     place: Path, at: float, shape: list[int], dtype: torch.dtype, suffix: str, base: tuple[str, Precision]
 ) -> None:
