@@ -142,6 +142,12 @@ def test_positive_starts_where_it_was_told(dtype: torch.dtype) -> None:
     torch.testing.assert_close(Positive(free, 1e-6)().detach(), free, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(("start", "cap"), [(1e-4, 0.1), (1e-4, 1.0), (1e-3, 5.0)])
+def test_a_small_start_below_a_large_cap_comes_back(start: float, cap: float) -> None:
+    """W_STD below sigma_max, λ below a large lam_max: inside the bounds, so nothing should pull it."""
+    assert Positive(torch.tensor(start), 1e-6, cap)().item() == pytest.approx(start, rel=1e-3)
+
+
 @pytest.mark.parametrize("cap", [None, 0.1])
 def test_positive_stays_within_its_bounds(cap: float | None) -> None:
     part = Positive(torch.full((5,), 0.05), 1e-3, cap)
@@ -158,12 +164,12 @@ def test_positive_moves_from_wherever_it_starts(cap: float | None) -> None:
     start = torch.tensor([0.0, 1e-3, 0.05, 0.1, 0.2, 5.0])
     part = Positive(start, 1e-3, cap)
     before = part().detach().clone()
-    assert (before >= 1e-3).all()
-    if cap is not None:
-        assert (before < cap).all()
+    room = before - 1e-3 if cap is None else torch.minimum(before - 1e-3, cap - before)  # to the nearest bound
+    assert (room > 0).all()
     part().sum().backward()
     assert part.raw.grad is not None
-    assert (part.raw.grad > 1e-7).all()
+    assert (part.raw.grad > 0.4 * room.clamp(max=1)).all()  # a step of one goes a good part of that way
+    assert (part.raw.grad[3:] > 5e-5).all()  # at the cap and beyond it
     for direction in (1, -1):
         moved = Positive(start, 1e-3, cap)
         optimiser = torch.optim.Adam(moved.parameters(), lr=0.1)
@@ -351,6 +357,15 @@ def test_a_training_step_reaches_every_parameter(method: str) -> None:
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("method", ["ffg-u", "fcg-u", "ensemble-u", "ffg-w", "fcg-w", "ensemble-w", "mc-dropout"])
+def test_a_network_in_float64_is_sampled(method: str) -> None:
+    torch.manual_seed(SEED)
+    made = bayesianize(nn.Linear(5, 3).double(), method, inducing=2)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    assert made.sample(x, 2).dtype == torch.float64
+    assert predict(made, made.factors(), x, samples=2).summary is not None
 
 
 # MC dropout
