@@ -115,6 +115,12 @@ def test_prediction_sets_may_be_empty_and_follow_K() -> None:
     assert [row["prediction_set"] for row in rows] == [["0", "1", "2"]] * 3
 
 
+def test_a_class_at_the_quantile_fits() -> None:
+    score = 1 - asked(Card(), 4)[0]["max_probability"]
+    for quantile, fitting in ((score, ["0"]), (score - 1e-9, [])):
+        assert asked(Card(calibration=calibrated(quantiles={0: quantile})), 4)[0]["prediction_set"] == fitting
+
+
 def test_what_is_not_calibrated_is_none() -> None:
     for row in asked(Card(), 20):
         assert row.keys() == FIELDS

@@ -72,6 +72,11 @@ def with_batchnorm() -> nn.Sequential:
     return net
 
 
+def one_layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 2)
+
+
 def with_shared_layers() -> nn.Sequential:
     """A layer that stands twice, and two layers with one weight matrix."""
     torch.manual_seed(0)
@@ -161,7 +166,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "shared layers": lambda: unnamed(
         with_shared_layers(), bayesianize(with_shared_layers(), "ffg-u", inducing=2, unsupported="leave"), 4
     ),
-    "one layer": lambda: unnamed(nn.Linear(4, 2), bayesianize(nn.Linear(4, 2), "ffg-u", inducing=2), 4),
+    "one layer": lambda: unnamed(one_layer(), bayesianize(one_layer(), "ffg-u", inducing=2), 4),
 }
 each_case = pytest.mark.parametrize("case", CASES)
 

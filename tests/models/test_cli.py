@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from dubito.cli import main
 from dubito.models import bayesianize, build, load, save
@@ -77,14 +78,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         coverage=0.9,
         measure="mutual_information",
         thresholds={"mutual_information": {4: 0.0}, "entropy": {0: 0.0}},
-        quantiles={0: 0.95},
+        quantiles={0: 1.0},
     )
-    lenet = bayesianize(build("lenet"), "ffg-u", inducing=4, layers={"0": "deterministic"})
-    pictures = input_of(Architecture(name="lenet"))
+
+    def lenet(channels: int) -> nn.Module:
+        """Far from the even odds of a fresh network, so that answers tell inputs apart."""
+        net = build("lenet", channels=channels)
+        for p in net.parameters():
+            p.data *= 2
+        return net
+
+    pictures = input_of(Architecture(name="lenet", arguments={"channels": 1}))
     labels = ("zero", "[/b]", ":smile:", *map(str, range(3, 10)))
     card = Card(input=pictures, labels=labels, calibration=calibration, metrics={"accuracy": 0.9123})
-    save(lenet, folder / "digits", card=card)
-    save(bayesianize(build("lenet", channels=3), "ensemble-u", inducing=4, members=3), folder / "colours")
+    save(bayesianize(lenet(1), "ffg-u", inducing=4, layers={"0": "deterministic"}), folder / "digits", card=card)
+    save(bayesianize(lenet(3), "ensemble-u", inducing=4, members=3), folder / "colours")
     vectors = bayesianize(build("mlp", inputs=6, hidden=[5], outputs=3), "ffg-u", inducing=3)
     save(vectors, folder / "vectors")
     save(vectors, folder / "blank", card=Card())
@@ -168,7 +176,7 @@ def test_inspect_for_programs(dubito: Run, folder: Path) -> None:
     found = dubito("inspect", folder / "digits", "--json").json
     model = load(folder / "digits")
     assert found["format"] == 1
-    assert found["architecture"] == {"name": "lenet", "arguments": {}}
+    assert found["architecture"] == {"name": "lenet", "arguments": {"channels": 1}}
     assert found["task"] == "classification"
     assert found["parameters"] == sum(p.numel() for p in model.network.parameters())
     assert found["deterministic"] == 61_706
@@ -191,7 +199,7 @@ def test_inspect_for_programs(dubito: Run, folder: Path) -> None:
 def test_inspect_for_people(dubito: Run, folder: Path) -> None:
     answer = dubito("inspect", folder / "digits")
     assert answer.code == 0, answer.err
-    assert "lenet(), classification, format 1" in answer.out
+    assert "lenet(channels=1), classification, format 1" in answer.out
     assert "of the plain network's" in answer.out
     assert "ffg-u: factorised Gaussian over inducing weights" in answer.out
     assert "120 × 401" in answer.out
@@ -399,7 +407,7 @@ def test_predict_for_people(dubito: Run, folder: Path, tmp_path: Path) -> None:
     titles = ("input", "label", "probability", "entropy", "mutual information", "prediction set", "OOD")
     assert all(title in answer.out for title in titles)
     assert answer.out.count("[red]x.npy") == 3
-    assert "[/b], :smile:" in answer.out  # in a prediction set: the untrained network gives each class 10 %
+    assert "[/b], :smile:" in answer.out  # in a prediction set, where every class fits
     np.save(tmp_path / "x.npy", PLAIN)
     assert dubito("predict", folder / "vectors", tmp_path / "x.npy").out.count("not calibrated") == 6
 
