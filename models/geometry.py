@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dubito.models.posterior import Dense, Dropped, Factored, Operand
 
-FEW = 8  # filters: below so many, folding beats a CPU's convolution
+FEW, MANY = 8, 32  # up to so few filters, from so many channels on, folding beats a CPU's convolution
 
 How = Literal["loop", "batch", "factored"]  # dense weights sample by sample, dense in one call, or never formed
 
@@ -101,7 +101,7 @@ class Conv:
         if x.device.type == "cpu" and len(kernel) <= FEW and self._foldable():
             out = self._conv_by_folding(x, kernel, bias)
         else:
-            out = self._conv(x, kernel, bias, self.groups)
+            out = self._conv(*self._channels_last(x, kernel), bias, self.groups)
         last = out.movedim(1, -1)
         return last.view(*last.shape[:-1], self.groups, B.shape[1])
 
@@ -113,7 +113,7 @@ class Conv:
         return self._window_sums(squares).movedim(1, -1) + self.bias
 
     def restore(self, out: Tensor) -> Tensor:
-        """(n, ..., groups, outputs/groups) -> (n, outputs, ...), channels last in memory."""
+        """(n, ..., groups, outputs/groups) -> (n, outputs, ...), its channels last in memory."""
         return out.flatten(-2).movedim(-1, 1)
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
@@ -165,6 +165,8 @@ class Conv:
         padding = self._padding()
         if self.dims != 2 or self.groups != 1 or self.stride != (1, 1) or padding is None:
             return False
+        if self.inputs < MANY or math.prod(self.kernel) > 9:  # the products would outweigh what they save
+            return False
         return all(p <= d * (k - 1) for p, d, k in zip(padding, self.dilation, self.kernel, strict=True))
 
     def _conv_by_folding(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
@@ -183,11 +185,15 @@ class Conv:
         folded = F.fold(products.mT, out, self.kernel, self.dilation, outer)
         return folded if bias is None else folded + bias[:, None, None]
 
+    def _channels_last(self, x: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
+        """The layout that both CPUs and GPUs convolve fastest, and the one that a product over channels wants."""
+        if self.dims == 1:
+            return x, kernel
+        layout = torch.channels_last if self.dims == 2 else torch.channels_last_3d
+        return x.contiguous(memory_format=layout), kernel.contiguous(memory_format=layout)
+
     def _conv(self, x: Tensor, kernel: Tensor, bias: Tensor | None, groups: int) -> Tensor:
         padding = self.padding if self.padding_mode == "zeros" else 0
-        if self.dims > 1:  # the layout that both CPUs and GPUs convolve fastest, and the one `project` wants
-            layout = torch.channels_last if self.dims == 2 else torch.channels_last_3d
-            x, kernel = x.contiguous(memory_format=layout), kernel.contiguous(memory_format=layout)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[self.dims - 1]
         return convolve(x, kernel, bias, self.stride, padding, self.dilation, groups)
 
@@ -201,19 +207,24 @@ def squared_norm(x: Tensor, axis: int) -> Tensor:
     return length.square()
 
 
-def apply(geometry: Geometry, x: Tensor, operand: Operand, K: int, how: How) -> Tensor:
-    """The K samples of one layer on activations (K·B, ...), whose rows k·B … (k+1)·B − 1 belong to sample k."""
+def apply(geometry: Geometry, x: Tensor, operand: Operand, K: int, how: How, channels_last: bool = False) -> Tensor:
+    """The K samples of one layer on activations (K·B, ...), whose rows k·B … (k+1)·B − 1 belong to sample k.
+
+    What comes out lies in memory as torch's own layers would leave it, so that a later `view` works; with
+    `channels_last` it may keep the faster layout.
+    """
     if isinstance(operand, Dropped):
         return geometry.dense(geometry.drop(x, operand.rate), operand.W[0])
     if isinstance(operand, Dense):
         return _dense(geometry, x, operand.W, K, how)
     if how == "factored":
-        return _factored(geometry, x, operand, K)
-    out = _dense(geometry, x, operand.dense(), K, how)
-    if operand.e is None:
-        return out
-    length = _outside(geometry, x, [geometry.project(x, operand.B.to(x.dtype))])
-    return out + geometry.restore(_mix(length[..., None], operand.e[..., None], K, geometry.groups))
+        out = _factored(geometry, x, operand, K)
+    else:
+        out = _dense(geometry, x, operand.dense(), K, how)
+        if operand.e is not None:
+            length = _outside(geometry, x, [geometry.project(x, operand.B.to(x.dtype))])
+            out = out + geometry.restore(_mix(length[..., None], operand.e[..., None], K, geometry.groups))
+    return out if channels_last else out.contiguous()
 
 
 def _dense(geometry: Geometry, x: Tensor, W: Tensor, K: int, how: How) -> Tensor:

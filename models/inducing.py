@@ -135,7 +135,7 @@ class TrainableInducing(Value):
 class Inducing(nn.Module):
     """q(W) = ∫ q(W | V) q(V) dV with free Z_r, Z_c, D_r, D_c, λ and q(V)."""
 
-    directions: Tensor | None  # (d_in, R)  leading directions of the layer's inputs outside the span of B_c
+    directions: Tensor | None  # (R, d_in)  leading directions of the layer's inputs outside the span of B_c
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Inducing(nn.Module):
         f = factorise(whiten(Z_r, regularise(Z_r, D_r)), whiten(Z_c, regularise(Z_c, D_c)))
         B = f.B_c
         if self.noise == "factored" and self.lam is not None and self.directions is not None:
-            B = torch.cat([B, outside(B, self.directions.double().cpu())], 1)
+            B = torch.cat([B, outside(B, self.directions.T.double().cpu())], 1)
         like = self.Z_r.value
         dtype = torch.promote_types(like.dtype, torch.float32)
         kept = f.to(like.device, dtype)
@@ -182,15 +182,17 @@ class Inducing(nn.Module):
         return InducingFactors(kept, B_kept, q_V, self.scale(), self.sigma, self.noise)
 
     def trainable(self) -> TrainableInducing:
-        Z_r, Z_c = self.Z_r(), self.Z_c()
-        D_r, D_c = regularise(Z_r, self.D_r()), regularise(Z_c, self.D_c())
-        return TrainableInducing(
-            side(Z_r, D_r, cholesky(Z_r, D_r)),
-            side(Z_c, D_c, cholesky(Z_c, D_c)),
-            None if self.law is None else self.law.freeze(),
-            None if self.lam is None else self.lam(),
-            self.sigma,
-        )
+        dtype = torch.promote_types(self.Z_r.value.dtype, torch.float32)
+        with torch.autocast(self.Z_r.value.device.type, enabled=False):  # in half precision Ψ is not positive definite
+            Z_r, Z_c = self.Z_r().to(dtype), self.Z_c().to(dtype)
+            D_r, D_c = regularise(Z_r, self.D_r().to(dtype)), regularise(Z_c, self.D_c().to(dtype))
+            return TrainableInducing(
+                side(Z_r, D_r, cholesky(Z_r, D_r)),
+                side(Z_c, D_c, cholesky(Z_c, D_c)),
+                None if self.law is None else self.law.freeze().to(dtype=dtype),
+                None if self.lam is None else self.lam().to(dtype),
+                self.sigma,
+            )
 
     def kl(self, data_size: int | None = None) -> Tensor:
         """β R(λ) + KL[q(V) ‖ N(0, I)]; with `data_size` N, β = min(1, N/d_in) (eq. 45), else 1."""

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dubito.models.errors import InputError
-from dubito.models.geometry import Geometry, How, apply
+from dubito.models.errors import ConversionError, InputError
+from dubito.models.geometry import Conv, Geometry, How, Linear, apply
 from dubito.models.manifest import Layer
 from dubito.models.posterior import Operand, Posterior
 
@@ -24,9 +25,12 @@ class Run:
     """One forward pass of K samples folded into the batch."""
 
     K: int
-    operands: Mapping[nn.Module, Callable[[], Operand]]  # made when a layer is reached, freed when it is done
+    operands: Mapping[nn.Module, Callable[[], Operand]]  # made when a layer is reached
     plan: Mapping[nn.Module, How]
     member: Callable[[int], Tensor]  # number of members -> each sample's member (K,)
+    names: Mapping[nn.Module, str]
+    B: int = 1  # inputs
+    channels_last: bool = False
 
 
 _run: ContextVar[Run | None] = ContextVar("run", default=None)
@@ -45,16 +49,37 @@ def _current(layer: nn.Module, x: Tensor) -> Run:
     run = _run.get()
     if run is None:
         raise InputError(
-            f"{type(layer).__name__} was called outside a Bayesian network, so it has no draws. "
-            "Call the network that `bayesianize` or `load` returned, not a part of it."
+            f"{type(layer).__name__} was called outside a Bayesian network, so it has no draws. Call the network that "
+            "`bayesianize` or `load` returned, not a part of it (activation checkpointing calls parts, too)."
         )
-    if len(x) % run.K:
+    if len(x) % (run.K * run.B):
+        name = run.names.get(layer, type(layer).__name__)
         raise InputError(
-            f"a layer got {len(x)} rows, which are not K = {run.K} samples of the same inputs: "
-            "some layer before it mixes or drops rows of the batch. "
-            "Only networks that act on each row alone can be sampled."
+            f"layer {name!r} got {len(x)} rows, which are not K = {run.K} samples of {run.B} inputs: the network "
+            "mixes or drops rows of the batch before it, or makes its own. Only layers that act on each input alone "
+            f"can be sampled: leave this one out with layers={{{name!r}: 'deterministic'}}."
         )
     return run
+
+
+# what torch's layers call the sizes, for networks that ask their layers
+SIZES = {
+    Linear: {"in_features": "inputs", "out_features": "outputs"},
+    Conv: {
+        "in_channels": "inputs",
+        "out_channels": "outputs",
+        "kernel_size": "kernel",
+        "stride": "stride",
+        "padding": "padding",
+        "dilation": "dilation",
+        "groups": "groups",
+        "padding_mode": "padding_mode",
+    },
+}
+
+
+class NoWeightError(ConversionError, AttributeError):
+    """Also an AttributeError, so that `hasattr` answers no."""
 
 
 class BayesianLayer(nn.Module):
@@ -70,9 +95,21 @@ class BayesianLayer(nn.Module):
     def q(self) -> Posterior:
         return self.posterior  # type: ignore[return-value]  # nn.Module by type, a posterior by construction
 
-    def forward(self, x: Tensor) -> Tensor:
-        run = _current(self, x)
-        return apply(self.geometry, x, run.operands[self](), run.K, run.plan.get(self, "loop"))
+    def forward(self, input: Tensor) -> Tensor:
+        run = _current(self, input)
+        how = run.plan.get(self, "loop")
+        return apply(self.geometry, input, run.operands[self](), run.K, how, run.channels_last)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the layer that stood here would say of its sizes; it has no one weight to show."""
+        if name in ("weight", "bias"):
+            raise NoWeightError(
+                f"a Bayesian layer has no one {name}: it has a distribution. The network reads this layer's {name} "
+                "past its forward method; leave that layer out with layers={'its name': 'deterministic'}."
+            )
+        if name in (known := SIZES[type(self.__dict__["geometry"])] if "geometry" in self.__dict__ else {}):
+            return getattr(self.geometry, known[name])
+        return super().__getattr__(name)
 
     def extra_repr(self) -> str:
         return str(self.geometry)

@@ -1,13 +1,15 @@
 """A Bayesian network: somebody's network with Bayesian layers inside, drawn from jointly."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
+from dubito.models.errors import PredictionError
 from dubito.models.geometry import How
 from dubito.models.layers import BayesianLayer, MemberLayer, Run, running
 from dubito.models.manifest import Classification, Task
@@ -48,11 +50,6 @@ class NetworkFactors:
     @property
     def nbytes(self) -> int:
         return sum(f.nbytes for f in self.layers.values()) + (self.hierarchy.nbytes if self.hierarchy else 0)
-
-    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "NetworkFactors":
-        moved = {name: f.to(device, dtype) for name, f in self.layers.items()}
-        above = self.hierarchy.to(device, dtype) if self.hierarchy is not None else None
-        return NetworkFactors(MappingProxyType(moved), above, self.copies)
 
 
 @dataclass(frozen=True)
@@ -121,6 +118,10 @@ class BayesianNetwork(nn.Module):
 
     def run(self, x: Tensor, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How]) -> Tensor:
         """K samples on B inputs, one pass with the samples folded into the batch: (B, ...) -> (K, B, ...)."""
+        return self.go(x, self.arrange(factors, draws, plan))
+
+    def arrange(self, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How], keep: bool = False) -> Run:
+        """What a pass needs; with `keep`, operands are made once and kept for further passes with the same draws."""
         shares: list[Tensor | None] = [None] * len(factors.sizes)
         if draws.noise is not None:
             shares = list(draws.noise.split(factors.sizes, dim=1))
@@ -132,12 +133,37 @@ class BayesianNetwork(nn.Module):
             entry = layers[name].entry
             if V is not None and entry.kind == "inducing" and entry.method == "hierarchical":
                 mine, at = V[..., at : at + entry.M_in], at + entry.M_in
-            operands[layers[name]] = partial(_draw, f, share, draws, mine)
+            make = partial(_draw, f, share, draws, mine)
+            operands[layers[name]] = cache(make) if keep else make
         by_layer: dict[nn.Module, How] = {layers[name]: how for name, how in plan.items()}
-        folded = x.repeat(draws.K, *[1] * (x.dim() - 1)) if draws.K > 1 else x
-        with running(Run(draws.K, operands, by_layer, draws.member)):
-            out: Tensor = self.net(folded)
-        return out.view(draws.K, len(x), *out.shape[1:])
+        names: dict[nn.Module, str] = {layer: name for name, layer in layers.items()}
+        return Run(draws.K, operands, by_layer, draws.member, names)
+
+    def go(self, x: Tensor, run: Run, channels_last: bool = False) -> Tensor:
+        """One pass: (B, ...) -> (K, B, ...)."""
+        folded = x.repeat(run.K, *[1] * (x.dim() - 1)) if run.K > 1 else x
+        if channels_last:
+            folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+        with running(replace(run, B=len(x), channels_last=channels_last)), _layer_by_layer(self.net):
+            out = self.net(folded)
+        if not isinstance(out, Tensor) or len(out) != run.K * len(x):
+            came = f"a tensor of {len(out)} rows" if isinstance(out, Tensor) else type(out).__name__
+            raise PredictionError(f"the network answers with {came}; expected a tensor with one row per input.")
+        return out.view(run.K, len(x), *out.shape[1:])
+
+
+@contextmanager
+def _layer_by_layer(net: nn.Module) -> Iterator[None]:
+    """torch's transformers have a fast path that reads weights past their layers; it must not be taken."""
+    if not any(isinstance(m, nn.TransformerEncoderLayer | nn.MultiheadAttention) for m in net.modules()):
+        yield
+        return
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _draw(f: Factors, noise: Tensor | None, draws: Draws, V: Tensor | None) -> Operand:

@@ -1,15 +1,19 @@
 """K posterior samples of a network, summed up: what every way of asking for a prediction comes down to."""
 
+import math
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from dubito.models.errors import InputError, PredictionError
-from dubito.models.geometry import How
+from dubito.models.geometry import Conv, How
+from dubito.models.layers import Run
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import Normals
 from dubito.models.plan import cheapest
@@ -51,25 +55,27 @@ def predict(
     seed = _seed(seed)
     x = _checked(network, x)
     plan = cheapest(network, factors) if plan is None else plan
-    max_rows = (32 if x.device.type == "cpu" else 1024) if max_rows is None else max_rows
+    max_rows = _rows(network, x) if max_rows is None else max_rows
     chunk = max(1, min(max_rows // len(x), NOISE // max(1, factors.normals)))
     normals = Normals(seed, x.device)
     tally = _tally(network)
     kept: list[Tensor] = []
-    with _evaluating(network), torch.inference_mode():
+    with evaluating(network), torch.inference_mode():
         for start in range(0, K, chunk):
             k = min(chunk, K - start)
             noise = normals.rows(k, factors.normals) if noisy else None
             outputs = _forward(network, factors, Draws(k, noise, seed, start), plan, x, max_rows)
-            if outputs.dim() != 3:
-                raise PredictionError(
-                    f"the network answers with shape {tuple(outputs.shape[1:])}; expected (B, classes) or (B, values)."
-                )
+            _check_outputs(network, outputs)
             outputs = outputs / temperature if temperature != 1 else outputs
             tally.add(outputs)
             if keep_outputs:
                 kept.append(outputs)
-        return Prediction(_finite(tally.summary()), K, seed, torch.cat(kept) if keep_outputs else None)
+        return Prediction(
+            _finite(tally.summary()),
+            K if noisy or not factors.random else 0,
+            seed,
+            torch.cat(kept) if keep_outputs else None,
+        )
 
 
 def _samples(factors: NetworkFactors, samples: int) -> tuple[int, bool]:
@@ -94,6 +100,8 @@ def _seed(seed: int | None) -> int:
 
 
 def _checked(network: BayesianNetwork, x: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise InputError(f"inputs came as {type(x).__name__}; expected a torch tensor (torch.as_tensor makes one).")
     like = next(network.net.parameters(), torch.empty(0))
     indices = not x.is_floating_point() and any(isinstance(m, nn.Embedding) for m in network.net.modules())
     x = x.to(like.device, x.dtype if indices else like.dtype)
@@ -105,12 +113,21 @@ def _checked(network: BayesianNetwork, x: Tensor) -> Tensor:
     return x
 
 
+def _rows(network: BayesianNetwork, x: Tensor) -> int:
+    """Rows of one pass: few on a CPU where each takes much memory, which is where a convolution meets a large map."""
+    if x.device.type != "cpu":
+        return 1024
+    convolves = any(isinstance(layer.geometry, Conv) for layer in network.layers.values())
+    return max(32, min(4096, 32 * 1024 // math.prod(x.shape[2:]))) if convolves else 4096
+
+
 def _forward(
     network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How], x: Tensor, max_rows: int
 ) -> Tensor:
     rows = max(1, max_rows // draws.K)
     try:
-        return torch.cat([network.run(block, factors, draws, plan) for block in x.split(rows)], 1)
+        run = network.arrange(factors, draws, plan, keep=len(x) > rows)
+        return torch.cat([_pass(network, block, run) for block in x.split(rows)], 1)
     except torch.OutOfMemoryError:
         if min(rows, len(x)) == 1 and draws.K == 1:
             raise
@@ -124,6 +141,32 @@ def _forward(
         part = Draws(k, noise, draws.seed, draws.start + at)
         parts.append(_forward(network, factors, part, plan, x, max(1, max_rows // 2)))
     return torch.cat(parts)
+
+
+_need_contiguous: WeakSet[BayesianNetwork] = WeakSet()  # networks that take a `view` of a feature map
+
+
+def _pass(network: BayesianNetwork, x: Tensor, run: Run) -> Tensor:
+    """With channels last in memory, which is faster, for any network that can bear it."""
+    if x.dim() in (4, 5) and network not in _need_contiguous:
+        try:
+            return network.go(x, run, channels_last=True)
+        except RuntimeError as error:
+            if "view size is not compatible" not in str(error):
+                raise
+        _need_contiguous.add(network)
+    return network.go(x, run)
+
+
+def _check_outputs(network: BayesianNetwork, outputs: Tensor) -> None:
+    if outputs.dim() != 3:
+        raise PredictionError(
+            f"the network answers with shape {tuple(outputs.shape[1:])}; expected (B, classes) or (B, values)."
+        )
+    if network.task.kind == "regression" and outputs.shape[2] != network.task.outputs:
+        raise PredictionError(
+            f"the network answers with {outputs.shape[2]} values per input; its task says {network.task.outputs}."
+        )
 
 
 def _finite(summary: Classified | Regressed) -> Classified | Regressed:
@@ -146,13 +189,27 @@ def _tally(network: BayesianNetwork) -> ClassTally | ValueTally:
     return ValueTally(noise.detach(), shift, scale)
 
 
+_busy: WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = WeakKeyDictionary()
+_busy_lock = Lock()
+
+
 @contextmanager
-def _evaluating(network: BayesianNetwork) -> Iterator[None]:
-    """BatchNorm and dropout of the network as they are when it is used, not trained."""
-    training = [m for m in network.modules() if m.training]
-    network.eval()
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """BatchNorm and dropout as they are when a network is used, not trained; the last thread to leave restores them."""
+    with _busy_lock:
+        threads, training = _busy.get(network, (0, []))
+        if threads == 0:
+            training = [m for m in network.modules() if m.training]
+            network.eval()
+        _busy[network] = (threads + 1, training)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        with _busy_lock:
+            threads, training = _busy[network]
+            if threads > 1:
+                _busy[network] = (threads - 1, training)
+            else:
+                del _busy[network]
+                for module in training:
+                    module.training = True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dubito.models import bayesianize, predict
-from dubito.models.errors import InputError, PredictionError
+from dubito.models.errors import ConversionError, InputError, PredictionError
 from dubito.models.geometry import How
 from dubito.models.manifest import Regression
 from dubito.models.network import BayesianNetwork, NetworkFactors
@@ -61,7 +61,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ffg-w": {},
     "fcg-w": {"covariance_limit": 4096, "layers": {"left": "ffg-w"}},
     "ensemble-w": {"members": 3},
-    "mc-dropout": {"rate": 0.3},
+    "mc-dropout": {"rate": 0.3, "layers": {"stem": {"rate": 0.3}}},
 }
 
 
@@ -176,7 +176,7 @@ def test_zero_samples_answer_with_the_mean(residual: Residual) -> None:
     for method in ("ffg-w", "mc-dropout"):  # their means are the network's own weights
         network = bayesianize(residual, method)
         found = predict(network, network.factors(), INPUTS, 0, keep_outputs=True)
-        assert found.samples == 1
+        assert found.samples == 0
         assert found.outputs is not None
         torch.testing.assert_close(found.outputs[0], residual(INPUTS).detach(), rtol=1e-5, atol=1e-5)
     network = bayesianize(residual, "ffg-u", inducing=80)  # rank M covers every layer
@@ -189,8 +189,9 @@ def test_an_ensemble_cycles_through_its_members_and_zero_samples_use_each_once(r
     network = bayesianize(residual, "ensemble-w", members=3)
     factors = network.factors()
     means = predict(network, factors, INPUTS, 0, keep_outputs=True)
-    assert means.samples == 3
+    assert means.samples == 0
     assert means.outputs is not None
+    assert len(means.outputs) == 3
     drawn = predict(network, factors, INPUTS, 7, 11, keep_outputs=True).outputs
     assert drawn is not None
     places = [int((means.outputs - d).abs().amax((1, 2)).argmin()) for d in drawn]
@@ -229,6 +230,7 @@ def test_a_deterministic_network_answers_once_and_says_so(residual: Residual) ->
 def test_factors_are_a_value_that_training_cannot_reach(residual: Residual) -> None:
     for method in ("ffg-u", "ffg-w", "ensemble-w", "mc-dropout"):
         network = bayesianize(residual, method, inducing=6)
+        assert network.layers
         factors = network.factors()
         before = predict(network, factors, INPUTS, 3, 0, keep_outputs=True).outputs
         with torch.no_grad():
@@ -260,9 +262,12 @@ def test_training_mode_is_put_aside_and_restored(residual: Residual) -> None:
     assert not network.net.norm.training  # type: ignore[union-attr]
 
 
-def test_threads_do_not_see_each_others_draws(residual: Residual) -> None:
-    network = widen(bayesianize(residual, "ffg-u", inducing=6)).eval()
+@pytest.mark.parametrize("training", [False, True])
+def test_threads_do_not_see_each_others_draws(residual: Residual, training: bool) -> None:
+    """Nor, where the network was left in training mode, a BatchNorm that another thread switched back."""
+    network = widen(bayesianize(residual, "ffg-u", inducing=6)).train(training)
     factors = network.factors()
+    statistics = network.net.norm.running_mean.clone()  # type: ignore[union-attr, operator]
 
     def ask(seed: int) -> Tensor:
         out = predict(network, factors, INPUTS, 3, seed, keep_outputs=True).outputs
@@ -274,6 +279,108 @@ def test_threads_do_not_see_each_others_draws(residual: Residual) -> None:
         together = list(pool.map(ask, range(16)))
     for one, other in zip(alone, together, strict=True):
         torch.testing.assert_close(one, other)
+    assert torch.equal(statistics, network.net.norm.running_mean)  # type: ignore[union-attr, arg-type]
+    assert network.training == training
+
+
+class Viewed(nn.Module):
+    """What most tutorials write: a `view` of a feature map, which wants it contiguous in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 6, 3, bias=False)
+        self.fc = nn.Linear(6 * 7 * 7, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv2(torch.relu(self.conv1(x))))
+        return self.fc(x.view(-1, 6 * 7 * 7))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_network_that_views_its_feature_maps_works_unchanged(method: str) -> None:
+    torch.manual_seed(0)
+    net = Viewed()
+    options = {k: v for k, v in METHODS[method].items() if k != "layers"}
+    network = widen(bayesianize(net, "ffg-w" if method == "fcg-w" else method, **options))
+    network(INPUTS).sum().backward()
+    factors = network.factors()
+    hows: tuple[How, ...] = ("loop", "batch", "factored")
+    for how in hows:
+        plan: dict[str, How] = dict.fromkeys(network.layers, how)
+        first = predict(network, factors, INPUTS, 4, 0, plan=plan, keep_outputs=True).outputs
+        again = predict(network, factors, INPUTS, 4, 0, plan=plan, max_rows=5, keep_outputs=True).outputs
+        assert first is not None
+        assert again is not None
+        torch.testing.assert_close(first, again, rtol=1e-4, atol=1e-5)
+
+
+class Tight(nn.Module):
+    """Stands for a device with room for few rows."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.fc, self.room = nn.Linear(4, 3), room
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.room:
+            raise torch.OutOfMemoryError(f"{len(x)} rows")
+        return self.fc(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("room", [1, 3, 7])
+def test_out_of_memory_halves_the_work_never_the_answer(room: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 4)
+    wide, tight = Tight(10**6), Tight(room)
+    tight.load_state_dict(wide.state_dict())
+    answers = []
+    for net in (wide, tight):
+        network = widen(bayesianize(net, "ffg-w"))
+        answers.append(predict(network, network.factors(), x, 9, 0, keep_outputs=True).outputs)
+    assert answers[0] is not None
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-5, atol=1e-6)
+    hopeless = bayesianize(Tight(0), "ffg-w")
+    with pytest.raises(torch.OutOfMemoryError):
+        predict(hopeless, hopeless.factors(), x, 2, 0)
+
+
+def test_a_transformer_encoder_predicts_in_spite_of_torchs_fast_path() -> None:
+    torch.manual_seed(0)
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.encoder(x).mean(1))  # type: ignore[no-any-return]
+
+    net = Encoder().eval()
+    network = bayesianize(net, "ffg-w", unsupported="leave")
+    assert any("linear1" in name for name in network.layers)
+    x = torch.randn(3, 5, 8)
+    mean = predict(network, network.factors(), x, 0, keep_outputs=True).outputs
+    assert mean is not None
+    torch.testing.assert_close(mean[0], net(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_answers_for_its_sizes_but_has_no_weight_to_show(residual: Residual) -> None:
+    layers = bayesianize(residual, "ffg-w").layers
+    assert (layers["head"].in_features, layers["head"].out_features) == (12, 5)
+    assert (layers["left"].in_channels, layers["left"].groups, layers["left"].stride) == (8, 2, (2, 2))
+    assert not hasattr(layers["head"], "weight")
+    with pytest.raises(ConversionError, match="no one weight"):
+        _ = layers["head"].weight
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16
+def test_autocast_trains_even_where_M_exceeds_d(residual: Residual) -> None:
+    network = bayesianize(residual, "ffg-u", inducing=20).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = network(INPUTS)
+    out.float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.layers["head"].parameters())
 
 
 def test_a_call_trains_one_joint_draw_with_gradients_everywhere(residual: Residual) -> None:
@@ -309,20 +416,33 @@ def test_batches_of_a_transformers_kind_keep_their_samples_apart() -> None:
         torch.testing.assert_close(out[k], functional_call(net, weights, x), rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_that_mixes_rows_is_named_as_the_cause() -> None:
-    class Halved(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 2)
+class Halved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x[:-1])  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x[:-1])  # type: ignore[no-any-return]
 
-    network = bayesianize(Halved(), "ffg-w")
-    with pytest.raises(InputError, match="mixes or drops rows"):
-        predict(network, network.factors(), torch.randn(3, 4), 4, 0)
+
+class TimeFirst(nn.Module):
+    """(B, T, d) turned to (T, B, d): as many rows as K, but not the samples' rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.transpose(0, 1)).mean(0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("net", "shape"), [(Halved(), (3, 4)), (TimeFirst(), (3, 8, 4))])
+def test_a_layer_that_mixes_rows_is_named_as_the_cause(net: nn.Module, shape: tuple[int, ...]) -> None:
+    network = bayesianize(net, "ffg-w")
+    with pytest.raises(InputError, match=r"layer 'fc' got .* mixes or drops rows .* layers={'fc': 'deterministic'}"):
+        predict(network, network.factors(), torch.randn(shape), 4, 0)
     with pytest.raises(InputError, match="outside a Bayesian network"):
-        network.net(torch.randn(3, 4))
+        network.net(torch.randn(shape))
 
 
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
@@ -330,6 +450,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "samples of another kind": (lambda: {"samples": 2.5}, "samples is 2.5"),
     "samples beyond reason": (lambda: {"samples": 10**9}, "samples is 1000000000"),
     "seed below zero": (lambda: {"seed": -3}, "seed is -3"),
+    "a list": (lambda: {"x": [[1.0]]}, "inputs came as list; expected a torch tensor"),
     "no inputs": (lambda: {"x": torch.empty(0, 3, 9, 9)}, "at least one input"),
     "a NaN": (lambda: {"x": torch.stack([INPUTS[0], INPUTS[1] * torch.nan])}, "input 1 holds NaN"),
     "an infinity": (lambda: {"x": INPUTS[:1] / 0}, "input 0 holds NaN or infinity"),
@@ -349,6 +470,9 @@ def test_an_answer_that_is_not_finite_is_an_error_not_a_number(residual: Residua
     network = bayesianize(residual, "ffg-w")
     with pytest.raises(PredictionError, match="answer to input 0 is not finite"):
         predict(network, network.factors(), INPUTS.sign() * 3e38, 2, 0)
+    wrong = bayesianize(nn.Sequential(nn.Linear(4, 3)), "ffg-w", task=Regression(outputs=2))
+    with pytest.raises(PredictionError, match="3 values per input; its task says 2"):
+        predict(wrong, wrong.factors(), torch.randn(2, 4), 2, 0)
     images = bayesianize(nn.Sequential(nn.Conv2d(3, 4, 3)), "ffg-w")
     with pytest.raises(PredictionError, match="expected \\(B, classes\\)"):
         predict(images, images.factors(), INPUTS, 2, 0)
