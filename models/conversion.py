@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,13 @@ from torch.nn.parameter import UninitializedParameter
 
 from dubito.models.architectures import architecture_of, remember
 from dubito.models.errors import ConversionError
-from dubito.models.geometry import Linear
+from dubito.models.geometry import Conv, Geometry, Linear
 from dubito.models.layers import BayesianLayer, MemberLayer
 from dubito.models.manifest import Hierarchy, InducingLayer, Layer, Task
 from dubito.models.mixture import Mixture
 from dubito.models.network import BayesianNetwork
-from dubito.models.options import Options, Overrides, check_used, describe, naming, options_for, pair
-from dubito.models.prediction import predict
+from dubito.models.options import Options, Overrides, check_used, describe, naming, one_of, options_for, pair
+from dubito.models.prediction import evaluating, predict
 from dubito.models.start import CONVERTIBLE, Start, geometry_of, inducing_for, posterior_for, weight_of
 from dubito.models.weight_space import WeightSpace
 
@@ -44,18 +44,21 @@ def bayesianize(
     `hierarchy` puts global inducing weights of that size above those of the layers [Ritter21, appendix H].
     With `data` (batches of inputs and labels) the accuracy before and after is printed, for regression the error.
     """
+    one_of("start", start, get_args(Start))
+    one_of("unsupported", unsupported, ("error", "leave"))
     M_out, M_in = pair(inducing)
     base = Options(method, M_out, M_in).changed(options)  # type: ignore[arg-type]  # checked there
     found = _convertible(net, unsupported)
-    chosen = {name: options_for(name, module, base, layers or {}) for name, module in found.items()}
-    check_used(layers or {}, found)
-    entries, modules = {}, {}
+    entries: dict[str, Layer] = {}
     for name, module in found.items():
-        if chosen[name].method != "deterministic":
-            geometry = geometry_of(module)
-            with naming(name):
-                entries[name] = describe(geometry, chosen[name])
-            modules[name] = module
+        chosen = options_for(name, module, base, layers or {})
+        geometry = geometry_of(module)
+        with naming(name):
+            if hierarchy is not None:
+                chosen = under_hierarchy(chosen, base)
+            if chosen.method != "deterministic" and not _blinding(chosen, geometry, name in (layers or {})):
+                entries[name] = describe(geometry, chosen)
+    check_used(layers or {}, found)
     above = None
     if hierarchy is not None:
         entries, above = _under_hierarchy(entries, base, *pair(hierarchy))
@@ -66,6 +69,11 @@ def bayesianize(
     return made
 
 
+def _blinding(o: Options, geometry: Geometry, asked: bool) -> bool:
+    """Dropping whole input channels of a first convolution would hide the picture: left alone unless asked by name."""
+    return o.method == "mc-dropout" and isinstance(geometry, Conv) and geometry.inputs <= 4 and not asked
+
+
 def ensemble(networks: Sequence[nn.Module], task: Task | None = None) -> BayesianNetwork:
     """Ensemble-W of networks that were trained apart: everything they hold, BatchNorm included, stays their own."""
     if not networks:
@@ -74,6 +82,14 @@ def ensemble(networks: Sequence[nn.Module], task: Task | None = None) -> Bayesia
     if any(s != shapes[0] for s in shapes):
         raise ConversionError("the networks of an ensemble must have the same layers and shapes.")
     made = bayesianize(networks[0], "ensemble-w", members=len(networks), task=task)
+    shared = [name for name in made.net.state_dict() if name in shapes[0]]
+    for name in shared:
+        tensors = [n.state_dict()[name] for n in networks]
+        if not all(torch.equal(t, tensors[0]) for t in tensors):
+            raise ConversionError(
+                f"{name!r} differs from network to network, but belongs to a module with layers inside, of which an "
+                "ensemble keeps one copy only. Put it into a module of its own."
+            )
     parts = [dict(n.named_modules()) for n in networks]
     with torch.no_grad():
         for name, layer in made.layers.items():
@@ -98,18 +114,27 @@ def assemble(
     """A copy of `net` with the layers that the entries describe: the part that conversion and loading share."""
     found = dict(net.named_modules())
     swaps: dict[nn.Module, nn.Module] = {}
+    side_by_side: list[Tensor] = []  # the V's that a hierarchy draws, as each layer's weights want them
     for name, entry in entries.items():
         if name not in found or not isinstance(found[name], CONVERTIBLE):
             raise ConversionError(f"the network has no Linear or Conv layer {name!r}.")
         geometry = geometry_of(found[name])
-        swaps[found[name]] = BayesianLayer(geometry, posterior_for(entry, geometry, found[name], start), entry)
+        with naming(name):
+            _check_size(entry, *geometry.shape)
+            posterior, V = posterior_for(entry, geometry, found[name], start)
+        if entry.kind == "inducing" and entry.method == "hierarchical" and V is not None:
+            side_by_side.append(V)
+        swaps[found[name]] = BayesianLayer(geometry, posterior, entry)
     for name, E in members.items():
         if name not in found:
             raise ConversionError(f"the network has no layer {name!r}.")
         swaps[found[name]] = MemberLayer([copy.deepcopy(found[name]) for _ in range(E)])
     above = None
     if hierarchy is not None:
-        q_V = inducing_for(hierarchy.layer, hierarchy.d_out, hierarchy.d_in, None, next(net.parameters()))
+        shape = (hierarchy.d_out, hierarchy.d_in)
+        _check_size(hierarchy.layer, *shape)
+        V_all = torch.cat(side_by_side, 1) if side_by_side and start == "network" else None
+        q_V, _ = inducing_for(hierarchy.layer, *shape, V_all, next(net.parameters()))
         above = BayesianLayer(Linear(hierarchy.d_in, hierarchy.d_out, bias=False), q_V, hierarchy.layer)
     # deepcopy with the memo pre-filled: swapped layers stand in the copy wherever the old ones stood, shared ones too
     memo: dict[int, object] = {id(old): new for old, new in swaps.items()}
@@ -132,7 +157,7 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
         if any(name.startswith(f"{c}.") for c in closed):
             continue
         own = [p for p in module._parameters.values() if p is not None]
-        plain = type(module) in CONVERTIBLE and "weight" in module._parameters and not module._forward_pre_hooks
+        plain = type(module) in CONVERTIBLE and "weight" in module._parameters and not _hooked(module)
         tied = any(owners[p] > 1 for p in own)
         if plain and not tied:
             found[name] = module
@@ -150,6 +175,19 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
     return found
 
 
+def _hooked(module: nn.Module) -> bool:
+    """Hooks would not follow a layer into its Bayesian form."""
+    return bool(module._forward_pre_hooks or module._forward_hooks or module._backward_hooks)
+
+
+def _check_size(entry: Layer, d_out: int, d_in: int) -> None:
+    """M may exceed d, but a file must not claim so many inducing weights that M × M alone fills the memory."""
+    if entry.kind == "inducing":
+        for M, d in ((entry.M_out, d_out), (entry.M_in, d_in)):
+            if max(1024, 4 * d) < M:
+                raise ConversionError(f"M = {M} for a side of {d}: expected at most {max(1024, 4 * d)}.")
+
+
 def _is_matrix(p: Tensor) -> bool:
     """Weights, as against the per-channel numbers of a normalisation layer; not yet known for a lazy layer."""
     return isinstance(p, UninitializedParameter) or sum(side > 1 for side in p.shape) > 1
@@ -165,19 +203,29 @@ def _copied(net: nn.Module, base: Options) -> dict[str, int]:
     return names
 
 
+def under_hierarchy(chosen: Options, base: Options) -> Options:
+    """A layer whose V is drawn from above: it has a size and a λ, but no q(V) of its own."""
+    if chosen.method not in ("ffg-u", "fcg-u", "ensemble-u"):
+        return chosen
+    for name in ("method", "members", "sigma_max"):
+        if getattr(chosen, name) != getattr(base, name):
+            raise ConversionError(f"under a hierarchy all inducing layers share one q, so {name} cannot differ here.")
+    return replace(chosen, method="ffg-u")  # whichever: no covariance is made here
+
+
 def _under_hierarchy(
     entries: dict[str, Layer], base: Options, M_out: int, M_in: int
 ) -> tuple[dict[str, Layer], Hierarchy]:
     """Global inducing weights over the V's of all inducing layers, set side by side."""
     inducing = {name: e for name, e in entries.items() if isinstance(e, InducingLayer)}
+    if base.method not in ("ffg-u", "fcg-u", "ensemble-u") or not inducing:
+        raise ConversionError(f"a hierarchy needs an inducing method (ffg-u, fcg-u, ensemble-u), not {base.method!r}.")
     rows = {e.M_out for e in inducing.values()}
     if len(rows) != 1:
         raise ConversionError(
             "a hierarchy sets the V's of all inducing layers side by side, so they need one M_out; "
             f"they have {sorted(rows)}."
         )
-    if base.method not in ("ffg-u", "fcg-u", "ensemble-u"):
-        raise ConversionError(f"a hierarchy needs an inducing method (ffg-u, fcg-u, ensemble-u), not {base.method!r}.")
     d_out, d_in = rows.pop(), sum(e.M_in for e in inducing.values())
     top = describe(Linear(d_in, d_out, bias=False), replace(base, M_out=M_out, M_in=M_in, noise="exact"))
     assert isinstance(top, InducingLayer)
@@ -190,10 +238,8 @@ def _print_quality(net: nn.Module, made: BayesianNetwork, data: Iterable[tuple[T
     """Accuracy, or for regression the root mean squared error in the network's units, before and after."""
     factors, regression = made.factors(), made.task.kind == "regression"
     before, after, n = 0.0, 0.0, 0
-    training = net.training
-    net.eval()
     for x, y in data:
-        with torch.no_grad():
+        with evaluating(net), torch.no_grad():
             plain = net(x)
         mean = predict(made, factors, x, samples=0, keep_outputs=True).outputs
         assert mean is not None
@@ -204,7 +250,8 @@ def _print_quality(net: nn.Module, made: BayesianNetwork, data: Iterable[tuple[T
             before += int((plain.argmax(-1) == y).sum())
             after += int((mean.softmax(-1).mean(0).argmax(-1) == y).sum())
         n += len(y)
-    net.train(training)
+    if n == 0:
+        raise ConversionError("the data given holds no examples; expected batches of inputs and labels.")
     if regression:
         said = f"RMSE {(before / n) ** 0.5:.4g} before, {(after / n) ** 0.5:.4g} after"
     else:

@@ -34,7 +34,7 @@ def set_directions(network: BayesianNetwork, x: Tensor, R: int, seed: int = 0) -
     chosen = {
         name: layer
         for name, layer in network.layers.items()
-        if isinstance(layer.posterior, Inducing) and layer.posterior.noise == "factored"
+        if isinstance(layer.posterior, Inducing) and layer.posterior.noise == "factored" and layer.posterior.lam
     }
     patches: dict[str, Tensor] = {}
     hooks = [layer.register_forward_pre_hook(_gather(name, patches, rng)) for name, layer in chosen.items()]
@@ -44,14 +44,15 @@ def set_directions(network: BayesianNetwork, x: Tensor, R: int, seed: int = 0) -
     finally:
         for hook in hooks:
             hook.remove()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng():
         torch.manual_seed(seed)  # the low-rank SVD starts at random
         for name, layer in chosen.items():
             f = factors.layers[name]
             assert isinstance(f, InducingFactors)
             assert isinstance(layer.posterior, Inducing)
-            found = leading_directions(patches[name], f.matheron.B_c, R).clone()
-            layer.posterior.directions = found if found.shape[1] else None
+            found = leading_directions(patches[name], f.matheron.B_c, R).T
+            # in half precision, in memory as in every file: they are made orthonormal again when factors are computed
+            layer.posterior.directions = found.half().to(found.dtype).contiguous() if len(found) else None
 
 
 def _gather(name: str, patches: dict[str, Tensor], rng: torch.Generator) -> Callable[[nn.Module, tuple[Tensor]], None]:

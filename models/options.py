@@ -55,11 +55,12 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConversionError(f"{name} is {value!r}; expected a whole number from 1.")
-        if self.lam_max is not None and not 0 <= self.lam_max < math.inf:
-            raise ConversionError(f"lam_max is {self.lam_max}; expected 0 (no noise) or a positive number.")
-        if not (0 < self.sigma_max < math.inf and 0 < self.prior_scale < math.inf):
+        if self.lam_max is not None and self.lam_max != 0 and not 1e-5 <= self.lam_max < math.inf:
+            raise ConversionError(f"lam_max is {self.lam_max}; expected 0 (no noise) or a number from 1e-5.")
+        if not (1e-5 <= self.sigma_max < math.inf and 0 < self.prior_scale < math.inf):
             raise ConversionError(
-                f"sigma_max is {self.sigma_max} and prior_scale {self.prior_scale}; expected positive numbers."
+                f"sigma_max is {self.sigma_max} and prior_scale {self.prior_scale}; "
+                "expected a number from 1e-5, and a positive one."
             )
         if not 0 < self.rate < 1:
             raise ConversionError(f"rate is {self.rate}; expected a dropout rate between 0 and 1.")
@@ -107,7 +108,19 @@ def describe(geometry: Geometry, o: Options) -> Layer:
 
 
 def pair(M: int | tuple[int, int]) -> tuple[int, int]:
-    return (M, M) if isinstance(M, int) else (M[0], M[1])
+    """(M_out, M_in) of one number or two."""
+    both = (M, M) if isinstance(M, int) else M
+    whole = isinstance(both, tuple | list) and len(both) == 2 and all(isinstance(m, int) and m > 0 for m in both)
+    if not whole or isinstance(M, bool):
+        raise ConversionError(
+            f"inducing weights of size {M!r}; expected a whole number from 1, or a pair (M_out, M_in)."
+        )
+    return both[0], both[1]
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConversionError(f"{name} is {value!r}; expected one of {', '.join(choices)}.")
 
 
 @contextmanager

@@ -28,6 +28,8 @@ def prune(network: BayesianNetwork, keep: float) -> None:
             Z += [q.Z_r, q.Z_c]
         elif isinstance(q, WeightSpace) and isinstance(q.law, MeanField):
             gaussians.append((q.law, layer.geometry.shape[1] - layer.geometry.bias))
+    if network.hierarchy is not None and isinstance(network.hierarchy.posterior, Inducing):
+        Z += [network.hierarchy.posterior.Z_r, network.hierarchy.posterior.Z_c]
     if not Z and not gaussians:
         raise ConversionError("nothing to prune: only inducing layers (their Z) and ffg-w layers can be pruned.")
     _keep_largest(Z, [part().abs() for part in Z], round(keep * sum(part.value.numel() for part in Z)))
@@ -38,14 +40,18 @@ def prune(network: BayesianNetwork, keep: float) -> None:
         scores.append(signal)
     biases = sum(int(s.isinf().sum()) for s in scores)
     n = round(2 * keep * (sum(s.numel() for s in scores) - biases))
-    _keep_largest([law.centre for law, _ in gaussians], scores, n - n // 2 + biases)
+    _keep_largest([law.centre for law, _ in gaussians], [s.clone() for s in scores], n - n // 2 + biases)
     _keep_largest([law.spread for law, _ in gaussians], scores, n // 2 + biases)
 
 
 def _keep_largest(parts: list[Free] | list[Positive], scores: list[Tensor], n: int) -> None:
-    """Exactly n of all entries are kept, ties broken by order."""
+    """Exactly n of all entries are kept, ties broken by order; what was pruned before stays pruned."""
     if not parts:
         return
+    for part, score in zip(parts, scores, strict=True):
+        if isinstance(part.keep, Tensor):
+            score[~part.keep] = -1
+    n = min(n, sum(int((s >= 0).sum()) for s in scores))
     kept = torch.zeros(sum(s.numel() for s in scores), dtype=torch.bool)
     flat = torch.cat([s.flatten() for s in scores]).cpu()
     kept[flat.topk(n, sorted=False).indices] = True

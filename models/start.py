@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.dropout import Dropout
+from dubito.models.errors import ConversionError
 from dubito.models.full_covariance import FullCovariance
 from dubito.models.geometry import Conv, Geometry, Linear
 from dubito.models.inducing import Inducing
@@ -52,13 +53,17 @@ def weight_of(module: nn.Module) -> Tensor:
     return W if module.bias is None else torch.cat([W, module.bias.detach()[:, None]], 1)
 
 
-def posterior_for(entry: Layer, geometry: Geometry, module: nn.Module, start: Start) -> nn.Module:
+def posterior_for(entry: Layer, geometry: Geometry, module: nn.Module, start: Start) -> tuple[nn.Module, Tensor | None]:
+    """The posterior, and for inducing weights the V that its mean weight comes from."""
     W = weight_of(module)
+    if not W.is_meta and not W.isfinite().all():
+        raise ConversionError("its weights hold NaN or infinity.")
     match entry:
         case DropoutLayer():
-            return Dropout(W.clone(), entry.rate, geometry.groups, geometry.inputs, geometry.bias, entry.sigma)
+            q = Dropout(W.clone(), entry.rate, geometry.groups, geometry.inputs, geometry.bias, entry.sigma)
+            return q, None
         case WeightLayer():
-            return WeightSpace(_law_of_W(entry, W, module, start), entry.sigma)
+            return WeightSpace(_law_of_W(entry, W, module, start), entry.sigma), None
         case InducingLayer():
             return inducing_for(entry, *geometry.shape, W if start == "network" else None, W)
 
@@ -86,8 +91,10 @@ def _apart(members: int, like: Tensor) -> Tensor:
     return noise - noise.mean(0)
 
 
-def inducing_for(entry: InducingLayer, d_out: int, d_in: int, W: Tensor | None, like: Tensor) -> Inducing:
-    """From the prior, or with W given, from its truncated SVD."""
+def inducing_for(
+    entry: InducingLayer, d_out: int, d_in: int, W: Tensor | None, like: Tensor
+) -> tuple[Inducing, Tensor]:
+    """From the prior, or with W given, from its truncated SVD; and the V that the mean weight comes from."""
     Z_r = like.new_empty(entry.M_out, d_out).normal_() / math.sqrt(entry.M_out)
     Z_c = like.new_empty(entry.M_in, d_in).normal_() / math.sqrt(entry.M_in)
     V = like.new_empty(entry.M_out, entry.M_in).normal_()
@@ -97,7 +104,7 @@ def inducing_for(entry: InducingLayer, d_out: int, d_in: int, W: Tensor | None, 
         V = fit(blank, W)
         spread = spread - spread.mean(0)
     if entry.directions:
-        blank.directions = like.new_zeros(d_in, entry.directions)
+        blank.directions = like.new_zeros(entry.directions, d_in)
     match entry.method:
         case "ffg-u":
             blank.law = MeanField(V, V_STD, entry.sigma_max)
@@ -105,7 +112,7 @@ def inducing_for(entry: InducingLayer, d_out: int, d_in: int, W: Tensor | None, 
             blank.law = FullCovariance(V, V_STD, entry.sigma_max)
         case "ensemble-u":
             blank.law = Mixture(V + SPREAD_U * spread)
-    return blank
+    return blank, V
 
 
 @torch.no_grad()

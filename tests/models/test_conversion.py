@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.models import VisionTransformer
 
 from dubito.models import bayesianize, build, ensemble, predict
 from dubito.models.errors import ConversionError
@@ -15,6 +16,7 @@ from dubito.models.inducing import Inducing
 from dubito.models.manifest import Regression
 from dubito.models.parameters import count
 from dubito.models.posterior import Dense, Factored
+from dubito.models.pruning import prune
 from dubito.models.start import fit, weight_of
 
 
@@ -64,6 +66,22 @@ def test_the_start_is_exact_for_any_D() -> None:
         mean = q.trainable().mean(None, V[None])
         assert isinstance(mean, Dense)
         torch.testing.assert_close(mean.W[0], rank(W, min(M_out, M_in)), rtol=1e-7, atol=1e-9)
+
+
+def test_a_hierarchy_starts_at_the_networks_weights_too() -> None:
+    """Its mean is the best fit of its own rank to the V's side by side: with rank to spare, the network itself."""
+    torch.manual_seed(0)
+    net = build("mlp", inputs=8, hidden=[8], outputs=4)
+    x = torch.randn(5, 8)
+    for method in ("ffg-u", "fcg-u", "ensemble-u"):
+        network = bayesianize(net, method, inducing=16, hierarchy=(16, 16))
+        out = predict(network, network.factors(), x, 0, keep_outputs=True).outputs
+        assert out is not None
+        if method == "ensemble-u":  # whose members start around it
+            assert (out.mean(0) - net(x)).abs().max() < 0.1
+        else:
+            torch.testing.assert_close(out[0], net(x).detach(), rtol=1e-3, atol=1e-4)
+    bayesianize(net, "fcg-u", inducing=64, hierarchy=8)  # the layers' own covariance is never made
 
 
 def test_the_network_itself_is_left_alone() -> None:
@@ -117,12 +135,23 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no such option": ({"method": "ffg-u", "lambda_max": 1}, "unknown option 'lambda_max'"),
     "no such layer": ({"method": "ffg-u", "layers": {"fc": "ffg-w"}}, "'fc': …} matches no layer; there are: 0, 2, 5"),
     "bad option of a layer": ({"method": "ffg-u", "layers": {"0": {"M": 3}}}, "layer '0': unknown option 'M'"),
-    "inducing of nothing": ({"method": "ffg-u", "inducing": 0}, "M_out is 0"),
+    "inducing of nothing": ({"method": "ffg-u", "inducing": 0}, "inducing weights of size 0"),
     "negative cap": ({"method": "ffg-u", "lam_max": -1}, "lam_max is -1"),
     "zero cap of σ": ({"method": "ffg-u", "sigma_max": 0}, "sigma_max is 0"),
     "rate": ({"method": "mc-dropout", "rate": 1.0}, "rate is 1.0"),
     "noise": ({"method": "ffg-u", "noise": "some"}, "noise is 'some'"),
-    "hierarchy of weights": ({"method": "ffg-w", "hierarchy": 3}, "need one M_out"),
+    "inducing of a fraction": ({"method": "ffg-u", "inducing": 2.5}, "inducing weights of size 2.5"),
+    "inducing of many": ({"method": "ffg-u", "inducing": 5000}, "layer '0': M = 5000 for a side of 8"),
+    "tiny cap": ({"method": "ffg-u", "lam_max": 1e-7}, "lam_max is 1e-07"),
+    "start": ({"method": "ffg-u", "start": "trained"}, "start is 'trained'; expected one of network, prior"),
+    "unsupported": ({"method": "ffg-u", "unsupported": "raise"}, "unsupported is 'raise'"),
+    "no data": ({"method": "ffg-u", "data": []}, "holds no examples"),
+    "hierarchy of nothing": ({"method": "ffg-u", "hierarchy": 0}, "size 0"),
+    "another q under a hierarchy": (
+        {"method": "ffg-u", "hierarchy": 3, "layers": {"0": {"sigma_max": 0.5}}},
+        "layer '0': under a hierarchy .* sigma_max cannot differ",
+    ),
+    "hierarchy of weights": ({"method": "ffg-w", "hierarchy": 3}, "a hierarchy needs an inducing method"),
     "hierarchy of unequal rows": (
         {"method": "ffg-u", "hierarchy": 3, "layers": {"0": {"M_out": 2}}},
         "need one M_out; they have \\[2, 64\\]",
@@ -157,6 +186,12 @@ class Tied(nn.Module):
         return self.b(self.a(x))  # type: ignore[no-any-return]
 
 
+def _hooked() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    net[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    return net
+
+
 UNSUPPORTED: dict[str, tuple[nn.Module, str]] = {
     "transposed": (nn.Sequential(nn.Linear(4, 4), nn.ConvTranspose1d(4, 4, 3)), "1 (ConvTranspose1d)"),
     "attention": (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), "self_attn (MultiheadAttention)"),
@@ -167,6 +202,7 @@ UNSUPPORTED: dict[str, tuple[nn.Module, str]] = {
         nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
         "1 (ParametrizedLinear)",
     ),
+    "hooked": (_hooked(), "0 (Linear)"),
     "lazy": (nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3)), "1 (LazyLinear)"),
 }
 
@@ -185,12 +221,12 @@ def test_a_layer_that_cannot_be_converted_is_named_or_left_alone_when_asked(case
 
 def test_a_transformer_predicts_with_its_attention_left_alone() -> None:
     torch.manual_seed(0)
-    net = build("torchvision/vit_b_16", classes=3)
+    net = VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=3)
     network = bayesianize(net, "ffg-u", inducing=4, unsupported="leave", layers={"*.mlp.0": {"inducing": 8}})
     assert any("mlp.0" in name for name in network.layers)
-    out = predict(network, network.factors(), torch.randn(1, 3, 224, 224), 2, 0, keep_outputs=True).outputs
+    out = predict(network, network.factors(), torch.randn(2, 3, 32, 32), 3, 0, keep_outputs=True).outputs
     assert out is not None
-    assert out.shape == (2, 1, 3)
+    assert out.shape == (3, 2, 3)
 
 
 def test_a_layer_used_twice_stays_one_layer() -> None:
@@ -230,6 +266,48 @@ def test_an_ensemble_of_trained_networks_is_those_networks() -> None:
     assert count(network) == sum(count(net) for net in nets)
     with pytest.raises(ConversionError, match="same layers"):
         ensemble([nets[0], small()])
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(3, 2), nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.scale  # type: ignore[no-any-return]
+
+
+def test_an_ensemble_refuses_what_it_cannot_keep_apart() -> None:
+    with pytest.raises(ConversionError, match="'scale' differs from network to network"):
+        ensemble([Scaled(), Scaled()])
+
+
+def test_dropout_does_not_hide_the_picture_unless_asked() -> None:
+    assert list(bayesianize(small(), "mc-dropout").layers) == ["2", "5"]
+    assert list(bayesianize(small(), "mc-dropout", layers={"0": {"rate": 0.1}}).layers) == ["0", "2", "5"]
+
+
+def test_pruning_twice_never_brings_anything_back() -> None:
+    network = bayesianize(small(), "ffg-u", inducing=4)
+    prune(network, 0.5)
+    once = count(network)
+    prune(network, 0.8)
+    assert count(network) == once
+    prune(network, 0.25)
+    assert count(network) < once
+    weights = bayesianize(small(), "ffg-w")
+    prune(weights, 0.3)
+    once = count(weights)
+    prune(weights, 0.6)
+    assert count(weights) == once
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    net = small()
+    with torch.no_grad():
+        net.get_parameter("5.weight")[0, 0] = torch.nan
+    with pytest.raises(ConversionError, match="layer '5': its weights hold NaN"):
+        bayesianize(net, "ffg-u")
 
 
 def test_the_law_of_the_noise_is_exact_where_that_is_as_cheap() -> None:

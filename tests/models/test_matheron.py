@@ -80,7 +80,7 @@ class Toy:
     def posterior(self, noise: Noise, directions: Tensor | None = None) -> Inducing:
         made = Inducing(self.Z_r, self.Z_c, None, self.sigma, lam=self.lam, noise=noise)
         made.D_r, made.D_c = Positive(self.D_r, 1e-9), Positive(self.D_c, 1e-9)
-        made.directions = directions
+        made.directions = None if directions is None else directions.T
         return made
 
 

@@ -113,7 +113,7 @@ def table(features: Tensor) -> dict[str, Row]:
         made = posterior("factored")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)  # the low-rank SVD starts at random
-            made.directions = leading_directions(found, B, R) if R else None
+            made.directions = leading_directions(found, B, R).T if R else None
         rows[f"way 3, R = {R}"] = measure(draw(made, "factored"))
 
     print(f"\n| {'scheme':24} | at a location | after pooling | of neighbours | of two inputs |")
