@@ -95,11 +95,14 @@ def names() -> list[str]:
 def build(name: str, **arguments: JsonValue) -> nn.Module:
     """A fresh network; it remembers its name and arguments, so that an artifact can rebuild it."""
     builder = _builder(name)
+    arguments = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
     _check(name, builder, arguments)
     try:
         net = builder(**arguments)
-    except (TypeError, ValueError) as error:
-        raise ArchitectureError(f"{name} cannot be built with {arguments}: {error}.") from error
+    except ArchitectureError:
+        raise
+    except Exception as error:  # whatever a plug-in, or torch with arguments of the wrong kind, comes up with
+        raise ArchitectureError(f"{name} cannot be built with {arguments}: {error!r}.") from error
     if not isinstance(net, nn.Module):
         raise ArchitectureError(f"the plug-in {name!r} returned {type(net).__name__}; expected a torch nn.Module.")
     remember(net, Architecture(name=name, arguments=arguments))
@@ -164,7 +167,8 @@ def _check(name: str, builder: Callable[..., nn.Module], arguments: dict[str, Js
         raise ArchitectureError(f"{name}: {error}; it takes {inspect.signature(builder)}.") from None
     for key, value in arguments.items():
         for number in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(number, int) and not 0 < number <= LARGEST and not isinstance(number, bool):
-                raise ArchitectureError(f"{name}: {key} is {number}; expected 1 to {LARGEST}.")
+            least = 1 if on_meta(name) else -LARGEST  # a plug-in's number need not be a size
+            if isinstance(number, int) and not least <= number <= LARGEST and not isinstance(number, bool):
+                raise ArchitectureError(f"{name}: {key} is {number}; expected {least} to {LARGEST}.")
         if isinstance(value, list | tuple) and len(value) > LONGEST:
             raise ArchitectureError(f"{name}: {key} has {len(value)} entries; expected at most {LONGEST}.")

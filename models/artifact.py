@@ -5,13 +5,15 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 import stat
-import tempfile
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from operator import index
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from pydantic import ValidationError
@@ -26,7 +28,7 @@ from dubito.models.encoding import MASK, SCALE, Precision, decode, decode_whole,
 from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError
 from dubito.models.inducing import Inducing
 from dubito.models.layers import MemberLayer
-from dubito.models.manifest import FORMAT, Card, Hierarchy, Layer, Manifest
+from dubito.models.manifest import FORMAT, Architecture, Card, Hierarchy, Layer, Manifest
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
 from dubito.models.normalisation import ScaleShift, fold_batchnorm
@@ -48,6 +50,12 @@ def save(
 
     `batchnorm="fold"` stores each BatchNorm as one scale and one shift per channel: smaller, and no longer trainable.
     """
+    for name, value, known in (
+        ("precision", precision, get_args(Precision)),
+        ("batchnorm", batchnorm, ("keep", "fold")),
+    ):
+        if value not in known:
+            raise ArtifactError(f"{name} is {value!r}; expected one of {', '.join(known)}.")
     network = model.network if isinstance(model, Model) else model
     if card is None:
         card = model.card if isinstance(model, Model) else Card(input=input_of(architecture_of(network.net)))
@@ -73,6 +81,17 @@ def load(path: str | Path, network: nn.Module | None = None) -> Model:
 
     `network` is for artifacts of networks that have no name here: the same nn.Module that was converted.
     """
+    manifest, tensors = examine(path)
+    try:
+        made = _restore(manifest, tensors, network)
+    except ArtifactError as error:
+        raise ArtifactError(f"{path}: {error}") from None
+    made.eval()
+    return Model(made, manifest)
+
+
+def examine(path: str | Path) -> tuple[Manifest, dict[str, Tensor]]:
+    """The manifest and the tensors as they are stored, whole and unchanged since they were saved; nothing is built."""
     try:
         manifest, content = _read(Path(path))
         tensors = _parse_tensors(content)
@@ -80,11 +99,9 @@ def load(path: str | Path, network: nn.Module | None = None) -> Model:
             raise ArtifactError(
                 "the SHA-256 of its content is not the one it states: it was changed or damaged after it was saved."
             )
-        made = _restore(manifest, tensors, network)
     except ArtifactError as error:
         raise ArtifactError(f"{path}: {error}") from None
-    made.eval()
-    return Model(made, manifest)
+    return manifest, tensors
 
 
 def digest(manifest: Manifest, tensors: Mapping[str, Tensor]) -> str:
@@ -103,7 +120,7 @@ def _manifest(network: BayesianNetwork, card: Card) -> Manifest:
     for name, layer in network.layers.items():
         R = 0
         if isinstance(layer.posterior, Inducing) and layer.posterior.directions is not None:
-            R = layer.posterior.directions.shape[1]
+            R = len(layer.posterior.directions)
         layers[name] = layer.entry.model_copy(update={"directions": R} if layer.entry.kind == "inducing" else {})
     members = {name: len(m.copies) for name, m in network.net.named_modules() if isinstance(m, MemberLayer)}
     hierarchy = None
@@ -117,7 +134,7 @@ def _manifest(network: BayesianNetwork, card: Card) -> Manifest:
     provenance = card.provenance.model_copy(update={"versions": {**versions, **card.provenance.versions}})
     made = Manifest(
         format=FORMAT,
-        architecture=architecture_of(network.net),
+        architecture=_name(network, layers, members, hierarchy),
         task=network.task,
         layers=layers,
         members=members,
@@ -132,6 +149,28 @@ def _manifest(network: BayesianNetwork, card: Card) -> Manifest:
         raise ArtifactError(f"the manifest cannot be saved: {_complaint(error)}.") from None
 
 
+def _name(
+    network: BayesianNetwork, layers: dict[str, Layer], members: dict[str, int], hierarchy: Hierarchy | None
+) -> Architecture:
+    """The architecture that the network was built as, if it still is that: a changed head would not come back."""
+    known = architecture_of(network.net)
+    if known.name == "custom":
+        return known
+    with torch.device("meta"):
+        again = assemble(build(known.name, **known.arguments), layers, members, hierarchy, network.task, "prior")
+    if any(isinstance(m, ScaleShift) for m in network.modules()):
+        again = fold_batchnorm(again)
+    shapes = [{k: v.shape for k, v in n.state_dict().items() if not k.endswith(".keep")} for n in (network, again)]
+    if shapes[0] == shapes[1] and repr(network.net) == repr(again.net):
+        return known
+    warnings.warn(
+        f"the network was changed after build({known.name!r}), so the artifact is saved without that name; "
+        "load it with load(path, network=the nn.Module you converted).",
+        stacklevel=4,
+    )
+    return Architecture(name="custom")
+
+
 def _complaint(error: ValidationError | PydanticSerializationError) -> str:
     if isinstance(error, PydanticSerializationError):
         return str(error)
@@ -141,19 +180,18 @@ def _complaint(error: ValidationError | PydanticSerializationError) -> str:
 
 def _write(path: Path, content: bytes) -> None:
     """Beside its place first, then moved there: a full disk or a crash never leaves half a file under the name."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with part.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
     except (OSError, ValueError) as error:
         raise ArtifactError(f"cannot write {path}: {_reason(error)}.") from None
+    finally:
+        with suppress(OSError, ValueError):
+            part.unlink(missing_ok=True)
 
 
 def _reason(error: Exception) -> str:
@@ -247,7 +285,7 @@ def _restore(manifest: Manifest, tensors: Mapping[str, Tensor], given: nn.Module
     for place, keep in masks.items():
         part = network.get_submodule(place)
         assert isinstance(part, Free | Positive)
-        part.keep = keep
+        part.keep = keep.to(next(part.parameters()).device)
     return network
 
 

@@ -92,10 +92,12 @@ def inspect(file: Artifact, as_json: AsJson = False) -> None:
 
     Try: dubito inspect model.safetensors
     """
-    from dubito.models.artifact import load
+    from dubito.models.artifact import examine, load
     from dubito.models.report import report, show
 
-    found = report(load(file), file.stat().st_size)
+    manifest, _ = examine(file)
+    network = None if manifest.architecture.name == "custom" else load(file).network
+    found = report(manifest, network, file.stat().st_size)
     if as_json:
         print(json.dumps(found))
     else:
@@ -154,6 +156,8 @@ def _read(path: Path, model: "Model") -> list[tuple[str, "Tensor"]]:
         return [(str(path), prepare(torch.from_numpy(_pixels(path)), declared))]
     array = _numbers(path)
     pictures = array.dtype == np.uint8 and declared.image is not None
+    if pictures and array.shape[-3:] == declared.shape:  # channels first, as the network takes them
+        array = np.moveaxis(array, -3, -1)
     single = array.ndim in (2, 3) and _one(array) if pictures else array.ndim == len(declared.shape)
     batch = array[None] if single else array
     if batch.ndim < 2 or len(batch) == 0:
@@ -215,8 +219,10 @@ def _table(rows: list[dict[str, Any]], samples: int, seed: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from dubito.models.report import clean
+
     classes = "label" in rows[0]
-    table = Table(title=f"K = {samples}, seed {seed}")
+    table = Table(title=f"K = {samples}, seed {seed}" if samples else "posterior mean")
     names = ["input", "label", "probability", "entropy", "mutual information", "prediction set", "OOD"]
     if not classes:
         names = ["input", "mean", "std from weights", "std from noise", "interval", "OOD"]
@@ -229,7 +235,7 @@ def _table(rows: list[dict[str, Any]], samples: int, seed: int) -> None:
                 "not calibrated" if row["prediction_set"] is None else ", ".join(row["prediction_set"]) or "none fits"
             )
             numbers = (f"{row[key]:.4f}" for key in ("max_probability", "entropy", "mutual_information"))
-            table.add_row(row["input"], row["label"], *numbers, fitting, flag)
+            table.add_row(row["input"], clean(row["label"]), *numbers, clean(fitting), flag)
         else:
             interval = "not calibrated" if row["interval"] is None else _several(*row["interval"])
             spreads = ([v**0.5 for v in row[f"{kind}_variance"]] for kind in ("epistemic", "aleatoric"))

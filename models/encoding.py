@@ -24,6 +24,8 @@ def encode(name: str, tensor: Tensor, keep: Tensor | None, precision: Precision)
     tensor = tensor.float()
     if not tensor.isfinite().all():
         raise ArtifactError(f"tensor {name!r} holds NaN or infinity, so nothing was saved; the training diverged.")
+    if name.endswith(".directions") and precision != "int8":
+        precision = "float16"  # which they were rounded to when they were found
     stored: dict[str, Tensor] = {}
     if precision == "int8" and tensor.dim() >= 2:
         scale = _rows(tensor).abs().amax(1) / 127
@@ -32,7 +34,7 @@ def encode(name: str, tensor: Tensor, keep: Tensor | None, precision: Precision)
         stored[name + SCALE] = scale
     elif precision == "float32":
         values = tensor
-    else:  # the vectors of an int8 artifact are few: half precision keeps them better
+    else:  # what an int8 artifact holds beside matrices is kept in half precision: scales and the like
         values = _halved(tensor, HALF.get(precision, torch.float16))
     if keep is not None:
         stored[name + MASK] = pack(keep.cpu())

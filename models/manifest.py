@@ -1,5 +1,6 @@
 """The manifest: what an artifact says about itself, as typed data. Unknown keys are mistakes."""
 
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -9,15 +10,16 @@ from pydantic import (
     FiniteFloat,
     JsonValue,
     NonNegativeInt,
-    PositiveFloat,
     model_validator,
 )
 
 FORMAT: Literal[1] = 1
+LARGEST_INPUT = 1 << 26  # numbers
 
 Size = Annotated[int, Field(gt=0, le=1 << 24)]  # one side of a tensor; beyond it a header lies
 Members = Annotated[int, Field(gt=0, le=1 << 10)]  # each costs time to build, even one without storage
 Share = Annotated[float, Field(gt=0, lt=1)]
+Positive = Annotated[FiniteFloat, Field(gt=0)]
 Measure = Literal["entropy", "mutual_information", "max_probability", "epistemic_variance"]
 
 
@@ -37,7 +39,7 @@ class Regression(Strict):
     kind: Literal["regression"] = "regression"
     outputs: Size = 1
     shift: tuple[FiniteFloat, ...] = (0.0,)
-    scale: tuple[PositiveFloat, ...] = (1.0,)
+    scale: tuple[Positive, ...] = (1.0,)
 
     @model_validator(mode="after")
     def _lengths(self) -> "Regression":
@@ -62,8 +64,8 @@ class InducingLayer(Strict):
     M_in: Size
     members: Members | None = None
     lam_max: Annotated[FiniteFloat, Field(ge=0)] | None
-    sigma_max: PositiveFloat | None
-    sigma: PositiveFloat  # of the prior
+    sigma_max: Positive | None
+    sigma: Positive  # of the prior
     noise: Literal["exact", "factored"]
     directions: NonNegativeInt = 0  # R
 
@@ -77,8 +79,8 @@ class WeightLayer(Strict):
     kind: Literal["weights"] = "weights"
     method: Literal["ffg-w", "fcg-w", "ensemble-w"]
     members: Members | None = None
-    sigma_max: PositiveFloat | None
-    sigma: PositiveFloat
+    sigma_max: Positive | None
+    sigma: Positive
 
     @model_validator(mode="after")
     def _members(self) -> "WeightLayer":
@@ -90,7 +92,7 @@ class DropoutLayer(Strict):
     kind: Literal["dropout"] = "dropout"
     method: Literal["mc-dropout"] = "mc-dropout"
     rate: Share
-    sigma: PositiveFloat
+    sigma: Positive
 
 
 Layer = Annotated[InducingLayer | WeightLayer | DropoutLayer, Field(discriminator="kind")]
@@ -115,7 +117,7 @@ class Image(Strict):
     """How a picture becomes an input: resized, scaled to [0, 1], then (x − mean)/std per channel."""
 
     mean: tuple[FiniteFloat, ...]
-    std: tuple[PositiveFloat, ...]
+    std: tuple[Positive, ...]
 
 
 class Input(Strict):
@@ -124,6 +126,8 @@ class Input(Strict):
 
     @model_validator(mode="after")
     def _channels(self) -> "Input":
+        if prod(self.shape) > LARGEST_INPUT:
+            raise ValueError(f"an input of shape {self.shape} has more than {LARGEST_INPUT:,} numbers")
         if self.image is not None:
             if len(self.shape) != 3:
                 raise ValueError(f"an image input has shape (channels, height, width), not {self.shape}")
@@ -144,7 +148,7 @@ class Calibration(Strict):
     measure: Measure  # the default OOD measure
     thresholds: dict[Measure, dict[NonNegativeInt, FiniteFloat]]
     quantiles: dict[NonNegativeInt, FiniteFloat]  # of the conformal score 1 − p_y; regression: of |y − mean|/std
-    temperature: PositiveFloat = 1.0
+    temperature: Positive = 1.0
 
     @model_validator(mode="after")
     def _complete(self) -> "Calibration":

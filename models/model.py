@@ -1,5 +1,6 @@
 """A model ready to answer: a network, what is known about it, and its factors, computed once."""
 
+import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -60,5 +61,5 @@ class Model:
         return replace(self, manifest=self.manifest.model_copy(update={"card": card}))
 
     def to(self, device: torch.device | str) -> "Model":
-        """Moves the network; the factors are computed again when they are next asked for."""
-        return Model(self.network.to(device), self.manifest)
+        """A copy on another device; its factors are computed there when they are first asked for."""
+        return Model(copy.deepcopy(self.network).to(device), self.manifest)

@@ -8,6 +8,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dubito.models.network import BayesianNetwork
 
+FOLDABLE = (  # and no subclasses, which may do more than normalise
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+)
+
 
 class ScaleShift(nn.Module):
     """y = scale x + shift per channel: a BatchNorm whose statistics no longer change."""
@@ -29,7 +36,7 @@ def fold_batchnorm(network: BayesianNetwork) -> BayesianNetwork:
     """A copy of the network with every BatchNorm as a scale and a shift; same answers, no more training."""
     memo: dict[int, object] = {}
     for module in network.modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+        if isinstance(module, FOLDABLE) and type(module) in FOLDABLE and module.running_mean is not None:
             memo[id(module)] = _folded(module)
     return copy.deepcopy(network, memo)
 

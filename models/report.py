@@ -6,7 +6,8 @@ import torch
 
 from dubito.models.architectures import build
 from dubito.models.inducing import Inducing
-from dubito.models.model import Model
+from dubito.models.manifest import Manifest
+from dubito.models.network import BayesianNetwork
 from dubito.models.parameters import count
 
 WHAT = {
@@ -21,46 +22,45 @@ WHAT = {
 }
 
 
-def report(model: Model, size: int) -> dict[str, Any]:
-    network, manifest = model.network, model.manifest
+def report(manifest: Manifest, network: BayesianNetwork | None, size: int) -> dict[str, Any]:
+    """`network` is None for an artifact of a network that has no name here: what its manifest says must do."""
     deterministic = None
-    if manifest.architecture.name != "custom":
+    if network is not None:
         with torch.device("meta"):
             deterministic = count(build(manifest.architecture.name, **manifest.architecture.arguments))
     layers = []
-    for name, layer in network.layers.items():
-        d_out, d_in = layer.geometry.shape
-        row: dict[str, Any] = {
-            "name": name,
-            "method": layer.entry.method,
-            "d_out": d_out,
-            "d_in": d_in,
-            "parameters": count(layer),
-        }
-        if isinstance(layer.posterior, Inducing):
-            row |= {
-                "M_out": len(layer.posterior.Z_r.value),
-                "M_in": len(layer.posterior.Z_c.value),
-                "lambda": layer.posterior.scale(),
-                "noise": layer.posterior.noise,
-                "directions": 0 if layer.posterior.directions is None else layer.posterior.directions.shape[1],
-            }
+    for name, entry in manifest.layers.items():
+        row: dict[str, Any] = {"name": name, "method": entry.method}
+        if entry.kind == "inducing":
+            row |= {"M_out": entry.M_out, "M_in": entry.M_in, "noise": entry.noise, "directions": entry.directions}
+        if network is not None:
+            layer = network.layers[name]
+            row["d_out"], row["d_in"] = layer.geometry.shape
+            row["parameters"] = count(layer)
+            if isinstance(layer.posterior, Inducing):
+                row["lambda"] = layer.posterior.scale()
         layers.append(row)
-    card = model.card.model_dump(mode="json")
+    above = manifest.hierarchy
+    members = [e.members or 0 for e in manifest.layers.values() if e.kind != "dropout"]
     return {
         "format": manifest.format,
         "architecture": manifest.architecture.model_dump(mode="json"),
         "task": manifest.task.kind,
-        "parameters": count(network),
+        "parameters": None if network is None else count(network),
         "deterministic": deterministic,
         "bytes": size,
         "batchnorm": manifest.batchnorm,
         "layers": layers,
-        "members": max(manifest.members.values(), default=0),
-        "hierarchy": None if manifest.hierarchy is None else manifest.hierarchy.model_dump(mode="json"),
-        **card,
+        "members": max([0, *manifest.members.values(), *members, (above and above.layer.members) or 0]),
+        "hierarchy": None if above is None else above.model_dump(mode="json"),
+        **manifest.card.model_dump(mode="json"),
         "sha256": manifest.sha256,
     }
+
+
+def clean(text: str) -> str:
+    """A file may hold anything, a terminal's own commands included."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def show(found: dict[str, Any]) -> None:
@@ -68,37 +68,41 @@ def show(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False, emoji=False)
+
+    def say(text: str) -> None:
+        console.print(clean(text))
+
     arguments = ", ".join(f"{k}={v}" for k, v in found["architecture"]["arguments"].items())
-    console.print(f"{found['architecture']['name']}({arguments}), {found['task']}, format {found['format']}")
-    ratio = (
-        f", {found['parameters'] / found['deterministic']:.1%} of the plain network's" if found["deterministic"] else ""
-    )
-    console.print(
-        f"{found['parameters']:,} parameters{ratio}; {found['bytes']:,} bytes; BatchNorm {found['batchnorm']}"
-    )
+    say(f"{found['architecture']['name']}({arguments}), {found['task']}, format {found['format']}")
+    size = f"{found['bytes']:,} bytes; BatchNorm {found['batchnorm']}"
+    if found["parameters"] is None:
+        say(f"{size}; a network of your own: load it with load(path, network=the nn.Module you converted)")
+    else:
+        ratio = found["parameters"] / found["deterministic"]
+        say(f"{found['parameters']:,} parameters, {ratio:.1%} of the plain network's; {size}")
     methods = {row["method"] for row in found["layers"]}
     for method in sorted(methods):
-        console.print(f"{method}: {WHAT[method]}")
+        say(f"{method}: {WHAT[method]}")
     if not methods:
-        console.print("deterministic: one set of weights, no uncertainty about them")
+        say("deterministic: one set of weights, no uncertainty about them")
     if found["layers"]:
         _show_layers(console, Table(), found["layers"])
     if found["input"] is not None:
         kind = "a picture or a tensor" if found["input"]["image"] else "a tensor"
-        console.print(f"input: {kind} of shape {tuple(found['input']['shape'])}")
+        say(f"input: {kind} of shape {tuple(found['input']['shape'])}")
     if found["labels"] is not None:
-        console.print("labels: " + ", ".join(found["labels"]))
+        say("labels: " + ", ".join(found["labels"]))
     calibration = found["calibration"]
     if calibration is None:
-        console.print("not calibrated: no OOD flags and no prediction sets (dubito calibrate)")
+        say("not calibrated: no OOD flags and no prediction sets")
     else:
-        console.print(
+        say(
             f"calibrated: OOD by {calibration['measure']} at {calibration['false_positive_rate']:.0%} false positives, "
             f"prediction sets for {calibration['coverage']:.0%} coverage"
         )
     for name, value in found["metrics"].items():
-        console.print(f"{name}: {value:.4g}")
-    console.print(f"SHA-256 {found['sha256']} (checked)")
+        say(f"{name}: {value:.4g}")
+    say(f"SHA-256 {found['sha256']} (checked)")
 
 
 def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]]) -> None:
@@ -108,6 +112,7 @@ def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]]) -> None
         V = f"{row['M_out']} × {row['M_in']}" if "M_out" in row else ""
         noise = row.get("noise", "") + (f", R = {row['directions']}" if row.get("noise") == "factored" else "")
         lam = f"{row['lambda']:.2g}" if "lambda" in row else ""
-        shape = f"{row['d_out']} × {row['d_in']}"
-        table.add_row(row["name"], row["method"], shape, V, lam, noise, f"{row['parameters']:,}")
+        shape = f"{row['d_out']} × {row['d_in']}" if "d_out" in row else ""
+        parameters = f"{row['parameters']:,}" if "parameters" in row else ""
+        table.add_row(clean(row["name"]), row["method"], shape, V, lam, noise, parameters)
     console.print(table)

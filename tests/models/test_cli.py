@@ -341,9 +341,8 @@ def test_an_array_of_any_kind(dubito: Run, folder: Path, tmp_path: Path, name: s
     np.save(path, array)
     found = dubito("predict", folder / artifact, path, "--seed", "0", "--json").json
     assert_rows(found["predictions"], expected(folder / artifact, x))
-    if name != "pixels (1, H, W)":  # one picture or a batch of one, which is the same
-        names = [str(path)] if name in SINGLE else [f"{path}[{i}]" for i in range(len(x))]
-        assert [row["input"] for row in found["predictions"]] == names
+    names = [str(path)] if name in SINGLE else [f"{path}[{i}]" for i in range(len(x))]
+    assert [row["input"] for row in found["predictions"]] == names
 
 
 # predict: options
