@@ -15,10 +15,10 @@ CHILD = """
 import resource, sys, threading, time
 import torch
 from dubito.models import bayesianize, build, predict
-kind, K, B, noise = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+kind, K, B, noise, name = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 torch.set_num_threads(2)
 torch.manual_seed(0)
-net = build("resnet50-cifar").eval()
+net = build(name).eval()
 x = torch.randn(B, 3, 32, 32)
 if kind == "ours":
     network = bayesianize(net, "ffg-u", inducing=64, start="prior", noise=noise).eval()
@@ -54,9 +54,9 @@ print(peak - before)
 """
 
 
-def peak(kind: str, K: int, B: int, noise: str = "auto") -> int:
+def peak(kind: str, K: int, B: int, noise: str = "auto", name: str = "resnet50-cifar") -> int:
     """Bytes above the process's own."""
-    command = [sys.executable, "-c", CHILD, kind, str(K), str(B), noise]
+    command = [sys.executable, "-c", CHILD, kind, str(K), str(B), noise, name]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
