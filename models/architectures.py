@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from itertools import pairwise
 
+import torch
 from pydantic import JsonValue
 from torch import nn
 
@@ -75,6 +76,13 @@ def _torchvision(name: str, classes: int) -> nn.Module:
     extra: dict[str, bool] = (
         {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     )
+    if name.startswith("regnet") and torch.empty(0).is_meta:  # its start looks at weights, which are not there
+        with torch.device("cpu"):
+            regnet: nn.Module = builder(weights=None, num_classes=1)
+        features: int = regnet.fc.in_features  # type: ignore[union-attr, assignment]
+        regnet = regnet.to("meta")
+        regnet.fc = nn.Linear(features, classes)
+        return regnet
     net: nn.Module = builder(weights=None, num_classes=classes, **extra)
     return net
 

@@ -116,7 +116,7 @@ def assemble(
     swaps: dict[nn.Module, nn.Module] = {}
     side_by_side: list[Tensor] = []  # the V's that a hierarchy draws, as each layer's weights want them
     for name, entry in entries.items():
-        if name not in found or not isinstance(found[name], CONVERTIBLE):
+        if type(found.get(name)) not in CONVERTIBLE:
             raise ConversionError(f"the network has no Linear or Conv layer {name!r}.")
         geometry = geometry_of(found[name])
         with naming(name):

@@ -97,6 +97,8 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _halved(tensor: Tensor, half: torch.dtype) -> Tensor:
     """In half precision, unless an entry would overflow or sink into the subnormal numbers."""
+    if torch.equal(tensor.to(half).float(), tensor):
+        return tensor.to(half)
     info = torch.finfo(half)
     size = tensor.abs()
     fits = (size <= info.max) & ((size >= info.tiny) | (size == 0))

@@ -17,7 +17,8 @@ FORMAT: Literal[1] = 1
 LARGEST_INPUT = 1 << 26  # numbers
 
 Size = Annotated[int, Field(gt=0, le=1 << 24)]  # one side of a tensor; beyond it a header lies
-Members = Annotated[int, Field(gt=0, le=1 << 10)]  # each costs time to build, even one without storage
+MOST_MEMBERS = 1024
+Members = Annotated[int, Field(gt=0, le=MOST_MEMBERS)]  # each costs time to build, even one without storage
 Share = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 Measure = Literal["entropy", "mutual_information", "max_probability", "epistemic_variance"]

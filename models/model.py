@@ -57,7 +57,7 @@ class Model:
 
     def with_card(self, **changes: object) -> "Model":
         """The same model with other things known about it."""
-        card = self.card.model_copy(update=changes)
+        card = Card.model_validate({**dict(self.card), **changes})
         return replace(self, manifest=self.manifest.model_copy(update={"card": card}))
 
     def to(self, device: torch.device | str) -> "Model":

@@ -13,7 +13,7 @@ from dubito.models.errors import ConversionError
 from dubito.models.full_covariance import LIMIT, check_limit
 from dubito.models.geometry import Geometry
 from dubito.models.inducing import Noise
-from dubito.models.manifest import DropoutLayer, InducingLayer, Layer, WeightLayer
+from dubito.models.manifest import MOST_MEMBERS, DropoutLayer, InducingLayer, Layer, WeightLayer
 from dubito.models.plan import factored_is_cheaper
 
 Method = Literal["ffg-u", "fcg-u", "ensemble-u", "ffg-w", "fcg-w", "ensemble-w", "mc-dropout", "deterministic"]
@@ -55,6 +55,8 @@ class Options:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConversionError(f"{name} is {value!r}; expected a whole number from 1.")
+        if self.members > MOST_MEMBERS:
+            raise ConversionError(f"members is {self.members}; expected at most {MOST_MEMBERS}.")
         if self.lam_max is not None and self.lam_max != 0 and not 1e-5 <= self.lam_max < math.inf:
             raise ConversionError(f"lam_max is {self.lam_max}; expected 0 (no noise) or a number from 1e-5.")
         if not (1e-5 <= self.sigma_max < math.inf and 0 < self.prior_scale < math.inf):

@@ -32,7 +32,9 @@ def test_ours_have_the_known_sizes_and_run(name: str, shape: tuple[int, ...], pa
     assert net(torch.randn(1, *shape)).shape == (1, 10)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "googlenet", "inception_v3", "efficientnet_b0", "swin_t", "vit_b_16"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "googlenet", "inception_v3", "efficientnet_b0", "swin_t", "vit_b_16", "regnet_x_400mf"]
+)
 def test_torchvision_classifiers_are_built_by_name(name: str) -> None:
     with torch.device("meta"):
         net = build(f"torchvision/{name}", classes=7)

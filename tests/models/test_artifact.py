@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from safetensors.torch import load as parse
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
@@ -567,9 +568,11 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     save(network, path)
     model, before = load(path), left(tmp_path)
     with pytest.raises(ArtifactError, match=r"the manifest cannot be saved: card\.metrics\.nll"):
-        save(model.with_card(metrics={"nll": math.nan}), path)
+        save(model, path, card=model.card.model_copy(update={"metrics": {"nll": math.nan}}))
     with pytest.raises(ArtifactError, match=r"the manifest cannot be saved: .*surrogates"):
-        save(model.with_card(labels=("\ud800",)), path)
+        save(model, path, card=model.card.model_copy(update={"labels": ("\ud800",)}))
+    with pytest.raises(ValidationError, match="nothing_known"):
+        model.with_card(nothing_known=3)
     network.state_dict()["net.1.posterior.Z_r.value"][0, 0] = math.inf
     with pytest.raises(ArtifactError, match=r"tensor 'net\.1\.posterior\.Z_r\.value' holds NaN or infinity"):
         save(network, path)

@@ -136,6 +136,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no such layer": ({"method": "ffg-u", "layers": {"fc": "ffg-w"}}, "'fc': …} matches no layer; there are: 0, 2, 5"),
     "bad option of a layer": ({"method": "ffg-u", "layers": {"0": {"M": 3}}}, "layer '0': unknown option 'M'"),
     "inducing of nothing": ({"method": "ffg-u", "inducing": 0}, "inducing weights of size 0"),
+    "a crowd": ({"method": "ensemble-u", "members": 2000}, "members is 2000; expected at most 1024"),
     "negative cap": ({"method": "ffg-u", "lam_max": -1}, "lam_max is -1"),
     "zero cap of σ": ({"method": "ffg-u", "sigma_max": 0}, "sigma_max is 0"),
     "rate": ({"method": "mc-dropout", "rate": 1.0}, "rate is 1.0"),
