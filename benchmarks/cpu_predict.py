@@ -3,7 +3,7 @@
 The rival is an ensemble of K plain networks in the memory layout that is fastest for it; BatchNorm stays unfolded on
 both sides. Ours is the cheapest choice per layer of dense weights and way 3, with λ = 0 and with λ > 0 (noise exact
 where forming W is as cheap, else factored with R directions); way 2 alone (exact noise, W formed for every layer) is
-shown beside them. Each path's first and last sample are checked against the same sample drawn alone.
+shown beside them. Each path's answers to the first input are checked against those it gives to that input alone.
 """
 
 import argparse
