@@ -23,7 +23,7 @@ lint: $(READY) ## ruff and strict mypy
 	$(BIN)/mypy .types/dubito tests $(wildcard benchmarks)
 
 test: lint ## lint, then every test that takes seconds
-	$(BIN)/pytest -n 2 --durations=10
+	$(BIN)/pytest -n 2 --durations=10 -rs
 
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/pytest -m slow --durations=10
