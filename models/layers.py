@@ -52,9 +52,9 @@ def _current(layer: nn.Module, x: Tensor) -> Run:
             f"{type(layer).__name__} was called outside a Bayesian network, so it has no draws. Call the network that "
             "`bayesianize` or `load` returned, not a part of it (activation checkpointing calls parts, too)."
         )
-    if len(x) % (run.K * run.B):
+    if run.K > 1 and len(x) % (run.K * run.B):
         name = run.names.get(layer, type(layer).__name__)
-        raise InputError(
+        raise FoldError(
             f"layer {name!r} got {len(x)} rows, which are not K = {run.K} samples of {run.B} inputs: the network "
             "mixes or drops rows of the batch before it, or makes its own. Only layers that act on each input alone "
             f"can be sampled: leave this one out with layers={{{name!r}: 'deterministic'}}."
@@ -76,6 +76,10 @@ SIZES = {
         "padding_mode": "padding_mode",
     },
 }
+
+
+class FoldError(InputError):
+    """Samples cannot ride in the batch axis of this network; one at a time they still may."""
 
 
 class NoWeightError(ConversionError, AttributeError):
@@ -122,7 +126,11 @@ class MemberLayer(nn.Module):
         super().__init__()
         self.copies = nn.ModuleList(copies)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *further: Any, **named: Any) -> Tensor:
         run = _current(self, x)
         chosen = run.member(len(self.copies)).tolist()
+        if run.K == 1:
+            return self.copies[chosen[0]](x, *further, **named)  # type: ignore[no-any-return]
+        if further or named:
+            raise FoldError("a layer with several inputs is kept in copies, and one sample at a time is all it can do.")
         return torch.cat([self.copies[m](rows) for m, rows in zip(chosen, x.chunk(run.K), strict=True)])

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from threading import Lock
 from types import MappingProxyType
 
 import torch
@@ -95,7 +96,8 @@ class BayesianNetwork(nn.Module):
         """K joint draws from torch's own generator, with gradients: (B, ...) -> (K, B, ...)."""
         factors = self._factors(train=True)
         noise = torch.randn(K, factors.normals, device=x.device)
-        return self.run(x, factors, Draws(K, noise, int(torch.randint(2**62, ()))), {})
+        order = int(torch.randint(2**62, ())) if factors.members else 0
+        return self.run(x, factors, Draws(K, noise, order), {})
 
     def kl(self, data_size: int | None = None) -> Tensor:
         """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45]."""
@@ -136,7 +138,8 @@ class BayesianNetwork(nn.Module):
             make = partial(_draw, f, share, draws, mine)
             operands[layers[name]] = cache(make) if keep else make
         by_layer: dict[nn.Module, How] = {layers[name]: how for name, how in plan.items()}
-        names: dict[nn.Module, str] = {layer: name for name, layer in layers.items()}
+        kept = (BayesianLayer, MemberLayer)
+        names: dict[nn.Module, str] = {m: name for name, m in self.net.named_modules() if isinstance(m, kept)}
         return Run(draws.K, operands, by_layer, draws.member, names)
 
     def go(self, x: Tensor, run: Run, channels_last: bool = False) -> Tensor:
@@ -158,12 +161,22 @@ def _layer_by_layer(net: nn.Module) -> Iterator[None]:
     if not any(isinstance(m, nn.TransformerEncoderLayer | nn.MultiheadAttention) for m in net.modules()):
         yield
         return
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    global _inside, _fast_before
+    with _fast_lock:  # the switch is the process's: the first in turns it off, the last out restores it
+        if _inside == 0:
+            _fast_before = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _inside += 1
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        with _fast_lock:
+            _inside -= 1
+            if _inside == 0:
+                torch.backends.mha.set_fastpath_enabled(_fast_before)
+
+
+_fast_lock, _inside, _fast_before = Lock(), 0, True
 
 
 def _draw(f: Factors, noise: Tensor | None, draws: Draws, V: Tensor | None) -> Operand:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dubito.models.errors import InputError, PredictionError
 from dubito.models.geometry import Conv, How
-from dubito.models.layers import Run
+from dubito.models.layers import FoldError, Run
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import Normals
 from dubito.models.plan import cheapest
@@ -26,9 +26,7 @@ NOISE = 1 << 26  # normals held at a time: 256 MB
 @dataclass(frozen=True)
 class Prediction:
     summary: Classified | Regressed
-    samples: (
-        int  # functions that were averaged: the K asked for, 1 for a deterministic network, members for `samples=0`
-    )
+    samples: int  # K really drawn: 1 for a deterministic network, 0 for the posterior mean (of each member)
     seed: int  # gives the same draws again
     outputs: Tensor | None  # (K, B, ...) logits or means of each draw, where asked for
 
@@ -57,6 +55,34 @@ def predict(
     plan = cheapest(network, factors) if plan is None else plan
     max_rows = _rows(network, x) if max_rows is None else max_rows
     chunk = max(1, min(max_rows // len(x), NOISE // max(1, factors.normals)))
+    if network in _not_foldable:
+        chunk = 1
+    try:
+        return _collect(network, factors, x, K, noisy, seed, plan, max_rows, chunk, keep_outputs, temperature)
+    except FoldError:
+        if chunk == 1:
+            raise
+    _not_foldable.add(network)  # one sample at a time, then: slower, and right
+    return _collect(network, factors, x, K, noisy, seed, plan, max_rows, 1, keep_outputs, temperature)
+
+
+_not_foldable: WeakSet[BayesianNetwork] = WeakSet()
+_folds: WeakKeyDictionary[BayesianNetwork, set[tuple[int, ...]]] = WeakKeyDictionary()  # checked, by shape of an input
+
+
+def _collect(
+    network: BayesianNetwork,
+    factors: NetworkFactors,
+    x: Tensor,
+    K: int,
+    noisy: bool,
+    seed: int,
+    plan: Mapping[str, How],
+    max_rows: int,
+    chunk: int,
+    keep_outputs: bool,
+    temperature: float,
+) -> Prediction:
     normals = Normals(seed, x.device)
     tally = _tally(network)
     kept: list[Tensor] = []
@@ -64,18 +90,40 @@ def predict(
         for start in range(0, K, chunk):
             k = min(chunk, K - start)
             noise = normals.rows(k, factors.normals) if noisy else None
-            outputs = _forward(network, factors, Draws(k, noise, seed, start), plan, x, max_rows)
+            draws = Draws(k, noise, seed, start)
+            outputs = _forward(network, factors, draws, plan, x, max_rows)
             _check_outputs(network, outputs)
+            if k > 1 and tuple(x.shape) not in _folds.setdefault(network, set()):
+                _check_folding(network, factors, draws, plan, x, outputs)
             outputs = outputs / temperature if temperature != 1 else outputs
             tally.add(outputs)
             if keep_outputs:
                 kept.append(outputs)
-        return Prediction(
-            _finite(tally.summary()),
-            K if noisy or not factors.random else 0,
-            seed,
-            torch.cat(kept) if keep_outputs else None,
-        )
+        samples = K if noisy or not factors.random else 0
+        return Prediction(_finite(tally.summary()), samples, seed, torch.cat(kept) if keep_outputs else None)
+
+
+def _check_folding(
+    network: BayesianNetwork,
+    factors: NetworkFactors,
+    draws: Draws,
+    plan: Mapping[str, How],
+    x: Tensor,
+    outputs: Tensor,
+) -> None:
+    """Once per network and shape: is the last sample of a folded pass what it is alone?
+
+    A network that turns (B, T, d) to (T, B, d) would give rows to the wrong samples, with nothing else to show it.
+    """
+    noise = None if draws.noise is None else draws.noise[-1:]
+    last = Draws(1, noise, draws.seed, draws.start + draws.K - 1)
+    alone = _pass(network, x[-1:], network.arrange(factors, last, plan))[0, 0].float()
+    folded = outputs[-1, -1].float()
+    if alone.isfinite().all() and folded.isfinite().all():
+        size = max(float(alone.abs().max()), float(outputs.float().abs().max()), 1e-30)
+        if float((alone - folded).abs().max()) > (1e-3 if x.dtype == torch.float32 else 0.1) * size:
+            raise FoldError("the network mixes rows of the batch, so its samples cannot share a pass.")
+    _folds.setdefault(network, set()).add(tuple(x.shape))
 
 
 def _samples(factors: NetworkFactors, samples: int) -> tuple[int, bool]:
@@ -126,8 +174,7 @@ def _forward(
 ) -> Tensor:
     rows = max(1, max_rows // draws.K)
     try:
-        run = network.arrange(factors, draws, plan, keep=len(x) > rows)
-        return torch.cat([_pass(network, block, run) for block in x.split(rows)], 1)
+        return _in_blocks(network, factors, draws, plan, x, rows)
     except torch.OutOfMemoryError:
         if min(rows, len(x)) == 1 and draws.K == 1:
             raise
@@ -143,6 +190,14 @@ def _forward(
     return torch.cat(parts)
 
 
+def _in_blocks(
+    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How], x: Tensor, rows: int
+) -> Tensor:
+    """The same draws for every block; where there are several, their weights are made once."""
+    run = network.arrange(factors, draws, plan, keep=len(x) > rows)
+    return torch.cat([_pass(network, block, run) for block in x.split(rows)], 1)
+
+
 _need_contiguous: WeakSet[BayesianNetwork] = WeakSet()  # networks that take a `view` of a feature map
 
 
@@ -151,10 +206,12 @@ def _pass(network: BayesianNetwork, x: Tensor, run: Run) -> Tensor:
     if x.dim() in (4, 5) and network not in _need_contiguous:
         try:
             return network.go(x, run, channels_last=True)
-        except RuntimeError as error:
-            if "view size is not compatible" not in str(error):
-                raise
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # a `view`, or whatever else wants to know how memory lies; or a mistake of another kind
+            out = network.go(x, run)
         _need_contiguous.add(network)
+        return out
     return network.go(x, run)
 
 

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dubito.models import bayesianize, predict
+from dubito.models.directions import set_directions
 from dubito.models.errors import ConversionError, InputError, PredictionError
 from dubito.models.geometry import How
 from dubito.models.manifest import Regression
 from dubito.models.network import BayesianNetwork, NetworkFactors
 from dubito.models.normals import Normals
 from dubito.models.posterior import Dense, Factored
+from dubito.models.pruning import prune
 from dubito.models.uncertainty import Classified, Regressed
 
 
@@ -436,13 +438,59 @@ class TimeFirst(nn.Module):
         return self.fc(x.transpose(0, 1)).mean(0)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("net", "shape"), [(Halved(), (3, 4)), (TimeFirst(), (3, 8, 4))])
-def test_a_layer_that_mixes_rows_is_named_as_the_cause(net: nn.Module, shape: tuple[int, ...]) -> None:
-    network = bayesianize(net, "ffg-w")
+def test_a_network_that_drops_rows_is_an_error() -> None:
+    network = bayesianize(Halved(), "ffg-w")
+    with pytest.raises(PredictionError, match="a tensor of 2 rows; expected a tensor with one row per input"):
+        predict(network, network.factors(), torch.randn(3, 4), 4, 0)
     with pytest.raises(InputError, match=r"layer 'fc' got .* mixes or drops rows .* layers={'fc': 'deterministic'}"):
-        predict(network, network.factors(), torch.randn(shape), 4, 0)
+        network.sample(torch.randn(3, 4), 4)
     with pytest.raises(InputError, match="outside a Bayesian network"):
-        network.net(torch.randn(shape))
+        network.net(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("T", [7, 8, 40])
+@pytest.mark.parametrize("method", ["ffg-w", "ensemble-w"])
+def test_a_network_that_puts_time_first_is_sampled_one_draw_at_a_time(T: int, method: str) -> None:
+    """Folded, its rows would belong to the wrong samples, and with 8 or 40 steps no row count would show it."""
+    torch.manual_seed(0)
+    network = widen(bayesianize(TimeFirst(), method))
+    factors = network.factors()
+    x = torch.randn(1, T, 4)
+    alone = predict(network, factors, x, 8, 0, max_rows=1, keep_outputs=True).outputs
+    fresh = widen(bayesianize(TimeFirst(), method))
+    fresh.load_state_dict(network.state_dict())
+    folded = predict(fresh, fresh.factors(), x, 8, 0, max_rows=1000, keep_outputs=True).outputs
+    assert alone is not None
+    assert folded is not None
+    torch.testing.assert_close(folded, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_torchs_fast_path_is_back_where_it_was_after_threads_have_used_transformers() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Flatten(), nn.Linear(40, 3)).eval()
+    network = bayesianize(net, "ffg-w", unsupported="leave").eval()
+    factors = network.factors()
+    x = torch.randn(2, 5, 8)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda seed: predict(network, factors, x, 2, seed), range(60)))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_checkpoint_loads_into_a_fresh_network_pruned_or_not() -> None:
+    torch.manual_seed(0)
+    net = make_residual()
+    for method in ("ffg-u", "ffg-w"):
+        options: dict[str, Any] = {"inducing": 6, "noise": "factored"}
+        plain, pruned, fresh = (widen(bayesianize(net, method, **options)) for _ in range(3))
+        prune(pruned, 0.3)
+        if method == "ffg-u":
+            set_directions(pruned, INPUTS, 2)
+        for source in (pruned, plain, pruned):
+            fresh.load_state_dict(source.state_dict())
+            found, wanted = (predict(n, n.factors(), INPUTS, 3, 0, keep_outputs=True).outputs for n in (fresh, source))
+            assert found is not None
+            assert wanted is not None
+            assert torch.equal(found, wanted)
 
 
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
