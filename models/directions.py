@@ -20,6 +20,7 @@ PATCHES = 4096  # kept of each layer's input patches: enough for a few leading d
 
 def leading_directions(x: Tensor, B: Tensor, R: int) -> Tensor:
     """The R leading directions of x (n, d) outside the span of B (d, r), uncentred: (d, ≤ R)."""
+    x = x.to(B.dtype)
     left = x - (x @ B) @ B.T
     q = min(R + 8, *left.shape)
     _, _, directions = torch.svd_lowrank(left, q=q, niter=4)
@@ -52,7 +53,9 @@ def set_directions(network: BayesianNetwork, x: Tensor, R: int, seed: int = 0) -
             assert isinstance(layer.posterior, Inducing)
             found = leading_directions(patches[name], f.matheron.B_c, R).T
             # in half precision, in memory as in every file: they are made orthonormal again when factors are computed
-            layer.posterior.directions = found.half().to(found.dtype).contiguous() if len(found) else None
+            layer.posterior.directions = (
+                found.half().to(layer.posterior.Z_c.value.dtype).contiguous() if len(found) else None
+            )
 
 
 def _gather(name: str, patches: dict[str, Tensor], rng: torch.Generator) -> Callable[[nn.Module, tuple[Tensor]], None]:

@@ -1,6 +1,5 @@
 """How a tensor is kept in a file: full or half precision, int8 with a scale per row, pruned as values and bits."""
 
-import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -13,6 +12,7 @@ Precision = Literal["float32", "float16", "bfloat16", "int8"]
 HALF: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
+MEMBERS = ".points.value"  # what a state calls an ensemble's matrices
 SCALE, MASK = "#scale", "#mask"  # suffixes of the tensors that stand beside another one
 
 
@@ -28,9 +28,9 @@ def encode(name: str, tensor: Tensor, keep: Tensor | None, precision: Precision)
         precision = "float16"  # which they were rounded to when they were found
     stored: dict[str, Tensor] = {}
     if precision == "int8" and tensor.dim() >= 2:
-        scale = _rows(tensor).abs().amax(1) / 127
+        scale = _rows(name, tensor).abs().amax(1) / 127
         step = torch.where(scale > 0, scale, 1.0)
-        values = (_rows(tensor) / step[:, None]).round().to(torch.int8).view(tensor.shape)
+        values = (_rows(name, tensor) / step[:, None]).round().to(torch.int8).view(tensor.shape)
         stored[name + SCALE] = scale
     elif precision == "float32":
         values = tensor
@@ -68,10 +68,10 @@ def decode(name: str, shape: torch.Size, stored: Mapping[str, Tensor]) -> tuple[
         values = dense
     tensor = values.float()
     if scale is not None:
-        rows = math.prod(shape[:2]) if len(shape) == 3 else shape[0] if len(shape) > 1 else 0
+        rows = 0 if len(shape) < 2 else len(_rows(name, torch.empty(shape, device="meta")))
         if scale.dtype != torch.float32 or scale.shape != (rows,):
             raise ArtifactError(_mismatch(name + SCALE, scale.shape, torch.Size([rows])))
-        tensor = (_rows(tensor) * scale[:, None]).view(shape)
+        tensor = (_rows(name, tensor) * scale[:, None]).view(shape)
     if not tensor.isfinite().all():
         raise ArtifactError(f"tensor {name!r} holds NaN or infinity; the file is damaged or the training diverged.")
     return tensor, keep
@@ -90,9 +90,9 @@ def _missing(name: str) -> str:
     return f"tensor {name!r} is missing; the file was made for another network, or cut."
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def _rows(name: str, tensor: Tensor) -> Tensor:
     """What shares a scale: a row of a matrix, a row of each member's matrix, an output channel of a kernel."""
-    return tensor.flatten(0, 1) if tensor.dim() == 3 else tensor.flatten(1)
+    return tensor.flatten(0, 1) if name.endswith(MEMBERS) and tensor.dim() == 3 else tensor.flatten(1)
 
 
 def _halved(tensor: Tensor, half: torch.dtype) -> Tensor:

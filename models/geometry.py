@@ -261,6 +261,6 @@ def _mix(c: Tensor, G: Tensor, K: int, groups: int) -> Tensor:
     if groups == 1:
         out = c.reshape(K, -1, c.shape[-1]) @ G.mT
         return out.view(*c.shape[:-1], G.shape[1])
-    by_group = c.reshape(K, -1, groups, 1, c.shape[-1])
-    out = by_group @ G.view(len(G), 1, groups, -1, G.shape[2]).mT
-    return out.view(*c.shape[:-1], -1)
+    by_group = c.reshape(K, -1, groups, c.shape[-1]).transpose(1, 2)
+    out = by_group @ G.view(len(G), groups, -1, G.shape[2]).mT  # (K, g, places, d_out/g)
+    return out.transpose(1, 2).reshape(*c.shape[:-1], -1)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dubito.models.matheron import (
     MatheronFactors,
@@ -18,7 +18,7 @@ from dubito.models.matheron import (
     side,
     whiten,
 )
-from dubito.models.parameters import Free, Positive
+from dubito.models.parameters import Free, Optional, Positive
 from dubito.models.posterior import Dense, Factored, Frozen, Law, Value
 
 FLOOR_D = 1e-6
@@ -132,9 +132,10 @@ class TrainableInducing(Value):
         return Dense(draw_jointly(self.r, self.c, V, self.lam, self.sigma, N))
 
 
-class Inducing(nn.Module):
+class Inducing(Optional):
     """q(W) = ∫ q(W | V) q(V) dV with free Z_r, Z_c, D_r, D_c, λ and q(V)."""
 
+    optional = "directions"
     directions: Tensor | None  # (R, d_in)  leading directions of the layer's inputs outside the span of B_c
 
     def __init__(

@@ -39,7 +39,7 @@ class Model:
     ) -> Prediction:
         """K draws for inputs (B, ...) in the space that the manifest declares; `prediction.predict` says the rest."""
         declared = self.card.input
-        if declared is not None and tuple(x.shape[1:]) != declared.shape:
+        if declared is not None and isinstance(x, Tensor) and tuple(x.shape[1:]) != declared.shape:
             raise InputError(
                 f"inputs have shape {tuple(x.shape)}; this model takes (B, {', '.join(map(str, declared.shape))})."
             )

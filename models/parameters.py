@@ -1,14 +1,29 @@
 """The free numbers of a posterior: plain or positive, each of which can be pruned."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Free(nn.Module):
+class Optional(nn.Module):
+    """A module with a buffer that may be None: a state with or without it loads into either."""
+
+    optional: str
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        there = state_dict.get(prefix + self.optional)
+        like = next(self.parameters())
+        setattr(self, self.optional, None if there is None else torch.empty_like(there, device=like.device))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Free(Optional):
     """A tensor of free numbers; with a mask, the pruned ones are exactly zero and get no gradient."""
 
     keep: Tensor | None
+    optional = "keep"
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -19,7 +34,7 @@ class Free(nn.Module):
         return self.value if self.keep is None else self.value * self.keep
 
 
-class Positive(nn.Module):
+class Positive(Optional):
     """A tensor held above `floor` and, where there is a cap, below it; both bounds are smooth.
 
     A hard clamp has no gradient beyond its bound, so a value that starts there never moves; a softplus
@@ -27,6 +42,7 @@ class Positive(nn.Module):
     """
 
     keep: Tensor | None
+    optional = "keep"
 
     def __init__(self, value: Tensor, floor: float, cap: float | None = None) -> None:
         super().__init__()

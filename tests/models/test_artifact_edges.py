@@ -114,6 +114,15 @@ def directions_of(network: BayesianNetwork) -> dict[str, Tensor]:
     return found
 
 
+def test_int8_is_smaller_than_half_precision_for_kernels_of_any_dimension(tmp_path: Path) -> None:
+    for conv in (nn.Conv1d(64, 64, 3), nn.Conv2d(16, 64, 3), nn.Conv3d(8, 16, 3)):
+        network = bayesianize(nn.Sequential(conv, nn.Flatten()), "deterministic")
+        for precision in ("float16", "int8"):
+            save(network, tmp_path / precision, precision=precision)
+        assert (tmp_path / "int8").stat().st_size < (tmp_path / "float16").stat().st_size
+        load(tmp_path / "int8", network=nn.Sequential(conv, nn.Flatten()))
+
+
 def test_the_users_umask_is_kept(tmp_path: Path) -> None:
     network = bayesianize(build("mlp", inputs=3, hidden=[4], outputs=2), "ffg-w")
     before = os.umask(0o077)
