@@ -1,5 +1,6 @@
 """Networks by name: ours, torchvision's classifiers, and plug-ins of other packages."""
 
+import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -71,7 +72,10 @@ def _torchvision(name: str, classes: int) -> nn.Module:
 
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
-        raise ArchitectureError(f"torchvision has no classifier {name!r}; it has: {', '.join(known)}.")
+        near = difflib.get_close_matches(name, known, 3) or known[:3]
+        raise ArchitectureError(
+            f"torchvision has no classifier {name!r}; it has {len(known)}, such as {', '.join(near)}."
+        )
     builder = torchvision.models.get_model_builder(name)
     extra: dict[str, bool] = (
         {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}

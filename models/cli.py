@@ -53,21 +53,25 @@ def count(
     """
     from dubito.models.architectures import build
     from dubito.models.conversion import bayesianize
+    from dubito.models.errors import ConversionError
     from dubito.models.parameters import count as count_parameters
     from dubito.models.pruning import prune
     from dubito.models.start import CONVERTIBLE
 
     net = build(architecture, **({} if classes is None else {"classes": classes}))
     last = [name for name, module in net.named_modules() if isinstance(module, CONVERTIBLE)][-1]
-    network = bayesianize(
-        net,
-        method,
-        inducing=inducing,
-        members=members,
-        start="prior",
-        unsupported="leave" if leave else "error",
-        layers=None if head is None else {last: {"M_out": head}},
-    )
+    try:
+        network = bayesianize(
+            net,
+            method,
+            inducing=inducing,
+            members=members,
+            start="prior",
+            unsupported="leave" if leave else "error",
+            layers=None if head is None else {last: {"M_out": head}},
+        )
+    except ConversionError as error:
+        raise ConversionError(str(error).replace('unsupported="leave"', "--leave")) from None
     if keep != 1.0:
         prune(network, keep)
     parameters, deterministic = count_parameters(network), count_parameters(net)
@@ -124,6 +128,7 @@ def predict(
     """Predict, and say how far each answer can be trusted.
 
     Entropy is all uncertainty, mutual information the part that more training data would remove (both in nats).
+
     Try: dubito predict model.safetensors digit.png --samples 20 --seed 0
     """
     import torch
@@ -221,26 +226,34 @@ def _table(rows: list[dict[str, Any]], samples: int, seed: int) -> None:
 
     from dubito.models.report import clean
 
-    classes = "label" in rows[0]
+    classes, calibrated = "label" in rows[0], rows[0]["ood"] is not None
     table = Table(title=f"K = {samples}, seed {seed}" if samples else "posterior mean")
-    names = ["input", "label", "probability", "entropy", "mutual information", "prediction set", "OOD"]
+    names = ["label", "probability", "entropy", "mutual information"]
     if not classes:
-        names = ["input", "mean", "std from weights", "std from noise", "interval", "OOD"]
+        names = ["mean", "std from weights", "std from noise"]
+    if calibrated:
+        names += ["prediction set" if classes else "interval", "OOD"]
+    table.add_column("input", overflow="fold")
     for name in names:
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for row in rows:
-        flag = "not calibrated" if row["ood"] is None else "yes" if row["ood"]["flag"] else "no"
         if classes:
-            fitting = (
-                "not calibrated" if row["prediction_set"] is None else ", ".join(row["prediction_set"]) or "none fits"
-            )
             numbers = (f"{row[key]:.4f}" for key in ("max_probability", "entropy", "mutual_information"))
-            table.add_row(row["input"], clean(row["label"]), *numbers, clean(fitting), flag)
+            cells = [clean(row["label"]), *numbers]
         else:
-            interval = "not calibrated" if row["interval"] is None else _several(*row["interval"])
             spreads = ([v**0.5 for v in row[f"{kind}_variance"]] for kind in ("epistemic", "aleatoric"))
-            table.add_row(row["input"], _several(row["mean"]), *map(_several, spreads), interval, flag)
-    Console(markup=False, emoji=False).print(table)  # labels and paths are not markup
+            cells = [_several(row["mean"]), *map(_several, spreads)]
+        if calibrated:
+            if classes:
+                fitting = ", ".join(row["prediction_set"] or []) or "none fits"
+            else:
+                fitting = _several(*row["interval"] or [])
+            cells += [clean(fitting), "yes" if row["ood"]["flag"] else "no"]
+        table.add_row(row["input"], *cells)
+    console = Console(markup=False, emoji=False)  # labels and paths are not markup
+    console.print(table)
+    if not calibrated:
+        console.print("not calibrated: no OOD flags and no prediction sets")
 
 
 def _several(*groups: list[float]) -> str:

@@ -58,11 +58,12 @@ def bayesianize(
                 chosen = under_hierarchy(chosen, base)
             if chosen.method != "deterministic" and not _blinding(chosen, geometry, name in (layers or {})):
                 entries[name] = describe(geometry, chosen)
-    check_used(layers or {}, found)
+    copied = _copied(net, base, layers or {}) if base.method == "ensemble-w" else {}
+    check_used(layers or {}, dict(net.named_modules()) if copied else found)
     above = None
     if hierarchy is not None:
         entries, above = _under_hierarchy(entries, base, *pair(hierarchy))
-    members = _copied(net, base) if base.method == "ensemble-w" else {}
+    members = dict.fromkeys(copied, base.members)
     made = assemble(net, entries, members, above, task, start)
     if data is not None:
         _print_quality(net, made, data)
@@ -145,11 +146,7 @@ def assemble(
 
 def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
     """Layers that can be converted, by name; any other layer that holds weights is named in the error."""
-    owners: dict[nn.Parameter, int] = {}
-    for module in net.modules():
-        for p in module._parameters.values():
-            if p is not None:
-                owners[p] = owners.get(p, 0) + 1
+    owners = _owners(net)
     found: dict[str, nn.Module] = {}
     refused: dict[str, str] = {}
     closed: list[str] = []  # layers that use their children's weights without calling the children
@@ -169,10 +166,14 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
             )
     if refused and unsupported == "error":
         raise ConversionError(
-            f"cannot convert {', '.join(refused.values())}: only plain Linear, Conv1d, Conv2d and Conv3d layers can "
+            f"cannot convert {_some(list(refused.values()))}: only plain Linear, Conv1d, Conv2d and Conv3d layers can "
             'be made Bayesian. Pass unsupported="leave" to keep these deterministic.'
         )
     return found
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _hooked(module: nn.Module) -> bool:
@@ -193,14 +194,30 @@ def _is_matrix(p: Tensor) -> bool:
     return isinstance(p, UninitializedParameter) or sum(side > 1 for side in p.shape) > 1
 
 
-def _copied(net: nn.Module, base: Options) -> dict[str, int]:
-    """Layers of a whole Ensemble-W that are not weight matrices but hold something: each member has its own."""
-    names = {}
+def _copied(net: nn.Module, base: Options, overrides: Overrides) -> dict[str, nn.Module]:
+    """Layers of a whole Ensemble-W that are not weight matrices but hold something: each member has its own.
+
+    Not those whose parameters stand elsewhere too, nor those that an override calls deterministic.
+    """
+    owners = _owners(net)
+    found = {}
     for name, module in net.named_modules():
-        holds = any(t is not None for t in (*module._parameters.values(), *module._buffers.values()))
-        if holds and not isinstance(module, CONVERTIBLE) and not any(module.children()):
-            names[name] = base.members
-    return names
+        own = [p for p in module._parameters.values() if p is not None]
+        holds = own or any(b is not None for b in module._buffers.values())
+        leaf = not isinstance(module, CONVERTIBLE) and not any(module.children())
+        if holds and leaf and all(owners[p] == 1 for p in own):
+            found[name] = module
+    return {n: m for n, m in found.items() if options_for(n, m, base, overrides).method != "deterministic"}
+
+
+def _owners(net: nn.Module) -> dict[nn.Parameter, int]:
+    """In how many modules each parameter stands."""
+    owners: dict[nn.Parameter, int] = {}
+    for module in net.modules():
+        for p in module._parameters.values():
+            if p is not None:
+                owners[p] = owners.get(p, 0) + 1
+    return owners
 
 
 def under_hierarchy(chosen: Options, base: Options) -> Options:

@@ -278,6 +278,33 @@ class Scaled(nn.Module):
         return self.fc(x) * self.scale  # type: ignore[no-any-return]
 
 
+class Placed(nn.Module):
+    """A table of places, called with numbers of its own, and weights tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.norm, self.fc = nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x + self.place(torch.arange(5)))
+        return self.fc(x.mean(1))  # type: ignore[no-any-return]
+
+
+def test_copied_layers_that_see_no_batch_are_run_one_sample_at_a_time() -> None:
+    torch.manual_seed(0)
+    nets = [Placed().eval() for _ in range(3)]
+    network = bayesianize(nets[0], "ensemble-w", members=3, unsupported="leave")
+    assert len([n for n, _ in network.net.named_modules() if n.startswith("place.copies.")]) == 3
+    x = torch.randn(2, 5, 4)
+    one, all_at_once = (
+        predict(network, network.factors(), x, 6, 0, max_rows=rows, keep_outputs=True).outputs for rows in (1, 1000)
+    )
+    assert one is not None
+    torch.testing.assert_close(all_at_once, one, rtol=1e-5, atol=1e-6)
+    single = bayesianize(nets[0], "ensemble-w", members=3, unsupported="leave", layers={"place": "deterministic"})
+    assert isinstance(single.net.get_submodule("place"), nn.Embedding)
+
+
 def test_an_ensemble_refuses_what_it_cannot_keep_apart() -> None:
     with pytest.raises(ConversionError, match="'scale' differs from network to network"):
         ensemble([Scaled(), Scaled()])
