@@ -48,10 +48,6 @@ class NetworkFactors:
         """False for a network whose every sample is the same."""
         return self.normals > 0 or self.members > 1
 
-    @property
-    def nbytes(self) -> int:
-        return sum(f.nbytes for f in self.layers.values()) + (self.hierarchy.nbytes if self.hierarchy else 0)
-
 
 @dataclass(frozen=True)
 class Draws:
@@ -61,6 +57,11 @@ class Draws:
     noise: Tensor | None  # (K, normals); None: the posterior mean
     seed: int  # orders the members
     start: int = 0  # how many samples came before these
+
+    def part(self, at: int, k: int) -> "Draws":
+        """The k samples from `at` on."""
+        noise = None if self.noise is None else self.noise[at : at + k]
+        return Draws(k, noise, self.seed, self.start + at)
 
     def member(self, E: int) -> Tensor:
         """Each sample's member of E: a seeded order, cycled; the mean takes them in turn."""

@@ -40,7 +40,7 @@ Operand = Dense | Factored | Dropped
 
 
 class Value:
-    """A frozen dataclass of tensors and plain values, which can be copied elsewhere and measured."""
+    """A frozen dataclass of tensors and plain values, which can be copied elsewhere."""
 
     def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same value elsewhere or in another precision; `self` is left as it is."""
@@ -52,11 +52,6 @@ class Value:
         Draws are made in that precision whatever type the parameters are stored and the activations run in.
         """
         return self._each(lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, one that stands in two places counted once."""
-        return sum({t.data_ptr(): t.nbytes for t in self._tensors()}.values())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,9 +92,6 @@ class Frozen(Protocol):
         """How many point masses the draws cycle through; 0 for a continuous distribution."""
         ...
 
-    @property
-    def nbytes(self) -> int: ...
-
     def mean(self, member: Tensor | None) -> Tensor:
         """The mean (1, *shape), or the members asked for (K, *shape)."""
         ...
@@ -136,9 +128,6 @@ class Factors(Protocol):
 
     @property
     def members(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
 
     def mean(self, member: Tensor | None, V: Tensor | None = None) -> Operand:
         """The posterior mean as one sample; for an ensemble, the mean given each of the members asked for."""

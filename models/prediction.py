@@ -115,8 +115,7 @@ def _check_folding(
 
     A network that turns (B, T, d) to (T, B, d) would give rows to the wrong samples, with nothing else to show it.
     """
-    noise = None if draws.noise is None else draws.noise[-1:]
-    last = Draws(1, noise, draws.seed, draws.start + draws.K - 1)
+    last = draws.part(draws.K - 1, 1)
     alone = _pass(network, x[-1:], network.arrange(factors, last, plan))[0, 0].float()
     folded = outputs[-1, -1].float()
     if alone.isfinite().all() and folded.isfinite().all():
@@ -182,12 +181,8 @@ def _forward(
     if draws.K == 1:
         return _forward(network, factors, draws, plan, x, min(rows, len(x)) // 2)
     half = draws.K // 2
-    parts = []
-    for at, k in ((0, half), (half, draws.K - half)):
-        noise = None if draws.noise is None else draws.noise[at : at + k]
-        part = Draws(k, noise, draws.seed, draws.start + at)
-        parts.append(_forward(network, factors, part, plan, x, max(1, max_rows // 2)))
-    return torch.cat(parts)
+    halves = (draws.part(0, half), draws.part(half, draws.K - half))
+    return torch.cat([_forward(network, factors, part, plan, x, max(1, max_rows // 2)) for part in halves])
 
 
 def _in_blocks(
