@@ -27,8 +27,34 @@ FLOOR_LAM = 1e-6
 Noise = Literal["exact", "factored"]
 
 
+class WithV(Value):
+    """What serving and training share: V comes from q(V), or from a hierarchy that has drawn it already."""
+
+    q_V: Frozen | None  # None: a hierarchy draws V
+
+    @property
+    def members(self) -> int:
+        return self.q_V.members if self.q_V is not None else 0
+
+    @property
+    def normals_of_V(self) -> int:
+        return self.q_V.normals if self.q_V is not None else 0
+
+    def mean_V(self, member: Tensor | None, given: Tensor | None) -> Tensor:
+        if given is not None:
+            return given
+        assert self.q_V is not None
+        return self.q_V.mean(member)
+
+    def draw_V(self, noise: Tensor, member: Tensor | None, given: Tensor | None) -> Tensor:
+        if given is not None:
+            return given
+        assert self.q_V is not None
+        return self.q_V.draw(noise, member)
+
+
 @dataclass(frozen=True)
-class InducingFactors(Value):
+class InducingFactors(WithV):
     """What a server keeps of an inducing layer: never a d_out × d_in matrix.
 
     The law of the λ-noise is the artifact's: `exact` is q(W | V) itself, drawn by way 2; `factored` is way 3, where
@@ -52,16 +78,12 @@ class InducingFactors(Value):
         return self.B.shape[1] == self.B.shape[0]
 
     @property
-    def members(self) -> int:
-        return self.q_V.members if self.q_V is not None else 0
-
-    @property
     def normals(self) -> int:
         return sum(self._parts())
 
     def _parts(self) -> tuple[int, int, int]:
         """Normals of V, and two of the λ-noise: way 2's E and ε, or way 3's ε and e."""
-        of_V = self.q_V.normals if self.q_V is not None else 0
+        of_V = self.normals_of_V
         d_out, d_in = self.shape
         if self.lam == 0:
             return of_V, 0, 0
@@ -70,16 +92,12 @@ class InducingFactors(Value):
         return of_V, d_out * self.B.shape[1], 0 if self.spans else d_out
 
     def mean(self, member: Tensor | None, V: Tensor | None = None) -> Factored:
-        if V is None:
-            assert self.q_V is not None
-            V = self.q_V.mean(member)
+        V = self.mean_V(member, V)
         return Factored(self.matheron.B_c, self.sigma * self.matheron.B_r @ self.matheron.decided(V), None)
 
     def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Dense | Factored:
         for_V, first, second = noise.split(self._parts(), dim=1)
-        if V is None:
-            assert self.q_V is not None
-            V = self.q_V.draw(for_V, member)
+        V = self.draw_V(for_V, member, V)
         if self.lam == 0:
             return self.mean(member, V)
         K, f = len(noise), self.matheron
@@ -94,7 +112,7 @@ class InducingFactors(Value):
 
 
 @dataclass(frozen=True)
-class TrainableInducing(Value):
+class TrainableInducing(WithV):
     """The same law for a training step: differentiable, and every draw a dense W (exact noise)."""
 
     r: Side
@@ -104,28 +122,20 @@ class TrainableInducing(Value):
     sigma: float
 
     @property
-    def members(self) -> int:
-        return self.q_V.members if self.q_V is not None else 0
-
-    @property
     def normals(self) -> int:
         return sum(self._parts())
 
     def _parts(self) -> tuple[int, int]:
-        of_V = self.q_V.normals if self.q_V is not None else 0
+        of_V = self.normals_of_V
         return of_V, 0 if self.lam is None else self.r.P.shape[1] * self.c.P.shape[1]
 
     def mean(self, member: Tensor | None, V: Tensor | None = None) -> Dense:
-        if V is None:
-            assert self.q_V is not None
-            V = self.q_V.mean(member)
+        V = self.mean_V(member, V)
         return Dense(self.sigma * self.r.A @ V @ self.c.A.mT)
 
     def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Dense:
         for_V, for_W = noise.split(self._parts(), dim=1)
-        if V is None:
-            assert self.q_V is not None
-            V = self.q_V.draw(for_V, member)
+        V = self.draw_V(for_V, member, V)
         if self.lam is None:
             return self.mean(member, V)
         N = for_W.view(len(noise), self.r.P.shape[1], self.c.P.shape[1])
