@@ -81,7 +81,13 @@ def load(path: str | Path, network: nn.Module | None = None) -> Model:
 
     `network` is for artifacts of networks that have no name here: the same nn.Module that was converted.
     """
-    manifest, tensors = examine(path)
+    return rebuild(path, *examine(path), network)
+
+
+def rebuild(
+    path: str | Path, manifest: Manifest, tensors: Mapping[str, Tensor], network: nn.Module | None = None
+) -> Model:
+    """The model that an examined file describes."""
     try:
         made = _restore(manifest, tensors, network)
     except ArtifactError as error:

@@ -96,11 +96,11 @@ def inspect(file: Artifact, as_json: AsJson = False) -> None:
 
     Try: dubito inspect model.safetensors
     """
-    from dubito.models.artifact import examine, load
+    from dubito.models.artifact import examine, rebuild
     from dubito.models.report import report, show
 
-    manifest, _ = examine(file)
-    network = None if manifest.architecture.name == "custom" else load(file).network
+    manifest, tensors = examine(file)
+    network = None if manifest.architecture.name == "custom" else rebuild(file, manifest, tensors).network
     found = report(manifest, network, file.stat().st_size)
     if as_json:
         print(json.dumps(found))
