@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import ValidationError
 from torch import Tensor
 
 from dubito.models.errors import DubitoError
 from dubito.models.images import prepare
-from dubito.models.manifest import Image, Input
+from dubito.models.manifest import Card, Image, Input, Manifest
+from dubito.training.config import Data
 
 TORCHVISION = {
     "mnist": "MNIST",
@@ -23,6 +25,7 @@ TORCHVISION = {
     "svhn": "SVHN",
 }
 NAMES = ("digits", *TORCHVISION, "uci/NAME", "folder:PATH", "npz:PATH", "csv:PATH")
+PARTS = ("train", "validation", "calibration", "test")
 
 
 class DataError(DubitoError):
@@ -88,6 +91,93 @@ def divide(data: DataSet, validation: float, calibration: float, test: float, se
     held, calibrating, training = order.split([*sizes, len(order) - sum(sizes)])
     train = data.train
     return Parts(train[training], train[held], train[calibrating], whole, data.labels, data.hash())
+
+
+def part_of(data: DataSet, card: Card, part: str | None = None, default: str = "test") -> tuple[str, Examples]:
+    """A part by name, divided as the model's own training set was where this is it.
+
+    Without a name: `default` of the model's own set, else the set's test part where that is the default, else all.
+    """
+    if part is not None and part not in (*PARTS, "all"):
+        raise DataError(f"no part {part!r}; there are: {', '.join(PARTS)}, all.")
+    divided = _own_parts(data, card) if part != "all" else None
+    given = {"train": data.train, "test": data.test} if data.test is not None else {}
+    if part is None:
+        part = default if divided is not None or (default == "test" and given) else "all"
+    if part == "all":
+        both = (data.train,) if data.test is None else (data.train, data.test)
+        return part, Examples(torch.cat([e.x for e in both]), torch.cat([e.y for e in both]))
+    if divided is not None:
+        return part, getattr(divided, part)
+    if part not in given:
+        has = f"has the parts {', '.join(given)} and all" if given else "comes undivided: ask for all of it"
+        raise DataError(f"this is not the data that the model was trained on, so it has no part {part!r}; it {has}.")
+    return part, given[part]
+
+
+def _own_parts(data: DataSet, card: Card) -> Parts | None:
+    """The division that the model was trained with; None where it was trained on other data, or does not say."""
+    origin = card.provenance
+    if origin.recipe is None or origin.data_hash is None or data.hash() != origin.data_hash:
+        return None
+    shares, seed = _recipe(card), origin.recipe.get("seed", 0)
+    if shares is None or not isinstance(seed, int):
+        return None
+    return divide(data, shares.validation, shares.calibration, shares.test, seed)
+
+
+def _recipe(card: Card) -> Data | None:
+    try:
+        return Data.model_validate((card.provenance.recipe or {}).get("data"))
+    except ValidationError:  # an artifact from elsewhere may say anything about its origin
+        return None
+
+
+def read_for(
+    manifest: Manifest, name: str, root: Path | None = None, *, download: bool = False, labelled: bool = True
+) -> DataSet:
+    """A data set read as the model's own was (target column, split, picture size), its classes numbered as there.
+
+    `labelled=False` is for sets whose targets do not matter, whatever they are.
+    """
+    recipe, declared, regression = _recipe(manifest.card), manifest.card.input, manifest.task.kind == "regression"
+    data = read_data(
+        name,
+        root,
+        download=download,
+        regression=regression if labelled else None,
+        target=None if recipe is None else recipe.target,
+        size=None if declared is None or declared.image is None else (declared.shape[1], declared.shape[2]),
+        split=recipe.split if recipe is not None and recipe.name == name else 0,
+    )
+    if not labelled:
+        return data
+    if regression != (data.labels is None):
+        kinds = ("classes", "numbers")
+        raise DataError(f"{name} has {kinds[not regression]} for targets; this model predicts {kinds[regression]}.")
+    return data if manifest.card.labels is None else _numbered(data, name, manifest.card.labels)
+
+
+def _numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
+    """By name where all names are known to the model; else as they are, where there are as many."""
+    labels = data.labels
+    if labels is None or labels == known:
+        return data
+    if set(labels) <= set(known):
+        place = torch.tensor([known.index(label) for label in labels])
+        train, test = (None if part is None else Examples(part.x, place[part.y]) for part in (data.train, data.test))
+        assert train is not None
+        return DataSet(train, test, known)
+    if len(labels) == len(known) or (len(labels) < len(known) and labels == tuple(map(str, range(len(labels))))):
+        return DataSet(data.train, data.test, known)
+    raise DataError(
+        f"{name} has {len(labels)} classes ({_some(labels)}); this model tells {len(known)} apart ({_some(known)}). "
+        "Bring data with the model's classes; as data from outside (--ood), their labels do not matter."
+    )
+
+
+def _some(labels: tuple[str, ...]) -> str:
+    return ", ".join(labels[:5]) + (", …" if len(labels) > 5 else "")
 
 
 def read_data(

@@ -1,0 +1,124 @@
+"""Which part of a data set a command uses, and how a set is read for a model that is already there."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dubito.models import bayesianize, build, save
+from dubito.models.manifest import Card, Input, Manifest, Provenance, Regression
+from dubito.training.data import DataError, DataSet, Examples, divide, part_of, read_data, read_for
+
+
+def numbered(n: int, start: int = 0) -> Examples:
+    """Examples that say which they are."""
+    return Examples(torch.arange(start, start + n).float()[:, None], torch.arange(n) % 3)
+
+
+UNDIVIDED = DataSet(numbered(100), None, ("a", "b", "c"))
+DIVIDED = DataSet(numbered(100), numbered(20, 100), ("a", "b", "c"))
+
+
+def trained_on(data: DataSet, **changes: Any) -> Card:
+    shares = {"name": "npz:x", "validation": 0.1, "calibration": 0.2, "test": 0.3, **changes}
+    return Card(provenance=Provenance(recipe={"seed": 4, "data": shares}, data_hash=data.hash()))
+
+
+@pytest.mark.parametrize("data", [UNDIVIDED, DIVIDED])
+def test_the_models_own_set_is_divided_as_in_training(data: DataSet) -> None:
+    parts = divide(data, 0.1, 0.2, 0.3, 4)
+    card = trained_on(data)
+    for name in ("train", "validation", "calibration", "test"):
+        found, examples = part_of(data, card, name)
+        assert found == name
+        assert torch.equal(examples.x, getattr(parts, name).x)
+        assert torch.equal(examples.y, getattr(parts, name).y)
+    assert torch.equal(part_of(data, card)[1].x, parts.test.x)
+    name, examples = part_of(data, card, default="calibration")
+    assert name == "calibration"
+    assert torch.equal(examples.x, parts.calibration.x)
+    assert len(part_of(data, card, "all")[1]) == len(data.train) + (20 if data is DIVIDED else 0)
+
+
+def test_another_set_is_used_as_it_comes() -> None:
+    card = trained_on(UNDIVIDED)
+    other = DataSet(numbered(10, 500), None, ("a", "b", "c"))
+    assert part_of(other, card)[0] == "all"
+    assert part_of(other, card, default="calibration")[0] == "all"
+    name, examples = part_of(DIVIDED, card)
+    assert name == "test"
+    assert torch.equal(examples.x, numbered(20, 100).x)
+    name, examples = part_of(DIVIDED, card, default="calibration")
+    assert name == "all"
+    assert torch.equal(examples.x, numbered(120).x)
+    assert torch.equal(part_of(DIVIDED, card, "train")[1].x, DIVIDED.train.x)
+
+
+@pytest.mark.parametrize(
+    ("data", "part", "message"),
+    [
+        (UNDIVIDED, "test", "comes undivided: ask for all"),
+        (UNDIVIDED, "calibration", "no part 'calibration'"),
+        (DIVIDED, "calibration", "has the parts train, test and all"),
+        (DIVIDED, "tets", "no part 'tets'; there are: train, validation, calibration, test, all"),
+    ],
+)
+def test_a_part_that_is_not_there(data: DataSet, part: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        part_of(data, Card(), part)
+
+
+def test_an_origin_that_cannot_be_read_is_no_origin() -> None:
+    assert part_of(UNDIVIDED, trained_on(UNDIVIDED, validation="much"))[0] == "all"
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    card = Card(input=Input(shape=(2,)), labels=("cat", "dog", "owl"))
+    card = card.model_copy(update={"provenance": Provenance(recipe={"data": {"name": "csv:x", "target": "what"}})})
+    network = bayesianize(build("mlp", inputs=2, outputs=3, hidden=[4]), "ffg-u", inducing=2)
+    return save(network, tmp_path / "m.safetensors", card=card)
+
+
+def test_classes_go_by_name(manifest: Manifest, tmp_path: Path) -> None:
+    (tmp_path / "some.csv").write_text("what,a,b\nowl,1,2\ncat,3,4\n")
+    data = read_for(manifest, f"csv:{tmp_path / 'some.csv'}")
+    assert data.labels == ("cat", "dog", "owl")
+    assert data.train.y.tolist() == [2, 0]
+    assert data.train.x.tolist() == [[1, 2], [3, 4]]
+
+
+def test_unknown_names_go_by_number_where_there_are_as_many(manifest: Manifest, tmp_path: Path) -> None:
+    np.savez(tmp_path / "two.npz", x=np.zeros((2, 2)), y=np.array([0, 1]))
+    assert read_for(manifest, f"npz:{tmp_path / 'two.npz'}").train.y.tolist() == [0, 1]
+    (tmp_path / "three.csv").write_text("what,a,b\nKatze,1,2\nHund,3,4\nEule,3,4\n")
+    assert read_for(manifest, f"csv:{tmp_path / 'three.csv'}").train.y.tolist() == [2, 1, 0]
+    (tmp_path / "two.csv").write_text("what,a,b\nKatze,1,2\nHund,3,4\n")
+    with pytest.raises(DataError, match=r"has 2 classes \(Hund, Katze\); this model tells 3 apart \(cat, dog, owl\)"):
+        read_for(manifest, f"csv:{tmp_path / 'two.csv'}")
+    assert len(read_for(manifest, f"csv:{tmp_path / 'two.csv'}", labelled=False).train) == 2
+    with pytest.raises(DataError, match="10 classes"):
+        read_for(manifest, "digits")
+
+
+def test_targets_must_be_of_the_models_kind(manifest: Manifest, tmp_path: Path) -> None:
+    value = manifest.model_copy(update={"task": Regression(), "card": Card()})
+    with pytest.raises(DataError, match="digits has classes for targets; this model predicts numbers"):
+        read_for(value, "digits")
+    root = tmp_path / "UCI" / "standard" / "tiny" / "data"
+    root.mkdir(parents=True)
+    np.savetxt(root / "data.txt", np.arange(15).reshape(5, 3))
+    for name, rows in {"features": [0, 1], "target": [2], "train_0": [0, 1, 2], "test_0": [3, 4]}.items():
+        np.savetxt(root / f"index_{name}.txt", rows)
+    assert read_for(value, "uci/tiny", tmp_path).train.y.tolist() == [[2], [5], [8]]
+    with pytest.raises(DataError, match="uci/tiny has numbers for targets; this model predicts classes"):
+        read_for(manifest, "uci/tiny", tmp_path)
+
+
+def test_digits_are_read_the_same_for_a_model_as_for_training(tmp_path: Path) -> None:
+    data = read_data("digits")
+    net = bayesianize(build("mlp", inputs=64, outputs=10, hidden=[4]), "ffg-u", inducing=2)
+    card = trained_on(data).model_copy(update={"labels": data.labels})
+    assert read_for(save(net, tmp_path / "m.safetensors", card=card), "digits").hash() == data.hash()
