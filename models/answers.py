@@ -23,14 +23,30 @@ def label_of(card: Card, index: int) -> str:
     return card.labels[index] if card.labels is not None and index < len(card.labels) else str(index)
 
 
+def scores(summary: Classified | Regressed) -> dict[Measure, Tensor]:
+    """Per input, by measure: each grows with doubt."""
+    if isinstance(summary, Classified):
+        return {
+            "entropy": summary.entropy,
+            "mutual_information": summary.mutual_information,
+            "max_probability": 1 - summary.max_probability,
+        }
+    noise = summary.aleatoric_variance.clamp(min=torch.finfo(torch.float32).tiny)
+    return {"epistemic_variance": (summary.epistemic_variance / noise).mean(-1)}
+
+
+def threshold_for(calibration: Calibration, K: int) -> tuple[Measure, int, float] | None:
+    """The measure that decides for K draws, the grid point used and its threshold; scores above it are flagged."""
+    measure = calibration.measure
+    if K <= 1 and measure == "mutual_information":
+        measure = "entropy"  # one function agrees with itself
+    chosen = at_or_below(calibration.thresholds.get(measure, {}), K)
+    return None if chosen is None else (measure, *chosen)
+
+
 def _classes(s: Classified, K: int, card: Card) -> list[dict[str, Any]]:
-    scores: dict[Measure, Tensor] = {
-        "entropy": s.entropy,
-        "mutual_information": s.mutual_information,
-        "max_probability": 1 - s.max_probability,
-    }
     quantile = None if card.calibration is None else at_or_below(card.calibration.quantiles, K)
-    oods = _oods(scores, K, card.calibration, len(s.entropy))
+    oods = _oods(s, K, card.calibration)
     rows = []
     for i, p in enumerate(s.probabilities.tolist()):
         leading = max(range(len(p)), key=p.__getitem__)
@@ -54,8 +70,7 @@ def _classes(s: Classified, K: int, card: Card) -> list[dict[str, Any]]:
 
 
 def _values(s: Regressed, K: int, card: Card) -> list[dict[str, Any]]:
-    doubt = (s.epistemic_variance / s.aleatoric_variance.clamp(min=torch.finfo(torch.float32).tiny)).mean(-1)
-    oods = _oods({"epistemic_variance": doubt}, K, card.calibration, len(s.mean))
+    oods = _oods(s, K, card.calibration)
     quantile = None if card.calibration is None else at_or_below(card.calibration.quantiles, K)
     std = (s.epistemic_variance + s.aleatoric_variance).sqrt()
     rows = []
@@ -75,19 +90,13 @@ def _values(s: Regressed, K: int, card: Card) -> list[dict[str, Any]]:
     return rows
 
 
-def _oods(
-    scores: dict[Measure, Tensor], K: int, calibration: Calibration | None, n: int
-) -> list[dict[str, Any] | None]:
-    if calibration is None:
-        return [None] * n
-    measure = calibration.measure
-    if K <= 1 and measure == "mutual_information":
-        measure = "entropy"  # one function agrees with itself
-    chosen = at_or_below(calibration.thresholds.get(measure, {}), K)
-    if chosen is None or measure not in scores:
-        return [None] * n
-    samples, threshold = chosen
+def _oods(summary: Classified | Regressed, K: int, calibration: Calibration | None) -> list[dict[str, Any] | None]:
+    doubts = scores(summary)
+    rule = None if calibration is None else threshold_for(calibration, K)
+    if rule is None or rule[0] not in doubts:
+        return [None] * len(next(iter(doubts.values())))
+    measure, samples, threshold = rule
     return [
         {"flag": score > threshold, "score": score, "threshold": threshold, "measure": measure, "samples": samples}
-        for score in scores[measure].tolist()
+        for score in doubts[measure].tolist()
     ]

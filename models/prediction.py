@@ -84,7 +84,7 @@ def _collect(
     temperature: float,
 ) -> Prediction:
     normals = Normals(seed, x.device)
-    tally = _tally(network)
+    tally = tally_for(network)
     kept: list[Tensor] = []
     with evaluating(network), torch.inference_mode():
         for start in range(0, K, chunk):
@@ -232,7 +232,8 @@ def _finite(summary: Classified | Regressed) -> Classified | Regressed:
     return summary
 
 
-def _tally(network: BayesianNetwork) -> ClassTally | ValueTally:
+def tally_for(network: BayesianNetwork) -> ClassTally | ValueTally:
+    """What adds up the network's outputs, draw by draw, to an answer."""
     if network.task.kind == "classification":
         return ClassTally()
     assert network.noise is not None

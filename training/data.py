@@ -332,7 +332,7 @@ def _arrays(path: Path, x: NDArray[np.generic], y: NDArray[np.generic], regressi
         raise DataError(f"{path} holds NaN or infinity; expected finite numbers only.")
     if regression:
         return Examples(inputs, targets.flatten(1) if targets.dim() > 1 else targets[:, None])
-    if y.ndim != 1 or y.min() < 0 or (y != np.round(y)).any():
+    if y.ndim != 1 or y.min() < 0 or bool((targets != targets.round()).any()):
         raise DataError(f"{path}: y has shape {y.shape} and values from {y.min()}; expected classes 0, 1, 2, … (N,).")
     return Examples(inputs, targets.long())
 
