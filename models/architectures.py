@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 from pydantic import JsonValue
-from torch import nn
+from torch import Tensor, nn
 
 from dubito.models.errors import ArchitectureError
 from dubito.models.manifest import Architecture, Image, Input
@@ -20,13 +20,32 @@ LONGEST = 256  # of any list among them
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
 
 
+class Standardise(nn.Module):
+    """Features in their own units become (x − shift)/scale; training sets both from its data."""
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(features))
+        self.register_buffer("scale", torch.ones(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.shift) / self.scale
+
+
 def mlp(
-    inputs: int = 784, outputs: int = 10, hidden: Sequence[int] = (400, 400), activation: str = "relu"
+    inputs: int = 784,
+    outputs: int = 10,
+    hidden: Sequence[int] = (400, 400),
+    activation: str = "relu",
+    standardise: bool = False,
 ) -> nn.Module:
-    """Fully connected layers; inputs of any shape are flattened."""
+    """Fully connected layers; inputs of any shape are flattened, and standardised first where asked."""
     if activation not in ACTIVATIONS:
         raise ArchitectureError(f"mlp: activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}.")
-    layers: list[nn.Module] = [nn.Flatten()]
+    layers: list[nn.Module] = [nn.Flatten(), *([Standardise(inputs)] if standardise else [])]
     sizes = [inputs, *hidden]
     for d_in, d_out in pairwise(sizes):
         layers += [nn.Linear(d_in, d_out), ACTIVATIONS[activation]()]
@@ -49,6 +68,32 @@ def lenet(classes: int = 10, channels: int = 1) -> nn.Module:
         nn.ReLU(),
         nn.Linear(84, classes),
     )
+
+
+def cnn(
+    classes: int = 10, channels: int = 1, size: int | Sequence[int] = 28, width: int = 64, hidden: int = 256
+) -> nn.Module:
+    """Four 3 × 3 convolutions with BatchNorm and two linear layers, for small pictures of (size) or (height, width)."""
+    height, on_side = (size, size) if isinstance(size, int) else size
+    if min(height, on_side) < 8:
+        raise ArchitectureError(f"cnn: size is {size}; expected at least 8, for the picture is halved three times.")
+    wide = 2 * width
+    return nn.Sequential(
+        *_convolved(channels, width),
+        *_convolved(width, width),
+        nn.MaxPool2d(2),
+        *_convolved(width, wide),
+        *_convolved(wide, wide),
+        nn.MaxPool2d(4),
+        nn.Flatten(),
+        nn.Linear(wide * (height // 8) * (on_side // 8), hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, classes),
+    )
+
+
+def _convolved(c_in: int, c_out: int) -> list[nn.Module]:
+    return [nn.Conv2d(c_in, c_out, 3, padding=1, bias=False), nn.BatchNorm2d(c_out), nn.ReLU()]
 
 
 def resnet18_cifar(classes: int = 10) -> nn.Module:
@@ -94,6 +139,7 @@ def _torchvision(name: str, classes: int) -> nn.Module:
 OURS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "lenet": lenet,
+    "cnn": cnn,
     "resnet18-cifar": resnet18_cifar,
     "resnet50-cifar": resnet50_cifar,
 }
@@ -121,6 +167,11 @@ def build(name: str, **arguments: JsonValue) -> nn.Module:
     return net
 
 
+def sizes_of(name: str) -> frozenset[str]:
+    """The arguments that such a network takes."""
+    return frozenset(inspect.signature(_builder(name)).parameters)
+
+
 def remember(net: nn.Module, architecture: Architecture) -> None:
     net.__dict__["architecture"] = architecture  # past nn.Module, which keeps nothing but its own kinds
 
@@ -146,6 +197,12 @@ def input_of(architecture: Architecture) -> Input | None:
             if not isinstance(channels, int):
                 return None
             return Input(shape=(channels, 28, 28), image=Image(mean=(0.0,) * channels, std=(1.0,) * channels))
+        case "cnn":
+            channels, size = (architecture.arguments.get(k, d) for k, d in (("channels", 1), ("size", 28)))
+            sides = [size, size] if isinstance(size, int) else size
+            if not isinstance(channels, int) or not isinstance(sides, list) or len(sides) != 2:
+                return None
+            return Input(shape=(channels, *sides), image=Image(mean=(0.0,) * channels, std=(1.0,) * channels))
         case "resnet18-cifar" | "resnet50-cifar":
             return Input(shape=(3, 32, 32), image=Image(mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)))
         case name if name.startswith("torchvision/"):

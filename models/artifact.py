@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from dubito.models.architectures import architecture_of, build, input_of, on_meta, remember
 from dubito.models.conversion import assemble
-from dubito.models.encoding import MASK, SCALE, Precision, decode, decode_whole, encode
+from dubito.models.encoding import MASK, SCALE, decode, decode_whole, encode
 from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError
 from dubito.models.inducing import Inducing
 from dubito.models.layers import MemberLayer
-from dubito.models.manifest import FORMAT, Architecture, Card, Hierarchy, Layer, Manifest
+from dubito.models.manifest import FORMAT, Architecture, Card, Hierarchy, Layer, Manifest, Precision
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
 from dubito.models.normalisation import ScaleShift, fold_batchnorm
@@ -43,13 +43,16 @@ def save(
     path: str | Path,
     *,
     card: Card | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
     batchnorm: Literal["keep", "fold"] = "keep",
 ) -> Manifest:
     """Write the artifact, whole or not at all, and return its manifest.
 
+    Without a `precision` a model keeps the one that it was loaded with; a network is saved in float32.
     `batchnorm="fold"` stores each BatchNorm as one scale and one shift per channel: smaller, and no longer trainable.
     """
+    if precision is None:
+        precision = model.manifest.precision if isinstance(model, Model) else "float32"
     for name, value, known in (
         ("precision", precision, get_args(Precision)),
         ("batchnorm", batchnorm, ("keep", "fold")),
@@ -68,7 +71,7 @@ def save(
         if homes[name] == name and name not in masks:
             keep = masks.get(name.rpartition(".")[0] + ".keep")
             tensors |= encode(name, tensor, keep, precision)
-    manifest = _manifest(network, card)
+    manifest = _manifest(network, card, precision)
     manifest = manifest.model_copy(update={"sha256": digest(manifest, tensors)})
     # one key: the library writes several in no fixed order, and the same model should give the same bytes
     content = serialise(tensors, {KEY: manifest.model_dump_json()})
@@ -121,7 +124,7 @@ def digest(manifest: Manifest, tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def _manifest(network: BayesianNetwork, card: Card) -> Manifest:
+def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> Manifest:
     layers: dict[str, Layer] = {}
     for name, layer in network.layers.items():
         R = 0
@@ -146,6 +149,7 @@ def _manifest(network: BayesianNetwork, card: Card) -> Manifest:
         members=members,
         hierarchy=hierarchy,
         batchnorm="folded" if folded else "kept",
+        precision=precision,
         card=card.model_copy(update={"provenance": provenance}),
         sha256="0" * 64,
     )

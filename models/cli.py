@@ -23,7 +23,7 @@ def count(
         str,
         typer.Argument(
             metavar="ARCH",
-            help="mlp, lenet, resnet18-cifar, resnet50-cifar, torchvision/NAME, or a plug-in's name.",
+            help="mlp, lenet, cnn, resnet18-cifar, resnet50-cifar, torchvision/NAME, or a plug-in's name.",
             show_default=False,
         ),
     ],

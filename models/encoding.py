@@ -1,14 +1,13 @@
 """How a tensor is kept in a file: full or half precision, int8 with a scale per row, pruned as values and bits."""
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dubito.models.errors import ArtifactError
+from dubito.models.manifest import Precision
 
-Precision = Literal["float32", "float16", "bfloat16", "int8"]
 HALF: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

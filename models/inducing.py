@@ -1,5 +1,6 @@
 """Inducing weights [Ritter21]: a small V decides a large W through two projections. FFG-U, FCG-U and Ensemble-U."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,13 +10,12 @@ from torch import Tensor
 from dubito.models.matheron import (
     MatheronFactors,
     Side,
-    cholesky,
     draw_jointly,
     draw_projected,
     draw_weights,
     factorise,
     regularise,
-    side,
+    sides,
     whiten,
 )
 from dubito.models.parameters import Free, Optional, Positive
@@ -193,17 +193,7 @@ class Inducing(Optional):
         return InducingFactors(kept, B_kept, q_V, self.scale(), self.sigma, self.noise)
 
     def trainable(self) -> TrainableInducing:
-        dtype = torch.promote_types(self.Z_r.value.dtype, torch.float32)
-        with torch.autocast(self.Z_r.value.device.type, enabled=False):  # in half precision Ψ is not positive definite
-            Z_r, Z_c = self.Z_r().to(dtype), self.Z_c().to(dtype)
-            D_r, D_c = regularise(Z_r, self.D_r().to(dtype)), regularise(Z_c, self.D_c().to(dtype))
-            return TrainableInducing(
-                side(Z_r, D_r, cholesky(Z_r, D_r)),
-                side(Z_c, D_c, cholesky(Z_c, D_c)),
-                None if self.law is None else self.law.freeze().to(dtype=dtype),
-                None if self.lam is None else self.lam().to(dtype),
-                self.sigma,
-            )
+        return train_together([self])[0]
 
     def kl(self, data_size: int | None = None) -> Tensor:
         """β R(λ) + KL[q(V) ‖ N(0, I)]; with `data_size` N, β = min(1, N/d_in) (eq. 45), else 1."""
@@ -214,6 +204,25 @@ class Inducing(Optional):
             lam: Tensor = self.lam()
             total = total + beta * d_out * d_in * (lam.square() / 2 - lam.log() - 0.5)
         return total
+
+
+def train_together(posteriors: Sequence[Inducing]) -> list[TrainableInducing]:
+    """All layers of a network for one training step, their sides factorised together."""
+    Z: list[Tensor] = []
+    D: list[Tensor] = []
+    made = []
+    with torch.autocast(posteriors[0].Z_r.value.device.type, enabled=False):  # in half precision Ψ is not definite
+        for q in posteriors:
+            dtype = torch.promote_types(q.Z_r.value.dtype, torch.float32)
+            for Z_free, D_free in ((q.Z_r, q.D_r), (q.Z_c, q.D_c)):
+                Z.append(Z_free().to(dtype))
+                D.append(regularise(Z[-1], D_free().to(dtype)))
+        of_both = sides(Z, D)
+        for q, r, c in zip(posteriors, of_both[::2], of_both[1::2], strict=True):
+            dtype = r.A.dtype
+            q_V = None if q.law is None else q.law.freeze().to(dtype=dtype)
+            made.append(TrainableInducing(r, c, q_V, None if q.lam is None else q.lam().to(dtype), q.sigma))
+    return made
 
 
 def outside(B: Tensor, directions: Tensor) -> Tensor:

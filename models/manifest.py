@@ -21,6 +21,7 @@ MOST_MEMBERS = 1024
 Members = Annotated[int, Field(gt=0, le=MOST_MEMBERS)]  # each costs time to build, even one without storage
 Share = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
+Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Measure = Literal["entropy", "mutual_information", "max_probability", "epistemic_variance"]
 
 
@@ -164,6 +165,7 @@ class Provenance(Strict):
     recipe: dict[str, JsonValue] | None = None
     data_hash: str | None = None
     seed: int | None = None
+    train_sample: Annotated[tuple[str, ...], Field(max_length=1 << 12)] = ()  # hashes of some training inputs
     versions: dict[str, str] = {}
 
 
@@ -185,6 +187,7 @@ class Manifest(Strict):
     members: dict[str, Members] = {}  # modules kept in one copy per ensemble member
     hierarchy: Hierarchy | None = None
     batchnorm: Literal["kept", "folded"]
+    precision: Precision = "float32"  # of the numbers in the file
     card: Card = Card()
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of this manifest without it, and of all tensors
 

@@ -5,6 +5,7 @@ One side of a layer is a projection Z (M, d) and a positive diagonal D (M,); `r`
 λ²σ² (I − A_c A_cᵀ ⊗ A_r A_rᵀ) [Ritter21, eq. 34, columns stacked].
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,9 +105,30 @@ class Side(Value):
     P: Tensor  # (M, d + M)  [Aᵀ, L⁻¹ D], orthonormal rows: it takes joint noise to whitened noise
 
 
-def side(Z: Tensor, D: Tensor, L: Tensor) -> Side:
-    solved = torch.linalg.solve_triangular(L, torch.cat([Z, torch.diag_embed(D)], -1), upper=False)
-    return Side(solved[..., : Z.shape[-1]].mT, solved)
+def sides(Z: Sequence[Tensor], D: Sequence[Tensor]) -> list[Side]:
+    """The sides of many layers: one factorisation for each M and one product for each shape, however many layers.
+
+    L⁻¹ is formed, once, so that all that grows with d is a matrix product.
+    """
+    shapes = sorted({z.shape for z in Z})
+    members = {shape: [i for i, z in enumerate(Z) if z.shape == shape] for shape in shapes}
+    Zs = {shape: torch.stack([Z[i] for i in at]) for shape, at in members.items()}  # (n, M, d)
+    Ds = {shape: torch.stack([D[i] for i in at]) for shape, at in members.items()}  # (n, M)
+    inverse: dict[torch.Size, Tensor] = {}  # L⁻¹ (n, M, M)
+    for M in {shape[0] for shape in shapes}:
+        alike = [shape for shape in shapes if shape[0] == M]
+        Psi = torch.cat([Zs[s] @ Zs[s].mT + torch.diag_embed(Ds[s].square()) for s in alike])
+        eye = torch.eye(M, dtype=Psi.dtype, device=Psi.device)
+        L, failed = torch.linalg.cholesky_ex(Psi)  # which does not wait for the device, as `cholesky` does
+        L = torch.where(failed[:, None, None] > 0, torch.nan, L)
+        solved = torch.linalg.solve_triangular(L, eye.expand_as(Psi), upper=False)
+        inverse |= zip(alike, solved.split([len(Zs[s]) for s in alike]), strict=True)
+    found: dict[int, Side] = {}
+    for shape, at in members.items():
+        L_inv = inverse[shape]
+        P = torch.cat([L_inv @ Zs[shape], L_inv * Ds[shape][:, None]], -1)  # (n, M, d + M)
+        found |= {i: Side(p[:, : shape[1]].mT, p) for i, p in zip(at, P.unbind(), strict=True)}
+    return [found[i] for i in range(len(Z))]
 
 
 def draw_jointly(r: Side, c: Side, V: Tensor, lam: Tensor, sigma: float, N: Tensor) -> Tensor:

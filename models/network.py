@@ -1,6 +1,6 @@
 """A Bayesian network: somebody's network with Bayesian layers inside, drawn from jointly."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from dubito.models.errors import PredictionError
 from dubito.models.geometry import How
+from dubito.models.inducing import Inducing, train_together
 from dubito.models.layers import BayesianLayer, MemberLayer, Run, running
 from dubito.models.manifest import Classification, Task
 from dubito.models.parameters import Positive
-from dubito.models.posterior import Dense, Dropped, Factored, Factors, Operand
+from dubito.models.posterior import Dense, Dropped, Factored, Factors, Operand, Posterior
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,14 @@ class BayesianNetwork(nn.Module):
         return self._factors(train=False)
 
     def _factors(self, train: bool) -> NetworkFactors:
-        def of(layer: BayesianLayer) -> Factors:
-            return layer.q.trainable() if train else layer.q.factors()
-
+        layers = self.layers
+        posteriors = [layer.q for layer in layers.values()]
+        if self.hierarchy is not None:
+            posteriors.append(self.hierarchy.q)
+        made = trainable(posteriors) if train else [q.factors() for q in posteriors]
+        above = None if self.hierarchy is None else made.pop()
         copies = max((len(m.copies) for m in self.net.modules() if isinstance(m, MemberLayer)), default=0)
-        layers = MappingProxyType({name: of(layer) for name, layer in self.layers.items()})
-        return NetworkFactors(layers, None if self.hierarchy is None else of(self.hierarchy), copies)
+        return NetworkFactors(MappingProxyType(dict(zip(layers, made, strict=True))), above, copies)
 
     def run(self, x: Tensor, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How]) -> Tensor:
         """K samples on B inputs, one pass with the samples folded into the batch: (B, ...) -> (K, B, ...)."""
@@ -178,6 +181,13 @@ def _layer_by_layer(net: nn.Module) -> Iterator[None]:
 
 
 _fast_lock, _inside, _fast_before = Lock(), 0, True
+
+
+def trainable(posteriors: Sequence[Posterior]) -> list[Factors]:
+    """For one training step; inducing layers are factorised together."""
+    together = [q for q in posteriors if isinstance(q, Inducing)]
+    done: Iterator[Factors] = iter(train_together(together) if together else [])
+    return [next(done) if isinstance(q, Inducing) else q.trainable() for q in posteriors]
 
 
 def _draw(f: Factors, noise: Tensor | None, draws: Draws, V: Tensor | None) -> Operand:

@@ -50,6 +50,7 @@ def report(manifest: Manifest, network: BayesianNetwork | None, size: int) -> di
         "deterministic": deterministic,
         "bytes": size,
         "batchnorm": manifest.batchnorm,
+        "precision": manifest.precision,
         "layers": layers,
         "members": max([0, *manifest.members.values(), *members, (above and above.layer.members) or 0]),
         "hierarchy": None if above is None else above.model_dump(mode="json"),
@@ -74,7 +75,7 @@ def show(found: dict[str, Any]) -> None:
 
     arguments = ", ".join(f"{k}={v}" for k, v in found["architecture"]["arguments"].items())
     say(f"{found['architecture']['name']}({arguments}), {found['task']}, format {found['format']}")
-    size = f"{found['bytes']:,} bytes; BatchNorm {found['batchnorm']}"
+    size = f"{found['bytes']:,} bytes in {found['precision']}; BatchNorm {found['batchnorm']}"
     if found["parameters"] is None:
         say(f"{size}; a network of your own: load it with load(path, network=the nn.Module you converted)")
     else:

@@ -1,8 +1,13 @@
-"""How good a prediction is, and how good its doubt."""
+"""How good predictions are, and how good their doubt: plain functions of tensors on the CPU.
+
+`p` holds probabilities (N, C) and `y` the true classes (N,); for regression, (N, D) throughout.
+"""
 
 import math
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BINS = 15
@@ -18,62 +23,85 @@ def nll(p: Tensor, y: Tensor) -> float:
 
 
 def brier(p: Tensor, y: Tensor) -> float:
-    """Sum over classes of the squared error, mean over examples."""
-    truth = torch.nn.functional.one_hot(y, p.shape[1])
-    return float((p.double() - truth).square().sum(-1).mean())
+    """Sum over classes of the squared error, mean over examples: from 0 to 2."""
+    return float((p.double() - F.one_hot(y, p.shape[1])).square().sum(-1).mean())
 
 
-def ece(p: Tensor, y: Tensor, bins: int = BINS) -> float:
-    """Expected calibration error of the leading class, over equally wide bins."""
-    return sum(abs(b.confidence - b.accuracy) * b.share for b in reliability(p, y, bins))
+def ece(p: Tensor, y: Tensor) -> float:
+    """Expected calibration error of the leading class."""
+    return sum(abs(b.confidence - b.accuracy) * b.share for b in reliability(p, y))
 
 
+@dataclass(frozen=True)
 class Bin:
-    """One bar of a reliability diagram."""
+    """One bar of a reliability diagram: the examples whose leading probability lies in (low, high]."""
 
-    def __init__(self, low: float, high: float, confidence: float, accuracy: float, share: float) -> None:
-        self.low, self.high, self.confidence, self.accuracy, self.share = low, high, confidence, accuracy, share
+    low: float
+    high: float
+    confidence: float  # their mean leading probability; 0 where there are none
+    accuracy: float
+    share: float  # of all examples
 
 
-def reliability(p: Tensor, y: Tensor, bins: int = BINS) -> list[Bin]:
-    confidence, leading = p.double().max(-1)
-    right = (leading == y).double()
-    place = (confidence * bins).ceil().long().clamp(1, bins) - 1  # bins are (low, high]
-    found = []
-    for b in range(bins):
-        here = place == b
-        n = int(here.sum())
-        mean = (float(confidence[here].mean()), float(right[here].mean())) if n else (0.0, 0.0)
-        found.append(Bin(b / bins, (b + 1) / bins, *mean, n / len(y)))
-    return found
+def reliability(p: Tensor, y: Tensor) -> list[Bin]:
+    confidence, leading = p.max(-1)
+    edges = (torch.arange(1, BINS).double() / BINS).to(p.dtype)  # rounded as p is: an edge belongs to the bin below it
+    one_hot = F.one_hot(torch.bucketize(confidence, edges), BINS).double()  # (N, BINS)
+    n = one_hot.sum(0)
+    means = [one_hot.T @ values.double() / n.clamp(min=1) for values in (confidence, leading == y)]
+    rows = zip(*(v.tolist() for v in (*means, n / len(y))), strict=True)
+    return [Bin(b / BINS, (b + 1) / BINS, *row) for b, row in enumerate(rows)]
+
+
+def roc(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+    """False and true positive rates as the threshold on the score falls, from (0, 0) to (1, 1); ties fall together."""
+    values, place = torch.cat([inside, outside]).double().unique(return_inverse=True)
+    rates = []
+    for here in (place[: len(inside)], place[len(inside) :]):
+        above = here.bincount(minlength=len(values)).flip(0).cumsum(0).double()
+        rates.append(torch.cat([torch.zeros(1).double(), above / len(here)]))
+    return rates[0], rates[1]
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
     """The chance that an outside example scores above an inside one, ties counted half."""
-    scores = torch.cat([inside, outside]).double()
-    _, place, counts = scores.unique(return_inverse=True, return_counts=True)
-    top = counts.cumsum(0).double()
-    ranks = (top - (counts - 1) / 2)[place]  # mean rank of each tied group
-    n, m = len(inside), len(outside)
-    return float((ranks[n:].sum() - m * (m + 1) / 2) / (n * m))
+    false, true = roc(inside, outside)
+    return float(torch.trapezoid(true, false))
 
 
 def aupr(inside: Tensor, outside: Tensor) -> float:
     """Average precision with the outside examples as positives."""
-    scores = torch.cat([inside, outside]).double()
-    positive = torch.cat([torch.zeros(len(inside)), torch.ones(len(outside))]).double()
-    values, place = scores.unique(return_inverse=True)
-    hits = torch.zeros(len(values)).double().index_add(0, place, positive).flip(0).cumsum(0)
-    taken = torch.zeros(len(values)).double().index_add(0, place, torch.ones_like(positive)).flip(0).cumsum(0)
-    recall = hits / len(outside)
-    step = torch.diff(recall, prepend=torch.zeros(1).double())
-    return float((step * hits / taken).sum())
+    false, true = roc(inside, outside)
+    hits = true[1:] * len(outside)
+    return float((true.diff() * hits / (hits + false[1:] * len(inside))).sum())
 
 
-def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> float:
-    terms = (y - mean).double().square() / variance.double() + (2 * math.pi * variance.double()).log()
-    return float(terms.sum(-1).mean() / 2)
+def rejection(right: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
+    """Share rejected and accuracy of the rest, as the most doubtful examples are rejected first: both (N,).
+
+    Tied examples are rejected in no particular order, so each counts as the mean of its group.
+    """
+    _, place, counts = score.unique(return_inverse=True, return_counts=True)
+    mean = torch.zeros(len(counts)).double().index_add(0, place, right.double()) / counts
+    kept = mean.repeat_interleave(counts).cumsum(0) / torch.arange(1, len(right) + 1)  # the n least doubtful
+    return (torch.arange(len(right)) / len(right)).double(), kept.flip(0)
 
 
 def rmse(mean: Tensor, y: Tensor) -> float:
     return float((mean.double() - y.double()).square().mean().sqrt())
+
+
+def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> float:
+    """Of all D targets together, mean over examples, in nats."""
+    v = variance.double()
+    return float(((y.double() - mean.double()).square() / v + (2 * math.pi * v).log()).sum(-1).mean() / 2)
+
+
+def standard_error(values: Tensor, blocks: int) -> float:
+    """Of the mean of `values`, where row i belongs to block i mod `blocks` and the rows of a block share their draws.
+
+    Rows that share draws err together, so the blocks' means count, not the rows. NaN for a single block.
+    """
+    blocks = min(blocks, len(values))
+    means = torch.stack([values[i::blocks].double().mean() for i in range(blocks)])
+    return float(means.std() / math.sqrt(blocks)) if blocks > 1 else math.nan

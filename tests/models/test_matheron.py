@@ -19,14 +19,13 @@ from dubito.models.geometry import How, Linear, apply
 from dubito.models.inducing import Inducing, InducingFactors, Noise
 from dubito.models.matheron import (
     MatheronFactors,
-    cholesky,
     draw_by_rule,
     draw_jointly,
     draw_projected,
     draw_weights,
     factorise,
     regularise,
-    side,
+    sides,
     whiten,
 )
 from dubito.models.parameters import Positive
@@ -144,7 +143,7 @@ def spectral(t: Toy, n: int, rng: torch.Generator) -> Tensor:
 
 
 def jointly(t: Toy, n: int, rng: torch.Generator) -> Tensor:
-    r, c = (side(Z, D, cholesky(Z, D)) for Z, D in ((t.Z_r, t.D_r), (t.Z_c, t.D_c)))
+    r, c = sides([t.Z_r, t.Z_c], [t.D_r, t.D_c])
     noise = normal(n, r.P.shape[1], c.P.shape[1], rng=rng)
     return draw_jointly(r, c, t.V, torch.tensor(t.lam, dtype=torch.float64), t.sigma, noise)
 
@@ -225,7 +224,7 @@ def test_way_2_the_training_form_and_way_3_have_the_exact_law(
         ).flatten(1)
 
     assert_exact(exact_law(by_way_2, n + m), t.law)
-    r, c = (side(Z, D, cholesky(Z, D)) for Z, D in ((t.Z_r, t.D_r), (t.Z_c, t.D_c)))
+    r, c = sides([t.Z_r, t.Z_c], [t.D_r, t.D_c])
     lam, tall, wide = torch.tensor(t.lam, dtype=torch.float64), d_out + M_out, d_in + M_in
     joint = exact_law(lambda z: draw_jointly(r, c, t.V, lam, t.sigma, z.view(-1, tall, wide)).flatten(1), tall * wide)
     assert_exact(joint, t.law)
@@ -461,3 +460,26 @@ def test_p_and_q_are_in_range_in_float32() -> None:
         assert draw_weights(f, V, 0.1, 0.1, E, eps).isfinite().all()
         assert draw_projected(f, V, 0.1, 0.1, E @ f.B_c).isfinite().all()
     assert above > 15  # or the clamp was not needed, and this test is idle
+
+
+def test_many_sides_are_factorised_together_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sides of several shapes, in any order: each is what it is alone, and there is one Cholesky for each M."""
+    rng = torch.Generator().manual_seed(SEED)
+    shapes = [(4, 7), (3, 5), (4, 7), (4, 2), (3, 9), (4, 7)]
+    Z = [torch.randn(*shape, generator=rng, dtype=torch.float64) for shape in shapes]
+    D = [torch.rand(M, generator=rng, dtype=torch.float64) + 0.1 for M, _ in shapes]
+    calls: list[torch.Size] = []
+    once = torch.linalg.cholesky_ex
+
+    def counted(Psi: Tensor) -> object:
+        calls.append(Psi.shape)
+        return once(Psi)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", counted)
+    found = sides(Z, D)
+    assert sorted(calls) == [(2, 3, 3), (4, 4, 4)]
+    for z, d, side in zip(Z, D, found, strict=True):
+        L = np.linalg.cholesky((z @ z.T + torch.diag(d**2)).numpy())
+        A = np.linalg.solve(L, z.numpy()).T
+        np.testing.assert_allclose(side.A.numpy(), A, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(side.P.numpy(), np.hstack([A.T, np.linalg.solve(L, np.diag(d))]), atol=1e-12)

@@ -1,0 +1,286 @@
+"""The fit loop: it can stop after any step and go on later with the same result."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.errors import DubitoError
+from dubito.models.manifest import Input
+from dubito.models.network import BayesianNetwork
+from dubito.models.prediction import predict
+from dubito.models.uncertainty import Classified
+from dubito.training.batches import Batches
+from dubito.training.config import Fit
+from dubito.training.data import Examples, enter
+from dubito.training.metrics import accuracy, gaussian_nll, nll, rmse
+from dubito.training.objective import kl_weight, negative_log_likelihood, rate
+from dubito.training.ranks import Ranks
+
+VALIDATION_SAMPLES = 8
+LOOK = 16  # steps between looks at the loss on a GPU: each look waits for the device
+
+
+class FitError(DubitoError):
+    """A training run that cannot go on."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One line of the log."""
+
+    epoch: int
+    loss: float  # mean over the examples, as drawn
+    nll: float
+    kl: float  # of the whole network, at the last step
+    kl_weight: float
+    accuracy: float | None  # of the training part, as drawn; None for regression
+    validation_nll: float
+    validation_accuracy: float | None
+    validation_rmse: float | None  # regression, in the targets' own units
+    lr: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a progress bar shows: means over the epoch so far."""
+
+    epoch: int
+    step: int  # of the epoch, from 1
+    steps: int
+    loss: float
+    nll: float
+    kl: float
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class State:
+    """All that a run needs to go on, copied: a checkpoint's tensors and its JSON."""
+
+    tensors: dict[str, Tensor]
+    known: dict[str, Any]
+
+
+class Run:
+    """A training run. All that is random in a step follows from (seed, step), so its state holds no generator."""
+
+    def __init__(
+        self,
+        network: BayesianNetwork,
+        train: Examples,
+        validation: Examples,
+        declared: Input,
+        fit: Fit,
+        seed: int,
+        device: torch.device,
+        augment: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.ranks = Ranks.here()
+        self.network = network.to(device)
+        self.ranks.prepare(self.network)
+        self.validation, self.declared = validation, declared
+        self.fit, self.seed, self.device = fit, seed, device
+        self.batches = Batches(train, fit.batch, seed, device, augment, self.ranks)
+        self.optimiser = _optimiser(self.network, fit)
+        self.step = 0  # steps done, in all
+        self.log: list[Epoch] = []
+        self.sums = torch.zeros(5, device=device)  # over this epoch: loss, NLL, right answers, examples; the last KL
+        self.best: dict[str, Tensor] | None = None  # the network at its best validation NLL, where patience asks
+        self._parts = torch.compile(self._losses) if fit.compile else self._losses
+        self._look = LOOK if device.type == "cuda" else 1
+        self._start = self.state()  # of this epoch: all is known to be finite
+
+    @property
+    def done(self) -> bool:
+        return len(self.log) >= self.fit.epochs or self._impatient()
+
+    def finish(self) -> BayesianNetwork:
+        """The trained network; with patience, as it was at its best."""
+        if self.best is not None:
+            self.network.load_state_dict(self.best)
+        return self.network.eval()
+
+    def epoch(self, tell: Callable[[Told], None] = lambda _: None, stop: Callable[[], bool] = lambda: False) -> bool:
+        """To the end of this epoch, or to where `stop` says so; whether the end was reached."""
+        started = time.perf_counter()
+        number, first = divmod(self.step, len(self.batches))
+        for at, (x, y, share) in enumerate(self.batches.epoch(number, first), first + 1):
+            self._take(enter(x, self.declared), self._in_units(y), share)
+            last = at == len(self.batches)
+            if at % self._look == 0 or last:
+                told = self._tell(number, at)
+                if not math.isfinite(told.loss):
+                    self._replay(number)
+                tell(told)
+            if not last and stop():
+                return False
+        self._end(number, time.perf_counter() - started)
+        return True
+
+    def _take(self, x: Tensor, y: Tensor, share: float) -> None:
+        """One step on this rank's share of a batch."""
+        now = self.step / len(self.batches)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate(self.fit, now)
+        self.network.train()
+        torch.manual_seed((self.seed << 32) + self.step)  # the same draws on every rank
+        weights = torch.tensor([share, kl_weight(self.fit, now) / self.batches.examples / self.ranks.count])
+        loss, nll, kl, right = self._parts(x, y, weights.to(self.device, non_blocking=True))
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        self.ranks.add_gradients(self.network)
+        if self.fit.clip is not None:
+            nn.utils.clip_grad_norm_(self.network.parameters(), self.fit.clip)
+        self.optimiser.step()
+        with torch.no_grad():
+            rows = len(y)
+            self.sums[:4] += torch.stack([loss * (rows / share), nll * rows, right, torch.full_like(loss, rows)])
+            self.sums[4] = kl
+        self.step += 1
+
+    def _losses(self, x: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """This rank's part of the batch's loss: parts add up over ranks, and so do their gradients."""
+        amp = self.fit.amp and self.device.type == "cuda"
+        with torch.autocast("cuda", torch.bfloat16) if amp else nullcontext():
+            outputs = self.network.sample(x, self.fit.samples)
+        nll = negative_log_likelihood(self.network, outputs, y)
+        kl = self.network.kl(self.batches.examples if self.fit.function_space else None)
+        right = torch.zeros_like(nll)
+        if self.network.noise is None:
+            right = (outputs.detach().float().softmax(-1).mean(0).argmax(-1) == y).sum().to(nll.dtype)
+        return weights[0] * nll + weights[1] * kl, nll, kl, right
+
+    def _tell(self, number: int, at: int) -> Told:
+        loss, nll, right, rows, kl = self.ranks.add(self.sums).tolist()
+        share = None if self.network.noise is not None else right / rows
+        return Told(number, at, len(self.batches), loss / rows, nll / rows, kl / self.ranks.count, share)
+
+    def _end(self, number: int, seconds: float) -> None:
+        told = self._tell(number, len(self.batches))
+        found = self.validate()
+        now = number + 1 - 1 / len(self.batches)  # at the last step
+        weight, lr = kl_weight(self.fit, now), rate(self.fit, now)
+        self.log.append(Epoch(number, told.loss, told.nll, told.kl, weight, told.accuracy, *found, lr, seconds))
+        settled = [e.validation_nll for e in self.log if self._settled(e)]
+        if self.fit.patience is not None and settled and settled[-1] == min(settled):
+            self.best = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
+        self.sums.zero_()
+        self._start = self.state()
+
+    def _settled(self, e: Epoch) -> bool:
+        """Only epochs of the full ELBO are compared: before, the NLL is that of a posterior still too narrow."""
+        return e.epoch >= self.fit.likelihood_epochs + self.fit.warmup_epochs
+
+    def _impatient(self) -> bool:
+        settled = [e for e in self.log if self._settled(e)]
+        if self.fit.patience is None or not settled:
+            return False
+        best = min(settled, key=lambda e: e.validation_nll)
+        return settled[-1].epoch - best.epoch >= self.fit.patience
+
+    def validate(self) -> tuple[float, float | None, float | None]:
+        """NLL, accuracy and RMSE of the predictive mean over a few draws."""
+        x, y = enter(self.validation.x.to(self.device), self.declared), self.validation.y
+        found = predict(self.network, self.network.factors(), x, VALIDATION_SAMPLES, self.seed).summary
+        if isinstance(found, Classified):
+            p = found.probabilities.cpu()
+            return nll(p, y), accuracy(p, y), None
+        mean, variance = found.mean.cpu(), (found.epistemic_variance + found.aleatoric_variance).cpu()
+        return gaussian_nll(mean, variance, y), None, rmse(mean, y)
+
+    def _in_units(self, y: Tensor) -> Tensor:
+        """Targets of regression in the network's units."""
+        task = self.network.task
+        if task.kind == "classification":
+            return y
+        shift, scale = (torch.tensor(v, device=y.device) for v in (task.shift, task.scale))
+        return (y - shift) / scale
+
+    def _replay(self, number: int) -> None:
+        """The epoch again, up to the step whose loss is not finite: by now everything is not, but it began somewhere."""
+        self.restore(self._start)
+        first = self.step % len(self.batches)
+        for x, y, share in self.batches.epoch(number, first):
+            x, y = enter(x, self.declared), self._in_units(y)
+            before = {k: v.clone() for k, v in self.network.state_dict().items()}
+            self._take(x, y, share)
+            if not self.sums.isfinite().all():
+                self.network.load_state_dict(before)
+                raise FitError(self._blame(x, number))
+        raise FitError(
+            f"the loss was not finite in epoch {number + 1}, and was when the epoch was repeated: the device is not "
+            "to be trusted, or its kernels are not deterministic. Go on from the checkpoint."
+        )
+
+    def _blame(self, x: Tensor, number: int) -> str:
+        """Which layer first gives something that is not finite, and what that may come from."""
+        first: list[str] = []
+
+        def watch(name: str) -> Callable[[nn.Module, object, Tensor], None]:
+            def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
+                if not first and not output.isfinite().all():
+                    first.append(name)
+
+            return hook
+
+        hooks = [layer.register_forward_hook(watch(name)) for name, layer in self.network.layers.items()]
+        try:
+            torch.manual_seed((self.seed << 32) + self.step - 1)
+            with torch.no_grad():
+                self.network.sample(x, self.fit.samples)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        bad = [name for name, p in self.network.named_parameters() if not p.isfinite().all()]
+        place = f"parameter {bad[0]!r}" if bad else f"the output of layer {first[0]!r}" if first else "the loss itself"
+        cause = f"the learning rate ({rate(self.fit, self.step / len(self.batches)):.3g}) is too high"
+        if not bad and not first:
+            cause = "the targets, or the KL of a posterior that has collapsed, are out of range"
+        if not x.isfinite().all():
+            place, cause = "an input", "the data holds NaN or infinity"
+        return (
+            f"the loss is no longer finite in epoch {number + 1}, step {self.step % len(self.batches)}: {place} is the "
+            f"first that is not. Most likely {cause}: lower fit.lr, set fit.clip, or check the data."
+        )
+
+    def state(self) -> State:
+        tensors = {f"network.{k}": v.detach().clone() for k, v in self.network.state_dict().items()}
+        tensors |= {f"best.{k}": v for k, v in (self.best or {}).items()}
+        tensors["sums"] = self.sums.clone()
+        optimiser = self.optimiser.state_dict()
+        for index, entry in optimiser["state"].items():
+            for key, value in entry.items():
+                if value is not None:
+                    tensors[f"optimiser.{index}.{key}"] = torch.as_tensor(value).detach().clone()
+        return State(tensors, {"step": self.step, "log": [asdict(e) for e in self.log]})
+
+    def restore(self, state: State) -> None:
+        parts: dict[str, dict[str, Tensor]] = {"network": {}, "best": {}, "optimiser": {}}
+        for name, tensor in state.tensors.items():
+            kind, _, rest = name.partition(".")
+            if kind in parts:
+                parts[kind][rest] = tensor
+        self.network.load_state_dict(parts["network"])
+        self.best = {k: v.to(self.device) for k, v in parts["best"].items()} or None
+        of_optimiser: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in parts["optimiser"].items():
+            index, _, key = name.partition(".")
+            of_optimiser.setdefault(int(index), {})[key] = tensor.clone()
+        groups = self.optimiser.state_dict()["param_groups"]
+        self.optimiser.load_state_dict({"state": of_optimiser, "param_groups": groups})
+        self.sums = state.tensors["sums"].to(self.device).clone()
+        self.step, self.log = state.known["step"], [Epoch(**e) for e in state.known["log"]]
+
+
+def _optimiser(network: BayesianNetwork, fit: Fit) -> torch.optim.Optimizer:
+    parameters = list(network.parameters())
+    if fit.optimiser == "sgd":
+        return torch.optim.SGD(parameters, fit.lr, fit.momentum, weight_decay=fit.weight_decay)
+    return torch.optim.Adam(parameters, fit.lr, weight_decay=fit.weight_decay)
