@@ -84,7 +84,7 @@ def rejection(right: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
     _, place, counts = score.unique(return_inverse=True, return_counts=True)
     mean = torch.zeros(len(counts)).double().index_add(0, place, right.double()) / counts
     kept = mean.repeat_interleave(counts).cumsum(0) / torch.arange(1, len(right) + 1)  # the n least doubtful
-    return (torch.arange(len(right)) / len(right)).double(), kept.flip(0)
+    return torch.arange(len(right)).double() / len(right), kept.flip(0)
 
 
 def rmse(mean: Tensor, y: Tensor) -> float:
