@@ -5,23 +5,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from dubito.models.errors import DubitoError
 
-Share = Annotated[float, Field(gt=0, lt=1)]
+# strict: true, "20" and 20.0 are no whole numbers
+Whole = Annotated[int, Field(strict=True, ge=0)]
+Count = Annotated[int, Field(strict=True, gt=0)]
+NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, gt=0, lt=1)]
+
 OWN_DATA = ("folder", "npz", "csv")  # `dubito train npz:PATH` follows the recipe npz with that data
+WORDS = {"True": True, "False": False, "None": None, "none": None}  # read by `--set` too; TOML has no none
+EXPECTED = {"model_type": "expected a table", "dict_type": "expected a table", "tuple_type": "expected a list"}
+MOST_COMPLAINTS = 3  # at a time
 
 
 class RecipeError(DubitoError):
@@ -36,13 +34,26 @@ class Data(Strict):
     """Where the examples come from, and how the training part is divided by the recipe's seed."""
 
     name: str  # digits, mnist, fashion-mnist, cifar10, cifar100, svhn, uci/NAME, folder:PATH, npz:PATH, csv:PATH
-    split: NonNegativeInt = 0  # of uci/NAME: which of its published divisions
+    split: Whole = 0  # of uci/NAME: which of its published divisions
     target: str | None = None  # of csv:PATH: the column to predict; without one, the last
-    size: tuple[PositiveInt, PositiveInt] | None = None  # of folder:PATH: height, width; without one, the first picture's
+    size: tuple[Count, Count] | None = None  # of folder:PATH: height, width; without one, the first picture's
     validation: Share = 0.05
     calibration: Share = 0.1
     test: Share = 0.2  # of sets that come without a test part
     augment: tuple[dict[str, dict[str, JsonValue]], ...] = ()  # torchvision.transforms.v2: {RandomCrop = {size = 32}}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Data":
+        if self.validation + self.calibration >= 1:
+            raise ValueError(
+                f"validation + calibration is {self.validation + self.calibration:g}; expected less than 1, "
+                "for the rest is trained on"
+            )
+        for key, start in (("split", "uci/"), ("target", "csv:"), ("size", "folder:")):
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default and not self.name.startswith(start):
+                raise ValueError(f"{key} is {value!r}, which belongs to {start}… alone; the data is {self.name!r}")
+        return self
 
 
 class Network(Strict):
@@ -60,21 +71,21 @@ class Posterior(Strict):
 class Fit(Strict):
     """Likelihood alone first, then the KL's weight rises linearly to `kl`, then the ELBO with it."""
 
-    epochs: PositiveInt
-    likelihood_epochs: NonNegativeInt = 0
-    warmup_epochs: NonNegativeInt = 0
-    batch: PositiveInt = 128
+    epochs: Count
+    likelihood_epochs: Whole = 0
+    warmup_epochs: Whole = 0
+    batch: Count = 128
     optimiser: Literal["adam", "sgd"] = "adam"
-    lr: PositiveFloat = 1e-3
-    momentum: NonNegativeFloat = 0.9  # of sgd
-    weight_decay: NonNegativeFloat = 0.0
+    lr: Positive = 1e-3
+    momentum: Annotated[NonNegative, Field(lt=1)] = 0.9  # of sgd
+    weight_decay: NonNegative = 0.0
     schedule: Literal["constant", "cosine", "step"] = "cosine"
-    milestones: tuple[PositiveInt, ...] = ()  # of step: epochs after which the rate falls to a tenth
-    samples: PositiveInt = 1  # draws per step
-    kl: NonNegativeFloat = 1.0
+    milestones: tuple[Count, ...] = ()  # of step: epochs after which the rate falls to a tenth
+    samples: Count = 1  # draws per step
+    kl: NonNegative = 1.0
     function_space: bool = False  # weight λ's term by min(1, N/d_in) [Ritter21, eq. 45]
-    clip: PositiveFloat | None = None  # of the gradient's norm
-    patience: PositiveInt | None = None  # epochs of ELBO without a better validation NLL before stopping at the best
+    clip: Positive | None = None  # of the gradient's norm
+    patience: Count | None = None  # epochs of ELBO without a better validation NLL before stopping at the best
     amp: bool = True  # bfloat16 autocast, on GPUs only
     compile: bool = False
 
@@ -83,22 +94,25 @@ class Fit(Strict):
         if self.likelihood_epochs + self.warmup_epochs > self.epochs:
             raise ValueError(
                 f"likelihood_epochs + warmup_epochs is {self.likelihood_epochs + self.warmup_epochs}, "
-                f"more than the {self.epochs} epochs"
+                f"but epochs only {self.epochs}; expected no more than that"
             )
         if (self.schedule == "step") != bool(self.milestones):
-            raise ValueError("milestones belong to the schedule 'step', which needs them")
+            raise ValueError(
+                f"schedule is {self.schedule!r} and milestones {list(self.milestones)}; "
+                "milestones belong to the schedule 'step', which needs them"
+            )
         return self
 
 
 class Calibrate(Strict):
     false_positive_rate: Share = 0.05
     coverage: Share = 0.9
-    directions: NonNegativeInt = 4  # R of way 3
+    directions: Whole = 4  # R of way 3
     temperature: bool = False
 
 
 class Recipe(Strict):
-    seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    seed: Annotated[Whole, Field(lt=1 << 31)] = 0
     task: Literal["classification", "regression"] = "classification"
     data: Data
     network: Network
@@ -109,7 +123,8 @@ class Recipe(Strict):
 
 
 def shipped() -> list[str]:
-    return sorted(f.name.removesuffix(".toml") for f in files("dubito.training").joinpath("recipes").iterdir())
+    names = (file.name for file in files("dubito.training").joinpath("recipes").iterdir())
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
 
 
 def read_recipe(source: str, changes: list[str] | None = None) -> Recipe:
@@ -120,46 +135,101 @@ def read_recipe(source: str, changes: list[str] | None = None) -> Recipe:
     try:
         return Recipe.model_validate(table)
     except ValidationError as error:
-        first, *rest = error.errors()
-        more = f" ({len(rest)} more like this)" if rest else ""
-        place = ".".join(map(str, first["loc"]))
-        came = "" if first["type"] == "missing" else f" (it is {first['input']!r})"
-        raise RecipeError(f"recipe {source}: {place}: {first['msg']}{came}{more}.") from None
+        found = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")  # a misspelt key before its lack
+        said = [_complaint(e["loc"], e["type"], e["msg"], e["input"]) for e in found[:MOST_COMPLAINTS]]
+        more = f"; and {len(found) - len(said)} more" if len(found) > len(said) else ""
+        raise RecipeError(
+            f"recipe {source}: {'; '.join(said)}{more}. Change the recipe, or pass --set KEY=VALUE."
+        ) from None
+
+
+def _complaint(loc: tuple[int | str, ...], kind: str, message: str, came: object) -> str:
+    place = ".".join(map(str, loc))
+    if kind == "missing":
+        return f"{place} is missing"
+    if kind == "extra_forbidden":
+        section = Recipe if len(loc) == 1 else Recipe.model_fields[str(loc[0])].annotation
+        assert section is not None
+        return f"there is no key {place}; there are: {', '.join(section.model_fields)}"
+    if kind == "value_error":  # of our own validators, which say what came
+        return f"{place}: {message.removeprefix('Value error, ')}"
+    return f"{place} is {came!r}; {EXPECTED.get(kind, message.replace('Input should be', 'expected'))}"
 
 
 def _read(source: str) -> dict[str, Any]:
-    kind, colon, _ = source.partition(":")
-    own = bool(colon) and kind in OWN_DATA
+    kind, _, place = source.partition(":")
+    own = kind in OWN_DATA
     name = kind if own else source
+    if own and not place:
+        raise RecipeError(f"recipe {source!r} names no data; expected {kind}:PATH.")
     if name in shipped():
-        text = files("dubito.training").joinpath("recipes", f"{name}.toml").read_text()
+        text = files("dubito.training").joinpath("recipes", f"{name}.toml").read_text(encoding="utf-8")
     elif Path(source).suffix == ".toml":
         try:
-            text = Path(source).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"cannot read {source}: {error}.") from None
+            text = Path(source).read_text(encoding="utf-8-sig")
+        except OSError as error:
+            raise RecipeError(f"cannot read {source}: {error.strerror}.") from None
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"{source} is no text in UTF-8: {error.reason} at byte {error.start}.") from None
     else:
         known = [*(n for n in shipped() if n not in OWN_DATA), *(f"{n}:PATH" for n in OWN_DATA)]
         raise RecipeError(f"no recipe {source!r}; there are: {', '.join(known)}, or give a .toml file of your own.")
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise RecipeError(f"{source} is no TOML: {error}.") from None
     if own:
-        table["data"]["name"] = source
+        table.setdefault("data", {})["name"] = source
     return table
 
 
 def _set(table: dict[str, Any], change: str) -> None:
-    key, equals, value = change.partition("=")
-    *parents, last = key.strip().split(".")
-    if not equals or not last:
-        raise RecipeError(f"--set {change!r}; expected key=value, such as fit.epochs=20.")
+    key, equals, text = change.partition("=")
+    *parents, last = _keys(key)
+    if not equals or not last or not text.strip():
+        raise RecipeError(
+            f"--set {change!r}; expected key=value, such as fit.epochs=20. A name with dots or other signs is quoted: "
+            'posterior.layers."net.1".inducing=8.'
+        )
     for parent in parents:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
-            raise RecipeError(f"--set {change!r}: {parent!r} is a value, not a table.")
+            raise RecipeError(f"--set {change!r}: {parent!r} is {table!r}, not a table; expected a key that is there.")
     try:
-        table[last] = tomllib.loads(f"value = {value}")["value"]
+        table[last] = _value(text.strip())
+    except ValueError:
+        raise RecipeError(
+            f"--set {change!r}: {text.strip()!r} is no TOML; expected a number, true, false, a word, "
+            '"words in quotes", [a, list] or {a = "table"}.'
+        ) from None
+
+
+def _keys(dotted: str) -> list[str]:
+    """The parts of a key as TOML reads it; one empty part where it cannot."""
+    try:
+        found: Any = tomllib.loads(f"{dotted} = 0")
     except tomllib.TOMLDecodeError:
-        table[last] = value.strip()  # a bare word is a string
+        return [""]
+    keys = []
+    while isinstance(found, dict):
+        key, found = next(iter(found.items()))
+        keys.append(key)
+    return keys
+
+
+def _value(text: str) -> Any:
+    """As TOML reads it; else as a bare word, unless that is a number (.5) or one of `WORDS`."""
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        if text[0] in "[{\"'":
+            raise
+    else:
+        if len(found) == 1:
+            return found["value"]
+    if text in WORDS:
+        return WORDS[text]
+    try:
+        return float(text)
+    except ValueError:
+        return text
