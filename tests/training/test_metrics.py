@@ -93,16 +93,16 @@ def test_detection_by_hand() -> None:
     assert auroc(torch.tensor([0.5, 0.1]), torch.tensor([0.5])) == 0.75
 
 
-def test_confidences_at_the_edges_belong_to_the_bin_below() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_confidences_at_the_edges_belong_to_the_bin_below(dtype: torch.dtype) -> None:
+    def bins(p: Tensor) -> list[int]:
+        return [i for i, bar in enumerate(reliability(p, torch.tensor([0]))) if bar.share]
+
     for b in range(1, BINS + 1):
-        edge = torch.tensor([[b / BINS, 0.0]])
-        found = [i for i, bar in enumerate(reliability(edge, torch.tensor([0]))) if bar.share]
-        assert found == [b - 1], f"p = {b}/{BINS}"
+        edge = torch.tensor([[b / BINS, 0]], dtype=dtype)
+        assert bins(edge) == [b - 1], f"p = {b}/{BINS}"
         if b < BINS:
-            above = torch.nextafter(edge, torch.ones(()))
-            assert [i for i, bar in enumerate(reliability(above, torch.tensor([0]))) if bar.share] == [b]
-    bars = reliability(torch.tensor([[0.7, 0.3], [0.7, 0.3]], dtype=torch.float64), torch.tensor([0, 1]))
-    assert [bar.share for bar in bars if bar.low < 0.7 <= bar.high] == [1]
+            assert bins(torch.nextafter(edge, torch.ones((), dtype=dtype))) == [b]
 
 
 def test_reliability_by_hand() -> None:

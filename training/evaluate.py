@@ -1,0 +1,263 @@
+"""What a model is worth on data: its answers, its doubt inside and outside, under shift, and as draws are added."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito.models.answers import scores, threshold_for
+from dubito.models.errors import DubitoError
+from dubito.models.manifest import Calibration, Input, Measure, at_or_below
+from dubito.models.model import Model
+from dubito.models.prediction import tally_for
+from dubito.models.uncertainty import Classified, Regressed
+from dubito.training import metrics
+from dubito.training.data import DataError, Examples, enter
+from dubito.training.shift import corrupt, families
+
+REQUESTS = 20  # with draws of their own, as calibration's promises are about a request's fresh draws
+GRID = (1, 2, 4, 8, 16, 20, 32, 64)  # K of the curve
+SHIFTED = 2000  # pictures, at most, that are shifted: there are up to 75 shifts
+OUTPUTS = 1 << 16  # rows of outputs held at a time
+
+Summary = Classified | Regressed
+Figures = dict[str, Any]  # ready for JSON: numbers, names, and lists and dictionaries of them
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    figures: Figures
+    model: Model
+    examples: Examples
+    inside: Summary  # the answers to the examples
+    outside: dict[str, tuple[Examples, Summary]]  # by name of the data set
+
+
+def measure(model: Model, examples: Examples, *, samples: int = 20, seed: int = 0) -> dict[str, float]:
+    """The plain numbers, each finite: quality, and where calibrated, coverage and the rate of OOD flags."""
+    _check(model, examples)
+    K = _drawn(model, samples)
+    return _quality(_ask(model, examples.x, [K], seed)[K], examples.y, K, model.card.calibration)
+
+
+def evaluate(
+    model: Model,
+    examples: Examples,
+    outside: Mapping[str, Examples] | None = None,
+    *,
+    shift: bool = False,
+    samples: int = 20,
+    seed: int = 0,
+) -> Evaluation:
+    """Everything there is to measure; the answers come along for a report."""
+    outside = outside or {}
+    _check(model, examples)
+    for name, others in outside.items():
+        _check_inputs(model, others, f"{name}: ")
+    if shift:
+        _check_pictures(model, examples)
+    K, calibration = _drawn(model, samples), model.card.calibration
+    grid = sorted({*GRID, K} - {0}) if model.factors.random else [1]
+    pictures = _some(examples, SHIFTED, seed)
+    changes = [(f, s) for f, all_s in families(pictures.x.shape[1]).items() for s in all_s] if shift else []
+    asked = sum(map(len, outside.values())) + len(changes) * len(pictures)
+    with _progress(max(grid) * len(examples) + max(1, K) * asked) as advance:
+        curve = _ask(model, examples.x, grid, seed, advance)
+        inside = curve[K] if K else _ask(model, examples.x, [0], seed)[0]
+        answers = {name: _ask(model, others.x, [K], seed, advance)[K] for name, others in outside.items()}
+        shifted: dict[str, list[Figures]] = {}
+        for family, severity in changes:
+            found = _ask(model, corrupt(pictures.x, family, severity, seed), [K], seed, advance)[K]
+            row = {"severity": severity, **_quality(found, pictures.y, K, calibration)}
+            shifted.setdefault(family, []).append(row)
+    figures = {
+        "task": model.manifest.task.kind,
+        "examples": len(examples),
+        "samples": K,
+        "seed": seed,
+        "calibration": _promises(calibration),
+        **_quality(inside, examples.y, K, calibration, errors=True),
+        "curve": [{"samples": k, **_quality(s, examples.y, k, calibration, errors=True)} for k, s in curve.items()],
+    }
+    if isinstance(inside, Classified):
+        figures["reliability"] = [vars(b) for b in metrics.reliability(inside.probabilities, examples.y)]
+    if outside:
+        against = {name: _detection(inside, others, K, calibration) for name, others in answers.items()}
+        first = next(iter(against.values()))  # of several, the one that was named first
+        figures |= {"measure": first["measure"], "auroc": first["auroc"], "aupr": first["aupr"], "ood": against}
+    if shift:
+        clean = measure(model, pictures, samples=samples, seed=seed)
+        figures["shift"] = {"examples": len(pictures), "clean": clean, "families": shifted}
+    return Evaluation(figures, model, examples, inside, {n: (outside[n], answers[n]) for n in outside})
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("evaluating", total=total)
+        yield lambda rows: bar.advance(task, rows)
+
+
+def flags(summary: Summary, K: int, calibration: Calibration | None) -> Tensor | None:
+    """(N,) whether each input is flagged as from outside; None where that was not calibrated."""
+    rule = None if calibration is None else threshold_for(calibration, K)
+    if rule is None or rule[0] not in scores(summary):
+        return None
+    return scores(summary)[rule[0]].double() > rule[2]
+
+
+def default_measure(summary: Summary, K: int, calibration: Calibration | None) -> Measure:
+    rule = None if calibration is None else threshold_for(calibration, K)
+    known = scores(summary)
+    return rule[0] if rule is not None and rule[0] in known else next(iter(known))
+
+
+def _quality(
+    summary: Summary, y: Tensor, K: int, calibration: Calibration | None, *, errors: bool = False
+) -> dict[str, float]:
+    """With `errors`, the standard errors of what calibration promises too."""
+    if isinstance(summary, Classified):
+        p = summary.probabilities
+        found = {f.__name__: f(p, y) for f in (metrics.accuracy, metrics.nll, metrics.ece, metrics.brier)}
+        found |= {name: float(getattr(summary, name).mean()) for name in ("entropy", "mutual_information")}
+    else:
+        variance = summary.epistemic_variance + summary.aleatoric_variance
+        found = {"rmse": metrics.rmse(summary.mean, y), "nll": metrics.gaussian_nll(summary.mean, variance, y)}
+    for name, values in _promised(summary, y, K, calibration).items():
+        found[name] = float(values.double().mean())
+        if errors:
+            found[f"{name}_se"] = metrics.standard_error(values, REQUESTS)
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _promised(summary: Summary, y: Tensor, K: int, calibration: Calibration | None) -> dict[str, Tensor]:
+    """Of each input: is the truth in the set (or interval), how large is that, is the input flagged?"""
+    found: dict[str, Tensor] = {}
+    quantile = None if calibration is None else at_or_below(calibration.quantiles, K)
+    if quantile is not None and isinstance(summary, Classified):
+        fits = 1 - summary.probabilities.double() <= quantile[1]  # (N, C)
+        found = {"coverage": fits.gather(1, y[:, None])[:, 0], "set_size": fits.sum(-1)}
+    elif quantile is not None and isinstance(summary, Regressed):
+        half = quantile[1] * (summary.epistemic_variance + summary.aleatoric_variance).double().sqrt()  # (N, D)
+        inside = (y.double() - summary.mean.double()).abs() <= half
+        found = {"coverage": inside.double().mean(-1), "width": 2 * half.mean(-1)}
+    flagged = flags(summary, K, calibration)
+    return found if flagged is None else {**found, "ood_rate": flagged}
+
+
+def _promises(calibration: Calibration | None) -> Figures | None:
+    if calibration is None:
+        return None
+    return calibration.model_dump(include={"coverage", "false_positive_rate", "measure", "temperature"})
+
+
+def _detection(inside: Summary, outside: Summary, K: int, calibration: Calibration | None) -> Figures:
+    """How well each measure tells the outside from the inside, and how often the flags fire there."""
+    near, far = scores(inside), scores(outside)
+    measures = {m: {"auroc": metrics.auroc(near[m], far[m]), "aupr": metrics.aupr(near[m], far[m])} for m in near}
+    default = default_measure(inside, K, calibration)
+    found: Figures = {"examples": len(far[default]), "measure": default, **measures[default], "measures": measures}
+    flagged = flags(outside, K, calibration)
+    if flagged is not None:
+        found["ood_rate"] = float(flagged.double().mean())
+        error = metrics.standard_error(flagged, REQUESTS)
+        found |= {"ood_rate_se": error} if math.isfinite(error) else {}
+    return found
+
+
+# asking
+
+
+def _ask(
+    model: Model, x: Tensor, grid: list[int], seed: int, advance: Callable[[int], None] = lambda rows: None
+) -> dict[int, Summary]:
+    """The answers for each K of a rising grid, as REQUESTS requests would get them; K draws are the first of more."""
+    rows = [torch.arange(i, len(x), REQUESTS) for i in range(min(REQUESTS, len(x)))]  # sorted data are mixed so
+    found: dict[int, list[Summary]] = {K: [] for K in grid}
+    for i, request in enumerate(rows):
+        for piece in request.split(max(1, OUTPUTS // max(1, *grid))):
+            for K, summary in _nested(model, enter(x[piece], _declared(model)), grid, seed + i).items():
+                found[K].append(summary)
+            advance(len(piece) * max(1, *grid))
+    order = torch.cat(rows).argsort()
+    return {K: _joined(parts, order) for K, parts in found.items()}
+
+
+def _nested(model: Model, x: Tensor, grid: list[int], seed: int) -> dict[int, Summary]:
+    if len(grid) == 1:
+        return {grid[0]: model.predict(x, grid[0], seed).summary}
+    outputs = model.predict(x, grid[-1], seed, keep_outputs=True).outputs
+    assert outputs is not None
+    tally, found = tally_for(model.network), {}
+    for low, high in pairwise([0, *grid]):
+        tally.add(outputs[low:high])
+        found[high] = tally.summary()
+    return found
+
+
+def _joined(parts: list[Summary], order: Tensor) -> Summary:
+    kind = type(parts[0])
+    return kind(**{name: torch.cat([vars(part)[name] for part in parts]).cpu()[order] for name in vars(parts[0])})
+
+
+def _drawn(model: Model, samples: int) -> int:
+    return samples if model.factors.random else 1
+
+
+def _some(examples: Examples, most: int, seed: int) -> Examples:
+    if len(examples) <= most:
+        return examples
+    return examples[torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))[:most]]
+
+
+# checking
+
+
+def _declared(model: Model) -> Input:
+    if model.card.input is None:
+        raise DataError("this artifact does not say what its inputs look like; save it with a card that does.")
+    return model.card.input
+
+
+def _check(model: Model, examples: Examples) -> None:
+    _check_inputs(model, examples)
+    task, y = model.manifest.task, examples.y
+    if task.kind == "regression":
+        if y.dim() != 2 or y.shape[1] != task.outputs:
+            raise DataError(f"targets have shape {tuple(y.shape)}; this model predicts {task.outputs} numbers each.")
+        return
+    if y.dim() != 1 or y.is_floating_point():
+        raise DataError(f"targets came as {y.dtype} of shape {tuple(y.shape)}; this model predicts classes (N,).")
+    answer = model.predict(enter(examples.x[:1], _declared(model)), 1, 0).summary
+    classes = answer.probabilities.shape[1] if isinstance(answer, Classified) else 0
+    if not 0 <= int(y.min()) <= int(y.max()) < classes:
+        raise DataError(
+            f"classes run from {int(y.min())} to {int(y.max())}; this model knows 0 to {classes - 1}. "
+            "Bring data with the model's classes; as data from outside (--ood), their labels do not matter."
+        )
+
+
+def _check_inputs(model: Model, examples: Examples, prefix: str = "") -> None:
+    if len(examples) == 0:
+        raise DataError(f"{prefix}there are no examples; expected at least one.")
+    try:
+        enter(examples.x[:1], _declared(model))
+    except DubitoError as error:
+        raise DataError(f"{prefix}{error}") from None
+
+
+def _check_pictures(model: Model, examples: Examples) -> None:
+    if _declared(model).image is None or examples.x.dtype != torch.uint8 or examples.x.dim() != 4:
+        raise DataError(
+            f"--shift changes pictures; these examples are {examples.x.dtype} of shape {tuple(examples.x.shape[1:])}. "
+            "Leave it out, or bring a model and data of pictures."
+        )
