@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from dubito.models.parameters import Free
@@ -19,7 +20,9 @@ class FrozenMixture(Value):
 
     def mean(self, member: Tensor | None) -> Tensor:
         assert member is not None
-        return self.points[member]
+        if member.device == self.points.device:
+            return self.points[member]
+        return torch.stack([self.points[m] for m in member.tolist()])  # indexing would wait for the device
 
     def draw(self, noise: Tensor, member: Tensor | None) -> Tensor:
         return self.mean(member)

@@ -58,17 +58,21 @@ class Draws:
     noise: Tensor | None  # (K, normals); None: the posterior mean
     seed: int  # orders the members
     start: int = 0  # how many samples came before these
+    keys: Tensor | None = None  # training: numbers whose order is that of the members, instead of the seed's
 
     def part(self, at: int, k: int) -> "Draws":
         """The k samples from `at` on."""
         noise = None if self.noise is None else self.noise[at : at + k]
-        return Draws(k, noise, self.seed, self.start + at)
+        return Draws(k, noise, self.seed, self.start + at, self.keys)
 
     def member(self, E: int) -> Tensor:
         """Each sample's member of E: a seeded order, cycled; the mean takes them in turn."""
-        place = torch.arange(self.start, self.start + self.K) % E
+        device = "cpu" if self.keys is None else self.keys.device
+        place = torch.arange(self.start, self.start + self.K, device=device) % E
         if self.noise is None:
             return place
+        if self.keys is not None:
+            return self.keys[:E].argsort()[place]
         return torch.randperm(E, generator=torch.Generator().manual_seed(self.seed))[place]
 
 
@@ -98,15 +102,16 @@ class BayesianNetwork(nn.Module):
         """K joint draws from torch's own generator, with gradients: (B, ...) -> (K, B, ...)."""
         factors = self._factors(train=True)
         noise = torch.randn(K, factors.normals, device=x.device)
-        order = int(torch.randint(2**62, ())) if factors.members else 0
-        return self.run(x, factors, Draws(K, noise, order), {})
+        # on the device, so that a captured step draws anew; members kept in copies are chosen by the host
+        keys = torch.rand(factors.members, device="cpu" if factors.copies else x.device) if factors.members else None
+        return self.run(x, factors, Draws(K, noise, 0, keys=keys), {})
 
     def kl(self, data_size: int | None = None) -> Tensor:
         """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45]."""
         parts = [layer.q.kl(data_size) for layer in self.layers.values()]
         if self.hierarchy is not None:
             parts.append(self.hierarchy.q.kl())
-        return torch.stack(parts).sum() if parts else torch.zeros(())
+        return torch.stack(parts).sum() if parts else next(self.parameters()).new_zeros(())
 
     def factors(self) -> NetworkFactors:
         """For serving: compute once, keep, and hand to every prediction."""

@@ -44,6 +44,7 @@ class Batches:
         mine = [which.tensor_split(self.ranks.count)[self.ranks.index] for which in whole]
         shares = [len(own) / len(which) for own, which in zip(mine, whole, strict=True)]
         if self.augment is None:
+            mine = [own.to(self.train.x.device, non_blocking=True) for own in mine]
             pairs: Iterator[tuple[Tensor, Tensor]] = ((self.train.x[own], self.train.y[own]) for own in mine)
         else:
             workers = min(8, (os.cpu_count() or 1) - 1) if self.device.type == "cuda" else 0

@@ -87,7 +87,8 @@ class Fit(Strict):
     clip: Positive | None = None  # of the gradient's norm
     patience: Count | None = None  # epochs of ELBO without a better validation NLL before stopping at the best
     amp: bool = True  # bfloat16 autocast, on GPUs only
-    compile: bool = False
+    compile: bool = False  # torch.compile
+    graph: bool = True  # on GPUs, a step is captured once and replayed: small networks train many times faster
 
     @model_validator(mode="after")
     def _consistent(self) -> "Fit":
@@ -211,10 +212,10 @@ def _keys(dotted: str) -> list[str]:
     except tomllib.TOMLDecodeError:
         return [""]
     keys = []
-    while isinstance(found, dict):
+    while isinstance(found, dict) and found:
         key, found = next(iter(found.items()))
         keys.append(key)
-    return keys
+    return keys if found == 0 else [""]  # such as a comment
 
 
 def _value(text: str) -> Any:

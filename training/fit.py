@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.errors import DubitoError
+from dubito.models.layers import MemberLayer
 from dubito.models.manifest import Input
 from dubito.models.network import BayesianNetwork
 from dubito.models.prediction import predict
@@ -18,6 +19,7 @@ from dubito.models.uncertainty import Classified
 from dubito.training.batches import Batches
 from dubito.training.config import Fit
 from dubito.training.data import Examples, enter
+from dubito.training.graphs import Graphs
 from dubito.training.metrics import accuracy, gaussian_nll, nll, rmse
 from dubito.training.objective import kl_weight, negative_log_likelihood, rate
 from dubito.training.ranks import Ranks
@@ -94,6 +96,9 @@ class Run:
         self.sums = torch.zeros(5, device=device)  # over this epoch: loss, NLL, right answers, examples; the last KL
         self.best: dict[str, Tensor] | None = None  # the network at its best validation NLL, where patience asks
         self._parts = torch.compile(self._losses) if fit.compile else self._losses
+        self.graphs: Graphs | None = None
+        if fit.graph and device.type == "cuda" and self.ranks.count == 1 and _same_every_step(self.network, fit):
+            self.graphs = Graphs(self._update)
         self._look = LOOK if device.type == "cuda" else 1
         self._start = self.state()  # of this epoch: all is known to be finite
 
@@ -128,11 +133,23 @@ class Run:
         """One step on this rank's share of a batch."""
         now = self.step / len(self.batches)
         for group in self.optimiser.param_groups:
-            group["lr"] = rate(self.fit, now)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate(self.fit, now))
+            else:
+                group["lr"] = rate(self.fit, now)
         self.network.train()
         torch.manual_seed((self.seed << 32) + self.step)  # the same draws on every rank
-        weights = torch.tensor([share, kl_weight(self.fit, now) / self.batches.examples / self.ranks.count])
-        loss, nll, kl, right = self._parts(x, y, weights.to(self.device, non_blocking=True))
+        weight = kl_weight(self.fit, now) / self.batches.examples / self.ranks.count
+        weights = torch.tensor([share, weight]).to(self.device)
+        if self.graphs is None:
+            self._update(x, y, weights)
+        else:
+            self.graphs.run(x, y, weights)
+        self.step += 1
+
+    def _update(self, x: Tensor, y: Tensor, weights: Tensor) -> None:
+        """All of a step that happens on the device."""
+        loss, nll, kl, right = self._parts(x, y, weights)
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         self.ranks.add_gradients(self.network)
@@ -140,15 +157,14 @@ class Run:
             nn.utils.clip_grad_norm_(self.network.parameters(), self.fit.clip)
         self.optimiser.step()
         with torch.no_grad():
-            rows = len(y)
-            self.sums[:4] += torch.stack([loss * (rows / share), nll * rows, right, torch.full_like(loss, rows)])
+            rows = torch.full_like(loss, len(y))
+            self.sums[:4] += torch.stack([loss * rows / weights[0], nll * rows, right, rows])
             self.sums[4] = kl
-        self.step += 1
 
     def _losses(self, x: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """This rank's part of the batch's loss: parts add up over ranks, and so do their gradients."""
         amp = self.fit.amp and self.device.type == "cuda"
-        with torch.autocast("cuda", torch.bfloat16) if amp else nullcontext():
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if amp else nullcontext():
             outputs = self.network.sample(x, self.fit.samples)
         nll = negative_log_likelihood(self.network, outputs, y)
         kl = self.network.kl(self.batches.examples if self.fit.function_space else None)
@@ -274,13 +290,26 @@ class Run:
             index, _, key = name.partition(".")
             of_optimiser.setdefault(int(index), {})[key] = tensor.clone()
         groups = self.optimiser.state_dict()["param_groups"]
+        rates = [group["lr"] for group in self.optimiser.param_groups]
         self.optimiser.load_state_dict({"state": of_optimiser, "param_groups": groups})
+        for group, lr in zip(self.optimiser.param_groups, rates, strict=True):
+            group["lr"] = lr  # the tensor that a captured step reads
+        if self.graphs is not None:
+            self.graphs = Graphs(self._update)  # what was captured works on the old state
         self.sums = state.tensors["sums"].to(self.device).clone()
         self.step, self.log = state.known["step"], [Epoch(**e) for e in state.known["log"]]
 
 
 def _optimiser(network: BayesianNetwork, fit: Fit) -> torch.optim.Optimizer:
     parameters = list(network.parameters())
+    cuda = parameters[0].is_cuda
+    lr = torch.tensor(fit.lr, device=parameters[0].device) if cuda else fit.lr  # a captured step reads it anew
     if fit.optimiser == "sgd":
-        return torch.optim.SGD(parameters, fit.lr, fit.momentum, weight_decay=fit.weight_decay)
-    return torch.optim.Adam(parameters, fit.lr, weight_decay=fit.weight_decay)
+        return torch.optim.SGD(parameters, lr, fit.momentum, weight_decay=fit.weight_decay, fused=cuda)
+    return torch.optim.Adam(parameters, lr, weight_decay=fit.weight_decay, fused=cuda, capturable=cuda)
+
+
+def _same_every_step(network: BayesianNetwork, fit: Fit) -> bool:
+    """Whether the host decides nothing in a step: an ensemble's copied layers do not follow draws on the device."""
+    copies = max((len(m.copies) for m in network.modules() if isinstance(m, MemberLayer)), default=1)
+    return fit.samples % copies == 0
