@@ -7,10 +7,13 @@ one on the published CIFAR-10-C.
 
 import math
 from collections.abc import Callable
+from io import BytesIO
 from typing import Final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from dubito.models.images import LUMINANCE
@@ -65,7 +68,7 @@ def _to_bytes(x: Tensor) -> Tensor:
 
 # Below, x is (N, 3, H, W) float32 in [0, 1], and what a function gives back is cut off to that range afterwards.
 # Strengths are tuned for 32 × 32 pictures. In larger ones lengths grow with the side, so that a blur hides the same
-# part of the object, and noise with its square root: the eye averages over more pixels, but there is more to see.
+# share of the object; noise and the number of cells grow with its square root, because more pixels say the same thing.
 
 
 def _scale(x: Tensor) -> float:
@@ -98,7 +101,7 @@ def _defocus_blur(x: Tensor, radius: float, rng: torch.Generator) -> Tensor:
 
 def _glass_blur(x: Tensor, reach: float, rng: torch.Generator) -> Tensor:
     """Each pixel comes from a random place at most `reach` away along each axis, softened before and after."""
-    (N, _, H, W), sigma = x.shape, 0.4 * _scale(x)
+    (N, _, H, W), sigma = x.shape, 0.4 * math.sqrt(_scale(x))
     dy, dx = (reach * _scale(x) * (2 * torch.rand(2, N, H, W, generator=rng) - 1)).round().long()
     rows = (torch.arange(H)[:, None] + dy).clamp(0, H - 1)
     columns = (torch.arange(W) + dx).clamp(0, W - 1)
@@ -112,13 +115,14 @@ def _motion_blur(x: Tensor, length: float, rng: torch.Generator) -> Tensor:
 
 
 def _zoom_blur(x: Tensor, most: float, rng: torch.Generator) -> Tensor:
-    """The mean of the picture enlarged by 1 … 1 + most, in steps that move the border by half a pixel at most."""
+    """The mean of the picture enlarged by 1 … 1 + most, in steps that move the border by one pixel at most."""
     H, W = x.shape[-2:]
-    steps = math.ceil(most * max(H, W)) + 1
-    y, x_ = (torch.arange(n) - (n - 1) / 2 for n in (H, W))  # pixels from the centre
+    steps = math.ceil(most * max(H, W) / 2) + 1
+    down, right = (torch.arange(n) - (n - 1) / 2 for n in (H, W))  # pixels from the centre
     total = torch.zeros_like(x)
     for zoom in torch.linspace(1, 1 + most, steps).tolist():
-        total += _displaced(x, (y * (1 / zoom - 1))[:, None].expand(1, H, W), (x_ * (1 / zoom - 1)).expand(1, H, W))
+        nearer = 1 / zoom - 1
+        total += _displaced(x, (nearer * down)[:, None].expand(1, H, W), (nearer * right).expand(1, H, W))
     return total / steps
 
 
@@ -138,8 +142,8 @@ def _frost(x: Tensor, amount: float, rng: torch.Generator) -> Tensor:
     """Ice that grows from the border inwards, with bright veins where a random field crosses zero."""
     N, _, H, W = x.shape
     veins = (-2.5 * _clouds(N, H, W, 1.8, rng).abs()).exp()
-    y, x_ = torch.linspace(-1, 1, H)[:, None], torch.linspace(-1, 1, W)
-    border = (y**2 + x_**2) / 2  # 0 in the centre, 1 in the corners
+    down, right = torch.linspace(-1, 1, H)[:, None], torch.linspace(-1, 1, W)
+    border = (down**2 + right**2) / 2  # 0 in the centre, 1 in the corners
     cover = torch.sigmoid(2 * (_clouds(N, H, W, 1.8, rng) + 3 * border + 2 * amount - 2.5))  # 0 … 1
     ice = torch.tensor(ICE)[:, None, None] * (0.6 + 0.4 * veins)
     return x + amount * cover * (0.7 + 0.3 * veins) * (ice - x)
@@ -187,29 +191,31 @@ def _cell_means(n: int, cells: int) -> Tensor:
 
 
 def _jpeg(x: Tensor, quality: float, rng: torch.Generator) -> Tensor:
-    from torchvision.transforms.v2 import functional  # slow to import
-
-    decoded: Tensor = functional.jpeg(_to_bytes(x), int(quality))
-    return decoded / 255
+    decoded = torch.empty(len(x), *x.shape[2:], 3, dtype=torch.uint8)
+    for picture, out in zip(_to_bytes(x).permute(0, 2, 3, 1).contiguous(), decoded, strict=True):
+        file = BytesIO()
+        Image.fromarray(picture.numpy()).save(file, "jpeg", quality=int(quality))
+        out.copy_(torch.from_numpy(np.array(Image.open(file))))
+    return decoded.permute(0, 3, 1, 2) / 255
 
 
 Corruption = Callable[[Tensor, float, torch.Generator], Tensor]
 CORRUPTIONS: Final[dict[str, tuple[Corruption, tuple[float, float, float, float, float]]]] = {
-    "gaussian_noise": (_gaussian_noise, (0.04, 0.055, 0.075, 0.10, 0.14)),
-    "shot_noise": (_shot_noise, (400, 200, 100, 60, 35)),
-    "impulse_noise": (_impulse_noise, (0.01, 0.025, 0.05, 0.08, 0.12)),
+    "gaussian_noise": (_gaussian_noise, (0.04, 0.055, 0.075, 0.10, 0.14)),  # deviation
+    "shot_noise": (_shot_noise, (400, 200, 100, 60, 35)),  # photons on white
+    "impulse_noise": (_impulse_noise, (0.01, 0.025, 0.05, 0.08, 0.12)),  # share of values
     "defocus_blur": (_defocus_blur, (0.6, 0.9, 1.2, 1.6, 2.1)),  # pixels
     "glass_blur": (_glass_blur, (0.6, 0.8, 1.0, 1.3, 1.7)),  # pixels
     "motion_blur": (_motion_blur, (2.5, 3.5, 5.0, 6.5, 8.5)),  # pixels
-    "zoom_blur": (_zoom_blur, (0.08, 0.13, 0.2, 0.28, 0.38)),
+    "zoom_blur": (_zoom_blur, (0.08, 0.13, 0.2, 0.28, 0.38)),  # largest zoom, less 1
     "snow": (_snow, (0.2, 0.4, 0.6, 0.8, 1.0)),
     "frost": (_frost, (0.35, 0.5, 0.65, 0.8, 0.95)),
-    "fog": (_fog, (0.2, 0.32, 0.44, 0.56, 0.68)),
-    "brightness": (_brightness, (0.07, 0.13, 0.19, 0.26, 0.34)),
-    "contrast": (_contrast, (0.7, 0.5, 0.37, 0.26, 0.17)),
+    "fog": (_fog, (0.2, 0.32, 0.44, 0.56, 0.68)),  # share of fog
+    "brightness": (_brightness, (0.07, 0.13, 0.19, 0.26, 0.34)),  # more value
+    "contrast": (_contrast, (0.7, 0.5, 0.37, 0.26, 0.17)),  # share of contrast kept
     "elastic": (_elastic, (0.6, 0.9, 1.2, 1.6, 2.1)),  # pixels
-    "pixelate": (_pixelate, (26, 20, 16, 13, 10)),
-    "jpeg": (_jpeg, (75, 55, 40, 28, 18)),
+    "pixelate": (_pixelate, (26, 20, 16, 13, 10)),  # cells a side
+    "jpeg": (_jpeg, (75, 55, 40, 28, 18)),  # quality
 }
 
 
@@ -221,11 +227,16 @@ def _offsets(reach: float) -> tuple[Tensor, Tensor]:
 
 
 def _lines(length: float, angle: Tensor) -> Tensor:
-    """One line through the centre for each angle, one pixel soft: (N,) -> kernels (N, k, k)."""
-    dy, dx = _offsets(length / 2 + 0.5)
-    cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
-    along, across = dx * cos + dy * sin, dy * cos - dx * sin
-    return (length / 2 + 0.5 - along.abs()).clamp(0, 1) * (1 - across.abs()).clamp(min=0)
+    """One line through the centre for each angle, as points that share themselves among the four pixels around them:
+    (N,) -> kernels (N, k, k)."""
+    count = math.ceil(4 * length)
+    along = length * ((torch.arange(count) + 0.5) / count - 0.5)  # from -length/2 to length/2
+    dy, dx = _offsets(length / 2)
+    rows, columns = (
+        (1 - (d.flatten() - along[:, None] * slope[:, None, None]).abs()).clamp(min=0)  # (N, count, k)
+        for d, slope in ((dy, angle.sin()), (dx, angle.cos()))
+    )
+    return rows.mT @ columns
 
 
 def _soften(x: Tensor, sigma: float) -> Tensor:
@@ -240,7 +251,8 @@ def _convolve(x: Tensor, kernels: Tensor) -> Tensor:
     size = padded.shape[-2:]
     kernels = kernels / kernels.sum((-2, -1), keepdim=True)
     spectrum = torch.fft.rfft2(padded) * torch.fft.rfft2(kernels[:, None], s=size)
-    return torch.fft.irfft2(spectrum, s=size)[..., k - 1 :, k - 1 :]  # what came round from the far side is cut off
+    blurred: Tensor = torch.fft.irfft2(spectrum, s=size)
+    return blurred[..., k - 1 :, k - 1 :]  # what came round from the far side is cut off
 
 
 def _displaced(x: Tensor, dy: Tensor, dx: Tensor) -> Tensor:
@@ -257,8 +269,8 @@ def _clouds(N: int, H: int, W: int, slope: float, rng: torch.Generator) -> Tenso
     frequency = (torch.fft.fftfreq(H)[:, None] ** 2 + torch.fft.rfftfreq(W) ** 2).sqrt()
     frequency[0, 0] = math.inf
     white = torch.fft.rfft2(torch.randn(N, 1, H, W, generator=rng))
-    field = torch.fft.irfft2(white * frequency**-slope, s=(H, W))
-    return field / field.std((2, 3), keepdim=True)
+    field: Tensor = torch.fft.irfft2(white * frequency**-slope, s=(H, W))
+    return field / field.std((2, 3), correction=0, keepdim=True).clamp(min=1e-6)  # one pixel has none
 
 
 def _grey(x: Tensor) -> Tensor:
