@@ -1,0 +1,164 @@
+"""Plots for a page: SVG that takes the page's ink, so that it reads on light and on dark."""
+
+import base64
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, ScalarFormatter
+
+from dubito.training.metrics import Bin
+
+INK = "#010203"  # stands for the colour of text until the SVG is written
+INKS = ":root{color:#24292f}@media(prefers-color-scheme:dark){:root{color:#c9d1d9}}"
+COLOURS = ("#2f81c7", "#e0792b", "#2a9d76", "#a874c9", "#d1495b", "#8d939b")  # legible on white and on black
+POINTS = 300  # of one line
+
+Line = tuple[Sequence[float], Sequence[float]]  # x and y
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines over one pair of axes."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Line]  # by the name in the legend
+    errors: Mapping[str, Sequence[float]] = field(default_factory=dict)  # half-widths of a band around a line
+    faint: Sequence[Line] = ()
+    promised: float | None = None  # a level to hold
+    diagonal: bool = False
+    x_percent: bool = False
+    y_percent: bool = False
+    doubling: bool = False  # x = 1, 2, 4, 8, …
+    unit: bool = False  # both axes from 0 to 1
+
+
+def draw(panel: Panel) -> str:
+    return _svg(lambda axes: _lines(axes, panel), panel.title)
+
+
+def _lines(axes: Axes, panel: Panel) -> None:
+    if panel.diagonal:
+        axes.plot([0, 1], [0, 1], color=INK, alpha=0.5, linewidth=1, linestyle=":", transform=axes.transAxes)
+    if panel.promised is not None:
+        axes.axhline(panel.promised, color=INK, alpha=0.7, linewidth=1, linestyle="--", label="promised")
+    for x, y in panel.faint:
+        axes.plot(*_thin(x, y), color=COLOURS[-1], alpha=0.45, linewidth=0.8)
+    for (name, (x, y)), colour in zip(panel.lines.items(), COLOURS, strict=False):
+        marker = "o" if len(x) <= 15 else ""
+        axes.plot(*_thin(x, y), color=colour, linewidth=1.8, marker=marker, markersize=4, label=name)
+        if name in panel.errors:
+            low, high = ([v + sign * e for v, e in zip(y, panel.errors[name], strict=True)] for sign in (-1, 1))
+            axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+    if panel.doubling:
+        axes.set_xscale("log", base=2)
+        ticks = [x for x in next(iter(panel.lines.values()))[0] if math.log2(x).is_integer()]
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+    if panel.unit:
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1.01)
+    for axis, percent in ((axes.xaxis, panel.x_percent), (axes.yaxis, panel.y_percent)):
+        if percent:
+            axis.set_major_formatter(PercentFormatter(1))
+    axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+    if len(panel.lines) > 1 or panel.promised is not None:
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+
+
+def reliability(bins: Sequence[Bin]) -> str:
+    """Accuracy over confidence, with the share of the examples behind each bar as its strength."""
+
+    def plot(axes: Axes) -> None:
+        most = max(b.share for b in bins)
+        for b in bins:
+            if b.share:
+                strength = 0.25 + 0.75 * (b.share / most) ** 0.5
+                axes.bar(b.low, b.accuracy, b.high - b.low, align="edge", color=COLOURS[0], alpha=strength)
+        filled = [b for b in bins if b.share]
+        axes.plot(
+            [b.confidence for b in filled],
+            [b.accuracy for b in filled],
+            color=COLOURS[1],
+            marker="o",
+            markersize=4,
+            linewidth=1,
+        )
+        axes.plot([0, 1], [0, 1], color=INK, alpha=0.6, linewidth=1, linestyle=":")
+        axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.01))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(PercentFormatter(1))
+
+    return _svg(plot, "Reliability")
+
+
+def against_truth(title: str, truth: Sequence[float], mean: Sequence[float], half: Sequence[float]) -> str:
+    """Predictions with their intervals over what was true."""
+
+    def plot(axes: Axes) -> None:
+        axes.errorbar(truth, mean, half, fmt="o", color=COLOURS[0], markersize=2.5, elinewidth=0.7, alpha=0.55)
+        ends = [min(*truth, *mean), max(*truth, *mean)]
+        axes.plot(ends, ends, color=INK, alpha=0.6, linewidth=1, linestyle=":")
+        axes.set(xlabel="true", ylabel="predicted")
+
+    return _svg(plot, title)
+
+
+def error_by_spread(title: str, spread: Sequence[float], error: Sequence[float], groups: Line) -> str:
+    """Errors over the standard deviations that were predicted for them; groups of examples should lie on the line."""
+
+    def plot(axes: Axes) -> None:
+        axes.scatter(spread, error, s=6, color=COLOURS[5], alpha=0.4, linewidth=0)
+        axes.plot(*groups, color=COLOURS[0], marker="o", markersize=4, linewidth=1.5, label="RMSE of a group")
+        ends = [min(groups[0]), max(groups[0])]
+        axes.plot(ends, ends, color=INK, alpha=0.6, linewidth=1, linestyle=":", label="as predicted")
+        axes.set(xlabel="predicted standard deviation", ylabel="error")
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+
+    return _svg(plot, title)
+
+
+def _thin(x: Sequence[float], y: Sequence[float]) -> Line:
+    """A curve of many points by some of them, both ends included."""
+    if len(x) <= POINTS:
+        return x, y
+    places = [round(i * (len(x) - 1) / (POINTS - 1)) for i in range(POINTS)]
+    return [x[i] for i in places], [y[i] for i in places]
+
+
+def _svg(plot: Callable[[Axes], None], title: str) -> str:
+    """One small plot as a data: address."""
+    settings = matplotlib.rc_context(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "dubito",  # the same evaluation, the same bytes
+            "text.parse_math": False,  # a name with a $ is a name
+            "font.family": ["sans-serif"],
+            "font.size": 9,
+            "axes.edgecolor": INK,
+            "axes.labelcolor": INK,
+            "text.color": INK,
+            "xtick.color": INK,
+            "ytick.color": INK,
+        }
+    )
+    with settings:
+        figure = Figure(figsize=(4, 3.1), layout="constrained", facecolor="none")
+        axes = figure.add_subplot(facecolor="none")
+        plot(axes)
+        axes.set_title(title, fontsize=10)
+        axes.grid(color=INK, alpha=0.12, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = file.getvalue().replace(INK, "currentColor")
+    text = text[text.index("<svg") :].replace("<defs>", f"<style>{INKS}</style><defs>", 1)
+    return "data:image/svg+xml;base64," + base64.b64encode(text.encode()).decode()

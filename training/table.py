@@ -1,0 +1,112 @@
+"""An evaluation on the terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from dubito.models.report import clean
+
+NAMES = {
+    "accuracy": "accuracy",
+    "rmse": "RMSE",
+    "nll": "NLL",
+    "ece": "ECE",
+    "brier": "Brier",
+    "entropy": "entropy",
+    "mutual_information": "mutual information",
+    "max_probability": "max probability",
+    "epistemic_variance": "epistemic variance",
+    "coverage": "coverage",
+    "set_size": "set size",
+    "width": "interval width",
+    "ood_rate": "OOD flags",
+}
+SHIFT = ("accuracy", "nll", "ece", "entropy", "mutual_information", "ood_rate")
+CURVE = ("accuracy", "rmse", "nll", "ece", "coverage", "set_size", "width", "ood_rate")
+PERCENT = {"accuracy", "ece", "coverage", "ood_rate"}
+PROMISES = {"coverage": "coverage", "ood_rate": "false_positive_rate"}  # figure -> key of the calibration
+
+
+def number(name: str, value: float) -> str:
+    return f"{value:.2%}" if name in PERCENT else f"{value:.4g}"
+
+
+def with_error(name: str, row: Mapping[str, Any]) -> str:
+    error = row.get(f"{name}_se")
+    return number(name, row[name]) + ("" if error is None else f" ± {number(name, error)}")
+
+
+def mean_by_severity(families: Mapping[str, list[dict[str, float]]]) -> list[dict[str, float]]:
+    """The mean over the families at each severity; of a single family, that family."""
+    rows = zip(*families.values(), strict=True)
+    return [{name: sum(row[name] for row in group) / len(group) for name in group[0]} for group in rows]
+
+
+def show(about: Mapping[str, str], figures: Mapping[str, Any]) -> None:
+    console = Console(highlight=False, markup=False, emoji=False)
+    draws = f"K = {figures['samples']}, seed {figures['seed']}" if figures["samples"] else "posterior mean"
+    console.print(
+        clean(f"{about['model']} on {about['data']}, {about['part']}: {figures['examples']:,} examples, {draws}")
+    )
+    console.print(_quality(figures))
+    if "coverage_se" in figures:
+        console.print("± one standard error of this measurement")
+    if figures["calibration"] is None:
+        console.print("not calibrated: no OOD flags and no prediction sets")
+    if "ood" in figures:
+        console.print(_outside(figures))
+    if "shift" in figures:
+        families, n = figures["shift"]["families"], figures["shift"]["examples"]
+        what = next(iter(families)) if len(families) == 1 else f"mean of {len(families)} corruptions"
+        clear = {"severity": 0, **figures["shift"]["clean"]}
+        rows = [clear, *mean_by_severity(families)]
+        title = f"under shift: {what}, {n:,} pictures"
+        console.print(_rows(rows, "severity", title, SHIFT))
+    if len(figures["curve"]) > 1:
+        console.print(_rows(figures["curve"], "samples", "as draws are added", CURVE))
+    if "report" in about:
+        console.print(clean(f"wrote {about['report']}"))
+
+
+def _quality(figures: Mapping[str, Any]) -> Table:
+    calibration = figures["calibration"]
+    table = Table("measure", "value")
+    if calibration is not None:
+        table.add_column("promised")
+    for name, title in NAMES.items():
+        if name in figures:
+            promise = calibration[PROMISES[name]] if calibration is not None and name in PROMISES else None
+            cells = [] if calibration is None else ["" if promise is None else f"{promise:.0%}"]
+            table.add_row(title, with_error(name, figures), *cells)
+    return table
+
+
+def _outside(figures: Mapping[str, Any]) -> Table:
+    table = Table(
+        "outside",
+        "examples",
+        "measure",
+        "AUROC",
+        "AUPR",
+        "OOD flags",
+        title="telling outside from inside (* the default measure)",
+    )
+    for name, row in figures["ood"].items():
+        for measure, found in row["measures"].items():
+            default = measure == row["measure"]
+            cells = [f"{found['auroc']:.4f}", f"{found['aupr']:.4f}"]
+            flags = with_error("ood_rate", row) if default and "ood_rate" in row else ""
+            heading = [clean(name), f"{row['examples']:,}"] if measure == next(iter(row["measures"])) else ["", ""]
+            table.add_row(*heading, NAMES[measure] + (" *" if default else ""), *cells, flags)
+    return table
+
+
+def _rows(rows: list[dict[str, float]], key: str, title: str, names: tuple[str, ...]) -> Table:
+    names = tuple(name for name in names if any(name in row for row in rows))
+    table = Table("K" if key == "samples" else key, *(NAMES[name] for name in names), title=title, box=SIMPLE)
+    for row in rows:
+        table.add_row(f"{row[key]:g}", *(number(name, row[name]) if name in row else "" for name in names))
+    return table
