@@ -6,6 +6,7 @@ import os
 import warnings
 import zipfile
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -374,7 +375,7 @@ def _npz(path: Path, regression: bool | None) -> DataSet:
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is no .npz file, or a damaged one; write it with numpy.savez(path, x=…, y=…).")
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             names = arrays.files
             found = {key: np.asarray(arrays[key]) for key in ARRAYS if key in names}
     except Exception as error:  # numpy and zipfile raise many kinds, all of them about the file
@@ -543,5 +544,12 @@ def enter(x: Tensor, declared: Input) -> Tensor:
         return x.float()
     if tuple(x.shape[1:]) != declared.shape:
         return torch.stack([prepare(picture.permute(1, 2, 0), declared) for picture in x.cpu()]).to(x.device)
-    mean, std = (torch.tensor(v, device=x.device)[:, None, None] for v in (declared.image.mean, declared.image.std))
+    mean, std = _moments(declared.image, x.device)
     return (x.float() / 255 - mean) / std
+
+
+@lru_cache(maxsize=16)
+def _moments(image: Image, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Kept: a copy from the host at every step of training would wait for the device."""
+    mean, std = (torch.tensor(v, device=device)[:, None, None] for v in (image.mean, image.std))
+    return mean, std
