@@ -338,7 +338,9 @@ def _pictures(path: Path, size: tuple[int, int] | None) -> tuple[Examples, tuple
     except OSError as error:
         raise DataError(f"{path}: {_reason(error)}; expected one folder of pictures per class.") from None
     pixels: list[Tensor] = []
-    for file, _ in track(found.samples, f"reading {path}", transient=True, console=Console(stderr=True)):
+    console = Console(stderr=True)
+    unseen = not console.is_terminal
+    for file, _ in track(found.samples, f"reading {path}", transient=True, console=console, disable=unseen):
         picture = _picture(file)
         if size is None:
             size = (picture.shape[1], picture.shape[2])

@@ -424,7 +424,7 @@ def picture(path: Path, array: Array, mode: str | None = None) -> None:
     (image if mode is None else image.convert(mode)).save(path)
 
 
-def test_a_folder_of_pictures(tmp_path: Path) -> None:
+def test_a_folder_of_pictures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first, second = pixels(6, 7, 3, seed=1), pixels(6, 7, 3, seed=2)
     picture(tmp_path / "dog" / "a.png", second)
     picture(tmp_path / "cat" / "b.png", first)
@@ -436,6 +436,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
     expected = np.stack([first, second, second]).transpose(0, 3, 1, 2)
     assert np.array_equal(data.train.x.numpy(), expected)
     assert read_data(f"folder:{tmp_path}").hash() == data.hash()
+    assert capfd.readouterr() == ("", "")  # the progress bar is for terminals
 
 
 def test_pictures_of_every_mode_become_red_green_and_blue(tmp_path: Path) -> None:
