@@ -3,6 +3,7 @@
 import base64
 import io
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,11 +33,9 @@ class Panel:
     errors: Mapping[str, Sequence[float]] = field(default_factory=dict)  # half-widths of a band around a line
     faint: Sequence[Line] = ()
     promised: float | None = None  # a level to hold
-    diagonal: bool = False
-    x_percent: bool = False
-    y_percent: bool = False
+    percent: str = ""  # the axes that show shares: "x", "y" or "xy"
+    unit: bool = False  # both axes from 0 to 1, with the diagonal between them
     doubling: bool = False  # x = 1, 2, 4, 8, …
-    unit: bool = False  # both axes from 0 to 1
 
 
 def draw(panel: Panel) -> str:
@@ -44,8 +43,6 @@ def draw(panel: Panel) -> str:
 
 
 def _lines(axes: Axes, panel: Panel) -> None:
-    if panel.diagonal:
-        axes.plot([0, 1], [0, 1], color=INK, alpha=0.5, linewidth=1, linestyle=":", transform=axes.transAxes)
     if panel.promised is not None:
         axes.axhline(panel.promised, color=INK, alpha=0.7, linewidth=1, linestyle="--", label="promised")
     for x, y in panel.faint:
@@ -63,38 +60,35 @@ def _lines(axes: Axes, panel: Panel) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(ScalarFormatter())
     if panel.unit:
-        axes.set_xlim(0, 1)
-        axes.set_ylim(0, 1.01)
-    for axis, percent in ((axes.xaxis, panel.x_percent), (axes.yaxis, panel.y_percent)):
-        if percent:
+        _unit_square(axes)
+    for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+        if name in panel.percent:
             axis.set_major_formatter(PercentFormatter(1))
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     if len(panel.lines) > 1 or panel.promised is not None:
         axes.legend(frameon=False, labelcolor=INK, fontsize=8)
 
 
+def _unit_square(axes: Axes) -> None:
+    axes.plot([0, 1], [0, 1], color=INK, alpha=0.6, linewidth=1, linestyle=":")
+    axes.set(xlim=(0, 1), ylim=(0, 1.01))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PercentFormatter(1))
+
+
 def reliability(bins: Sequence[Bin]) -> str:
     """Accuracy over confidence, with the share of the examples behind each bar as its strength."""
 
     def plot(axes: Axes) -> None:
-        most = max(b.share for b in bins)
-        for b in bins:
-            if b.share:
-                strength = 0.25 + 0.75 * (b.share / most) ** 0.5
-                axes.bar(b.low, b.accuracy, b.high - b.low, align="edge", color=COLOURS[0], alpha=strength)
         filled = [b for b in bins if b.share]
-        axes.plot(
-            [b.confidence for b in filled],
-            [b.accuracy for b in filled],
-            color=COLOURS[1],
-            marker="o",
-            markersize=4,
-            linewidth=1,
-        )
-        axes.plot([0, 1], [0, 1], color=INK, alpha=0.6, linewidth=1, linestyle=":")
-        axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.01))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(PercentFormatter(1))
+        most = max(b.share for b in filled)
+        for b in filled:
+            strength = 0.25 + 0.75 * math.sqrt(b.share / most)
+            axes.bar(b.low, b.accuracy, b.high - b.low, align="edge", color=COLOURS[0], alpha=strength)
+        points = [b.confidence for b in filled], [b.accuracy for b in filled]
+        axes.plot(*points, color=COLOURS[1], marker="o", markersize=4, linewidth=1)
+        _unit_square(axes)
+        axes.set(xlabel="confidence", ylabel="accuracy")
 
     return _svg(plot, "Reliability")
 
@@ -149,7 +143,8 @@ def _svg(plot: Callable[[Axes], None], title: str) -> str:
             "ytick.color": INK,
         }
     )
-    with settings:
+    with settings, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the browser has fonts of its own
         figure = Figure(figsize=(4, 3.1), layout="constrained", facecolor="none")
         axes = figure.add_subplot(facecolor="none")
         plot(axes)

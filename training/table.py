@@ -24,7 +24,7 @@ NAMES = {
     "width": "interval width",
     "ood_rate": "OOD flags",
 }
-SHIFT = ("accuracy", "nll", "ece", "entropy", "mutual_information", "ood_rate")
+SHIFT = ("accuracy", "rmse", "nll", "ece", "entropy", "mutual_information", "ood_rate")
 CURVE = ("accuracy", "rmse", "nll", "ece", "coverage", "set_size", "width", "ood_rate")
 PERCENT = {"accuracy", "ece", "coverage", "ood_rate"}
 PROMISES = {"coverage": "coverage", "ood_rate": "false_positive_rate"}  # figure -> key of the calibration
