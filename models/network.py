@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from threading import Lock
 from types import MappingProxyType
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +105,8 @@ class BayesianNetwork(nn.Module):
         noise = torch.randn(K, factors.normals, device=x.device)
         # on the device, so that a captured step draws anew; members kept in copies are chosen by the host
         keys = torch.rand(factors.members, device="cpu" if factors.copies else x.device) if factors.members else None
-        return self.run(x, factors, Draws(K, noise, 0, keys=keys), {})
+        run = self.arrange(factors, Draws(K, noise, 0, keys=keys), {})
+        return self.go(x, run) if x.is_cuda else self._go(x, run)  # on a CPU, gradients are faster as memory lies
 
     def kl(self, data_size: int | None = None) -> Tensor:
         """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45]."""
@@ -129,7 +131,7 @@ class BayesianNetwork(nn.Module):
 
     def run(self, x: Tensor, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How]) -> Tensor:
         """K samples on B inputs, one pass with the samples folded into the batch: (B, ...) -> (K, B, ...)."""
-        return self.go(x, self.arrange(factors, draws, plan))
+        return self._go(x, self.arrange(factors, draws, plan))
 
     def arrange(self, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How], keep: bool = False) -> Run:
         """What a pass needs; with `keep`, operands are made once and kept for further passes with the same draws."""
@@ -151,8 +153,20 @@ class BayesianNetwork(nn.Module):
         names: dict[nn.Module, str] = {m: name for name, m in self.net.named_modules() if isinstance(m, kept)}
         return Run(draws.K, operands, by_layer, draws.member, names)
 
-    def go(self, x: Tensor, run: Run, channels_last: bool = False) -> Tensor:
-        """One pass: (B, ...) -> (K, B, ...)."""
+    def go(self, x: Tensor, run: Run) -> Tensor:
+        """One pass, (B, ...) -> (K, B, ...), with channels last in memory, which is faster, where the network bears it."""
+        if x.dim() in (4, 5) and self not in _need_contiguous:
+            try:
+                return self._go(x, run, channels_last=True)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # a `view`, or whatever else asks how memory lies; or a mistake of another kind
+                out = self._go(x, run)
+            _need_contiguous.add(self)
+            return out
+        return self._go(x, run)
+
+    def _go(self, x: Tensor, run: Run, channels_last: bool = False) -> Tensor:
         folded = x.repeat(run.K, *[1] * (x.dim() - 1)) if run.K > 1 else x
         if channels_last:
             folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
@@ -185,6 +199,7 @@ def _layer_by_layer(net: nn.Module) -> Iterator[None]:
                 torch.backends.mha.set_fastpath_enabled(_fast_before)
 
 
+_need_contiguous: WeakSet[BayesianNetwork] = WeakSet()  # networks that take a `view` of a feature map
 _fast_lock, _inside, _fast_before = Lock(), 0, True
 
 

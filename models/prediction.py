@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dubito.models.errors import InputError, PredictionError
 from dubito.models.geometry import Conv, How
-from dubito.models.layers import FoldError, Run
+from dubito.models.layers import FoldError
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import Normals
 from dubito.models.plan import cheapest
@@ -116,7 +116,7 @@ def _check_folding(
     A network that turns (B, T, d) to (T, B, d) would give rows to the wrong samples, with nothing else to show it.
     """
     last = draws.part(draws.K - 1, 1)
-    alone = _pass(network, x[-1:], network.arrange(factors, last, plan))[0, 0].float()
+    alone = network.go(x[-1:], network.arrange(factors, last, plan))[0, 0].float()
     folded = outputs[-1, -1].float()
     if alone.isfinite().all() and folded.isfinite().all():
         size = max(float(alone.abs().max()), float(outputs.float().abs().max()), 1e-30)
@@ -190,24 +190,7 @@ def _in_blocks(
 ) -> Tensor:
     """The same draws for every block; where there are several, their weights are made once."""
     run = network.arrange(factors, draws, plan, keep=len(x) > rows)
-    return torch.cat([_pass(network, block, run) for block in x.split(rows)], 1)
-
-
-_need_contiguous: WeakSet[BayesianNetwork] = WeakSet()  # networks that take a `view` of a feature map
-
-
-def _pass(network: BayesianNetwork, x: Tensor, run: Run) -> Tensor:
-    """With channels last in memory, which is faster, for any network that can bear it."""
-    if x.dim() in (4, 5) and network not in _need_contiguous:
-        try:
-            return network.go(x, run, channels_last=True)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # a `view`, or whatever else wants to know how memory lies; or a mistake of another kind
-            out = network.go(x, run)
-        _need_contiguous.add(network)
-        return out
-    return network.go(x, run)
+    return torch.cat([network.go(block, run) for block in x.split(rows)], 1)
 
 
 def _check_outputs(network: BayesianNetwork, outputs: Tensor) -> None:

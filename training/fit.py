@@ -94,6 +94,7 @@ class Run:
         self.step = 0  # steps done, in all
         self.log: list[Epoch] = []
         self.sums = torch.zeros(5, device=device)  # over this epoch: loss, NLL, right answers, examples; the last KL
+        self.weights = torch.zeros(2, device=device)  # of NLL and KL in this step's loss
         self.best: dict[str, Tensor] | None = None  # the network at its best validation NLL, where patience asks
         self._parts = torch.compile(self._losses) if fit.compile else self._losses
         self.graphs: Graphs | None = None
@@ -140,11 +141,12 @@ class Run:
         self.network.train()
         torch.manual_seed((self.seed << 32) + self.step)  # the same draws on every rank
         weight = kl_weight(self.fit, now) / self.batches.examples / self.ranks.count
-        weights = torch.tensor([share, weight]).to(self.device)
+        for place, value in zip(self.weights.unbind(), (share, weight), strict=True):
+            place.fill_(value)
         if self.graphs is None:
-            self._update(x, y, weights)
+            self._update(x, y, self.weights)
         else:
-            self.graphs.run(x, y, weights)
+            self.graphs.run(x, y, self.weights)
         self.step += 1
 
     def _update(self, x: Tensor, y: Tensor, weights: Tensor) -> None:
@@ -220,7 +222,7 @@ class Run:
         return (y - shift) / scale
 
     def _replay(self, number: int) -> None:
-        """The epoch again, up to the step whose loss is not finite: by now everything is not, but it began somewhere."""
+        """The epoch again, up to the step whose loss is not finite: by now nothing is, but it began somewhere."""
         self.restore(self._start)
         first = self.step % len(self.batches)
         for x, y, share in self.batches.epoch(number, first):
