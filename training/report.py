@@ -236,8 +236,10 @@ def _draws(e: Evaluation) -> str:
     curve = e.figures["curve"]
     if len(curve) == 1:
         return ""
-    quality = [n for n in ("accuracy", "rmse", "nll", "ece", "brier") if n in curve[0]]
-    figures = [(plots.draw(_over_draws(curve, n, NAMES[n])), f"{NAMES[n]} over the number of draws.") for n in quality]
+    quality = [n for n in ("accuracy", "rmse", "nll", "ece") if n in curve[0]]
+    figures = [
+        (plots.draw(_over_draws(curve, n, _title(n))), f"{_title(n)} over the number of draws.") for n in quality
+    ]
     names = [n for n in CURVE if n in curve[-1]]
     rows = [[str(row["samples"]), *(with_error(n, row) if n in row else "" for n in names)] for row in curve]
     return section(
@@ -270,9 +272,10 @@ def _shift(e: Evaluation) -> str:
     for name in names:
         lines, faint = {"mean": _by_severity(mean, name)}, [_by_severity(c, name) for c in curves] if several else []
         percent = "y" if name in PERCENT else ""
-        heading = NAMES[name][0].upper() + NAMES[name][1:]
-        panel = Panel(heading, "severity" if several else "degrees", NAMES[name], lines, faint=faint, percent=percent)
-        figures.append((plots.draw(panel), f"{heading} as the pictures are changed more and more."))
+        panel = Panel(
+            _title(name), "severity" if several else "degrees", NAMES[name], lines, faint=faint, percent=percent
+        )
+        figures.append((plots.draw(panel), f"{_title(name)} as the pictures are changed more and more."))
     what = f"{len(families)} corruptions at five severities (grey), and their mean" if several else "rotation"
     rows = [[k, *(number(names[0], row[names[0]]) for row in c)] for k, c in zip(families, curves, strict=True)]
     return section(
@@ -285,6 +288,10 @@ def _shift(e: Evaluation) -> str:
 
 def _by_severity(rows: Sequence[Mapping[str, float]], name: str) -> plots.Line:
     return [row["severity"] for row in rows], [row[name] for row in rows]
+
+
+def _title(name: str) -> str:
+    return NAMES[name][0].upper() + NAMES[name][1:]
 
 
 def _short(name: str) -> str:
