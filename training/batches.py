@@ -10,7 +10,7 @@ from dubito.training.data import Examples
 from dubito.training.ranks import Ranks
 
 ON_DEVICE = 4 << 30  # bytes of examples kept on a GPU
-TOGETHER = 16  # pictures that share a draw of their augmentation: one by one, a GPU would wait for its host
+TOGETHER = 32  # pictures that share a draw of their augmentation: one by one, a GPU would wait for its host
 
 
 @dataclass(frozen=True)
