@@ -113,7 +113,7 @@ def classified(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
     examples = read_data("digits").train[:200]
     noise = torch.randint(256, (50, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     outside = {
-        "npz:<b>noise</b>$.npz": Examples(noise, torch.zeros(50)),
+        "npz:<b>$noise$</b>.npz": Examples(noise, torch.zeros(50)),
         "a" * 60 + "猫": Examples(examples.x.flip(3), torch.zeros(200)),
     }
     return evaluate(model, examples, outside, shift=True, samples=6)
@@ -162,9 +162,9 @@ def test_names_are_text_and_nothing_else(root: Node) -> None:
     for label in (*HOSTILE[:3], "猫", "$x"):
         assert label in captions
     assert "\x1b" not in root.words()
-    assert "npz:<b>noise</b>$.npz" in root.words()
+    assert "npz:<b>$noise$</b>.npz" in root.words()
     titles = set[str]().union(*map(words, svgs(root)))
-    assert "ROC: npz:<b>noise</b>$.npz" in titles
+    assert "ROC: npz:<b>$noise$</b>.npz" in titles
     assert "ROC: …" + "a" * 34 + "猫" in titles
 
 
@@ -172,7 +172,7 @@ def test_every_section_is_there_with_its_plots(root: Node) -> None:
     found = sections(root)
     plots = {
         "Confidence": ["Reliability", "Rejection"],
-        "Outside": ["ROC: npz:<b>noise</b>$.npz", "ROC: …" + "a" * 34 + "猫"],
+        "Outside": ["ROC: npz:<b>$noise$</b>.npz", "ROC: …" + "a" * 34 + "猫"],
         "Promises of the calibration": ["Coverage", "Ordinary inputs flagged", "Mean set size"],
         "More draws": ["Accuracy", "NLL", "ECE"],
         "Shift": ["Accuracy", "NLL", "ECE", "Entropy", "Mutual information", "OOD flags"],
@@ -196,7 +196,7 @@ def test_the_numbers_are_the_evaluations(classified: Evaluation, root: Node) -> 
     assert cards["accuracy"] == f"{f['accuracy']:.2%}"
     assert cards["coverage"] == f"{f['coverage']:.2%}"
     assert cards["NLL"] == f"{f['nll']:.4g}"
-    assert cards["AUROC, npz:<b>noise</b>$.npz"] == f"{f['auroc']:.3f}"
+    assert cards["AUROC, npz:<b>$noise$</b>.npz"] == f"{f['auroc']:.3f}"
     rows = [[td.text for td in tr.all("td")] for tr in sections(root)["More draws"].all("tr")[1:]]
     assert [row[0] for row in rows] == [str(row["samples"]) for row in f["curve"]]
     assert [row[1] for row in rows] == [f"{row['accuracy']:.2%}" for row in f["curve"]]
@@ -210,7 +210,7 @@ def test_examples_run_from_certain_to_doubtful(classified: Evaluation, root: Nod
     section = sections(root)["Examples"]
     titles = [h.text for h in section.all("h3")]
     assert titles[:3] == ["Most certain", "In between", "Least certain"]
-    assert titles[3:5] == ["npz:<b>noise</b>$.npz: rightly flagged", "npz:<b>noise</b>$.npz: not flagged"]
+    assert titles[3:5] == ["npz:<b>$noise$</b>.npz: rightly flagged", "npz:<b>$noise$</b>.npz: not flagged"]
     groups = [group.all("figure") for group in section.all("div") if group.attributes.get("class") == "examples"]
     assert len(groups) == len(titles)
     doubts = [[float(re.findall(r"MI: (\S+)", figure.words())[0]) for figure in group] for group in groups]
@@ -303,13 +303,12 @@ def test_writing(classified: Evaluation, html: str, tmp_path: Path) -> None:
 
 def test_a_long_curve_is_thinned_but_keeps_its_ends() -> None:
     x = [i / 9999 for i in range(10_000)]
-    source = draw(Panel("t", "x", "y", {"line": (x, [v**2 for v in x])}))
-    assert len(source) < 40_000
+    source = draw(Panel("t", "x", "y", {"curve": (x, [v**2 for v in x]), "straight": ([0, 1], [0, 1])}))
     (svg,) = svgs(Node("page", {}, children=[Node("img", {"src": source})]))
-    styled = [p for p in svg.iter(f"{SVG}path") if COLOURS[0] in p.attrib.get("style", "")]
-    points = re.findall(r"[ML] (\S+) (\S+)", styled[0].attrib["d"])
-    assert len(points) <= POINTS
-    ends = [float(v) for v, _ in (points[0], points[-1])]
-    lines = [p for p in svg.iter(f"{SVG}path") if "stroke-opacity: 0.12" in p.attrib.get("style", "")]
-    assert lines
-    assert ends[1] - ends[0] > 150  # of the 288 points that the plot is wide
+    curve, straight = (
+        re.findall(r"[ML] (\S+) (\S+)", next(p for p in svg.iter(f"{SVG}path") if c in p.attrib["style"]).attrib["d"])
+        for c in COLOURS[:2]
+    )
+    assert len(straight) == 2
+    assert 10 < len(curve) <= POINTS
+    assert [curve[0], curve[-1]] == straight
