@@ -1,6 +1,8 @@
 """Commands that need data: train, prune, calibrate, evaluate."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +12,8 @@ from dubito.models.cli import Artifact, AsJson
 
 if TYPE_CHECKING:
     import torch
+
+    from dubito.models.model import Model
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -34,12 +38,203 @@ def chosen_device(name: str) -> "torch.device":
     import torch
 
     from dubito.models.errors import InputError
+    from dubito.training.ranks import Ranks
 
     if name not in ("auto", "cpu", "cuda"):
         raise InputError(f"device is {name!r}; expected auto, cpu or cuda.")
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("there is no GPU that torch can use here; leave --device out, or say cpu.")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cpu") if name == "cpu" else Ranks.device()
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="A recipe that comes with dubito (digits, mnist, fashion-mnist, cifar10, cifar10-resnet50, uci), your "
+            "own data as folder:PATH, npz:PATH or csv:PATH, or a .toml file.",
+            show_default=False,
+        ),
+    ],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: --set fit.epochs=20.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="The artifact to write; without it, RECIPE.safetensors here."),
+    ] = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    device: Device = "auto",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, whatever checkpoint was left.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a Bayesian network, calibrate and measure it on held-out data, and write one artifact.
+
+    A run that was stopped (Ctrl-C, a crash) goes on from its checkpoint when the same command is given again. Try:
+
+        dubito train digits
+
+        dubito train fashion-mnist --data-root data --download --out fashion.safetensors
+
+        dubito train csv:table.csv --set task=regression --set data.target=price
+    """
+    from dubito.training.config import read_recipe
+    from dubito.training.recipe import train as follow
+
+    chosen = read_recipe(recipe, changes)
+    out = Path(f"{_stem(recipe)}.safetensors") if out is None else out
+    with _stopping():
+        trained = follow(
+            chosen, _writable(out), data_root=data_root, download=download, device=chosen_device(device), fresh=fresh
+        )
+    if trained is not None:
+        _tell(out, trained.model, as_json)
+
+
+@app.command()
+def prune(
+    file: Artifact,
+    keep: Annotated[float, typer.Option(help="The share of all Z entries (or FFG-W weights) to keep.")],
+    out: Out,
+    epochs: Annotated[int, typer.Option(help="Epochs of fine-tuning with the masks fixed; 0: none.", min=0)] = 10,
+    lr: Annotated[float, typer.Option(help="Adam's learning rate for them; it falls to zero by a cosine.")] = 1e-4,
+    data_root: DataRoot = None,
+    download: Download = False,
+    device: Device = "auto",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, whatever checkpoint was left.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Set the least of the Z entries to zero, fine-tune the rest on the model's own data, calibrate, store sparse.
+
+    Try: dubito prune digits.safetensors --keep 0.5 --out half.safetensors
+    """
+    from dubito.training.prune import prune as pruned
+
+    with _stopping():
+        model = pruned(
+            file,
+            _writable(out),
+            keep,
+            epochs=epochs,
+            lr=lr,
+            data_root=data_root,
+            download=download,
+            device=chosen_device(device),
+            fresh=fresh,
+        )
+    if model is not None:
+        _tell(out, model, as_json)
+
+
+@app.command()
+def calibrate(
+    file: Artifact,
+    data: DataName,
+    out: Out,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            help="train, validation, calibration, test or all. Without it: the calibration part of the model's own "
+            "data, all of any other.",
+            show_default=False,
+        ),
+    ] = None,
+    false_positive_rate: Annotated[float, typer.Option(help="Share of such inputs that are flagged as OOD.")] = 0.05,
+    coverage: Annotated[float, typer.Option(help="Share of prediction sets that hold the true answer.")] = 0.9,
+    directions: Annotated[int, typer.Option(help="R: directions with their own noise in factored layers.", min=0)] = 4,
+    temperature: Annotated[bool, typer.Option("--temperature", help="Also fit a temperature of the logits.")] = False,
+    seed: Annotated[int, typer.Option(help="Fixes the draws.", min=0)] = 0,
+    data_root: DataRoot = None,
+    download: Download = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Set OOD thresholds and prediction sets on data that the model has not seen, and write them into the artifact.
+
+    Try: dubito calibrate digits.safetensors --data digits --coverage 0.95 --out digits95.safetensors
+    """
+    from pydantic import ValidationError
+
+    from dubito.models.artifact import load, save
+    from dubito.models.errors import InputError
+    from dubito.training.calibrate import calibrate as calibrated
+    from dubito.training.calibrate import check_held_out
+    from dubito.training.config import Calibrate
+    from dubito.training.data import part_of, read_for
+
+    try:
+        settings = Calibrate(
+            false_positive_rate=false_positive_rate, coverage=coverage, directions=directions, temperature=temperature
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]).replace("_", "-")
+        raise InputError(f"--{name} is {first['input']}; expected a share between 0 and 1.") from None
+    model = load(file)
+    name, held = part_of(
+        read_for(model.manifest, data, data_root, download=download), model.card, part, default="calibration"
+    )
+    if name != "calibration":  # the model's own calibration part is apart by division
+        check_held_out(model, held)
+    _writable(out)
+    model = calibrated(model.to(chosen_device(device)), held, settings, seed=seed)
+    save(model, out)
+    _tell(out, model, as_json)
+
+
+def _stem(recipe: str) -> str:
+    """What an artifact is called after: the recipe, or the file or folder of one's own data."""
+    return Path(recipe.partition(":")[2] or recipe).stem or "model"
+
+
+def _writable(out: Path) -> Path:
+    """Before the work, not after it."""
+    from dubito.models.errors import InputError
+
+    if out.is_dir() or not out.resolve().parent.is_dir():
+        raise InputError(f"--out is {out}; expected a file in a folder that exists.")
+    return out
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    from dubito.training.recipe import Stopped
+
+    try:
+        yield
+    except Stopped as stopped:
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(130) from None
+
+
+def _tell(out: Path, model: "Model", as_json: bool) -> None:
+    from dubito.models.parameters import count
+
+    calibration = model.card.calibration
+    figures = {
+        **model.card.metrics,
+        "parameters": count(model.network),
+        "bytes": out.stat().st_size,
+        "calibration": None
+        if calibration is None
+        else calibration.model_dump(include={"coverage", "false_positive_rate", "measure", "temperature"}),
+    }
+    if as_json:
+        print(json.dumps({"model": str(out), **figures}))
+        return
+    print(f"wrote {out}: {figures['parameters']:,} parameters, {figures['bytes']:,} bytes")
+    for name, value in model.card.metrics.items():
+        print(f"{name.replace('_', ' ')}: {value:.4g}")
+    if calibration is not None:
+        print(
+            f"calibrated: OOD by {calibration.measure} at {calibration.false_positive_rate:.0%} false positives, "
+            f"prediction sets for {calibration.coverage:.0%} coverage"
+        )
+    print(f"Next: dubito inspect {out}")
 
 
 @app.command()

@@ -72,6 +72,7 @@ class Fit(Strict):
     """Likelihood alone first, then the KL's weight rises linearly to `kl`, then the ELBO with it."""
 
     epochs: Count
+    pretrain_epochs: Whole = 0  # of the plain network first, whose weights the posterior then starts from
     likelihood_epochs: Whole = 0
     warmup_epochs: Whole = 0
     batch: Count = 128

@@ -40,9 +40,9 @@ class Evaluation:
 
 def measure(model: Model, examples: Examples, *, samples: int = 20, seed: int = 0) -> dict[str, float]:
     """The plain numbers, each finite: quality, and where calibrated, coverage and the rate of OOD flags."""
-    _check(model, examples)
-    K = _drawn(model, samples)
-    return _quality(_ask(model, examples.x, [K], seed)[K], examples.y, K, model.card.calibration)
+    check(model, examples)
+    K = drawn(model, samples)
+    return _quality(ask(model, examples.x, [K], seed)[K], examples.y, K, model.card.calibration)
 
 
 def evaluate(
@@ -56,23 +56,23 @@ def evaluate(
 ) -> Evaluation:
     """Everything there is to measure; the answers come along for a report."""
     outside = outside or {}
-    _check(model, examples)
+    check(model, examples)
     for name, others in outside.items():
         _check_inputs(model, others, f"{name}: ")
     if shift:
         _check_pictures(model, examples)
-    K, calibration = _drawn(model, samples), model.card.calibration
+    K, calibration = drawn(model, samples), model.card.calibration
     grid = sorted({*GRID, K} - {0}) if model.factors.random else [1]
     pictures = _some(examples, SHIFTED, seed)
     changes = [(f, s) for f, all_s in families(pictures.x.shape[1]).items() for s in all_s] if shift else []
     asked = sum(map(len, outside.values())) + len(changes) * len(pictures)
     with _progress(max(grid) * len(examples) + max(1, K) * asked) as advance:
-        curve = _ask(model, examples.x, grid, seed, advance)
-        inside = curve[K] if K else _ask(model, examples.x, [0], seed)[0]
-        answers = {name: _ask(model, others.x, [K], seed, advance)[K] for name, others in outside.items()}
+        curve = ask(model, examples.x, grid, seed, advance)
+        inside = curve[K] if K else ask(model, examples.x, [0], seed)[0]
+        answers = {name: ask(model, others.x, [K], seed, advance)[K] for name, others in outside.items()}
         shifted: dict[str, list[Figures]] = {}
         for family, severity in changes:
-            found = _ask(model, corrupt(pictures.x, family, severity, seed), [K], seed, advance)[K]
+            found = ask(model, corrupt(pictures.x, family, severity, seed), [K], seed, advance)[K]
             row = {"severity": severity, **_quality(found, pictures.y, K, calibration)}
             shifted.setdefault(family, []).append(row)
     figures = {
@@ -177,7 +177,7 @@ def _detection(inside: Summary, outside: Summary, K: int, calibration: Calibrati
 # asking
 
 
-def _ask(
+def ask(
     model: Model, x: Tensor, grid: list[int], seed: int, advance: Callable[[int], None] = lambda rows: None
 ) -> dict[int, Summary]:
     """The answers for each K of a rising grid, as REQUESTS requests would get them; K draws are the first of more."""
@@ -185,7 +185,7 @@ def _ask(
     found: dict[int, list[Summary]] = {K: [] for K in grid}
     for i, request in enumerate(rows):
         for piece in request.split(max(1, OUTPUTS // max(1, *grid))):
-            for K, summary in _nested(model, enter(x[piece], _declared(model)), grid, seed + i).items():
+            for K, summary in _nested(model, enter(x[piece], declared_by(model)), grid, seed + i).items():
                 found[K].append(summary)
             advance(len(piece) * max(1, *grid))
     order = torch.cat(rows).argsort()
@@ -209,7 +209,7 @@ def _joined(parts: list[Summary], order: Tensor) -> Summary:
     return kind(**{name: torch.cat([vars(part)[name] for part in parts]).cpu()[order] for name in vars(parts[0])})
 
 
-def _drawn(model: Model, samples: int) -> int:
+def drawn(model: Model, samples: int) -> int:
     return samples if model.factors.random else 1
 
 
@@ -222,13 +222,13 @@ def _some(examples: Examples, most: int, seed: int) -> Examples:
 # checking
 
 
-def _declared(model: Model) -> Input:
+def declared_by(model: Model) -> Input:
     if model.card.input is None:
         raise DataError("this artifact does not say what its inputs look like; save it with a card that does.")
     return model.card.input
 
 
-def _check(model: Model, examples: Examples) -> None:
+def check(model: Model, examples: Examples) -> None:
     _check_inputs(model, examples)
     task, y = model.manifest.task, examples.y
     if task.kind == "regression":
@@ -237,7 +237,7 @@ def _check(model: Model, examples: Examples) -> None:
         return
     if y.dim() != 1 or y.is_floating_point():
         raise DataError(f"targets came as {y.dtype} of shape {tuple(y.shape)}; this model predicts classes (N,).")
-    answer = model.predict(enter(examples.x[:1], _declared(model)), 1, 0).summary
+    answer = model.predict(enter(examples.x[:1], declared_by(model)), 1, 0).summary
     classes = answer.probabilities.shape[1] if isinstance(answer, Classified) else 0
     if not 0 <= int(y.min()) <= int(y.max()) < classes:
         raise DataError(
@@ -250,13 +250,13 @@ def _check_inputs(model: Model, examples: Examples, prefix: str = "") -> None:
     if len(examples) == 0:
         raise DataError(f"{prefix}there are no examples; expected at least one.")
     try:
-        enter(examples.x[:1], _declared(model))
+        enter(examples.x[:1], declared_by(model))
     except DubitoError as error:
         raise DataError(f"{prefix}{error}") from None
 
 
 def _check_pictures(model: Model, examples: Examples) -> None:
-    if _declared(model).image is None or examples.x.dtype != torch.uint8 or examples.x.dim() != 4:
+    if declared_by(model).image is None or examples.x.dtype != torch.uint8 or examples.x.dim() != 4:
         raise DataError(
             f"--shift changes pictures; these examples are {examples.x.dtype} of shape {tuple(examples.x.shape[1:])}. "
             "Leave it out, or bring a model and data of pictures."

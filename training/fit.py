@@ -299,6 +299,7 @@ class Run:
         if self.graphs is not None:
             self.graphs = Graphs(self._update)  # what was captured works on the old state
         self.sums = state.tensors["sums"].to(self.device).clone()
+        self._start = state
         self.step, self.log = state.known["step"], [Epoch(**e) for e in state.known["log"]]
 
 

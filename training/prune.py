@@ -1,0 +1,70 @@
+"""Pruning: the least of Z to zero, the rest fine-tuned with the masks fixed, then calibrated and measured anew."""
+
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from dubito.models.artifact import load
+from dubito.models.model import Model
+from dubito.models.pruning import prune as prune_network
+from dubito.training.config import Recipe, RecipeError
+from dubito.training.data import DataError
+from dubito.training.recipe import Fitting, finish, read_parts
+
+
+def prune(
+    file: Path,
+    out: Path,
+    keep: float,
+    *,
+    epochs: int = 10,
+    lr: float = 1e-4,
+    data_root: Path | None = None,
+    download: bool = False,
+    device: torch.device | None = None,
+    fresh: bool = False,
+) -> Model | None:
+    """A smaller artifact from one that `train` made; None on ranks other than the first."""
+    device = torch.device("cpu") if device is None else device
+    model = load(file)
+    recipe = recipe_of(model)
+    prune_network(model.network, keep)
+    parts = read_parts(recipe, data_root, download)
+    if parts.hash != model.card.provenance.data_hash:
+        raise DataError(
+            f"{recipe.data.name} is not what it was when the model was trained: its hash is {parts.hash[:12]}…, the "
+            f"artifact says {str(model.card.provenance.data_hash)[:12]}…. Parts divided from it might overlap the old."
+        )
+    declared = model.card.input
+    assert declared is not None  # `train` always writes one
+    network = model.network.to(device)
+    if epochs:
+        of_tuning = {"epochs": epochs, "pretrain_epochs": 0, "likelihood_epochs": 0, "warmup_epochs": 0, "lr": lr}
+        fit = recipe.fit.model_copy(update={**of_tuning, "optimiser": "adam", "schedule": "cosine", "milestones": ()})
+        tuned = recipe.model_copy(update={"fit": fit})
+        fitting = Fitting(tuned, parts, declared, out, device, fresh)
+        run = fitting.fit(network, fit, "posterior")
+        if run.ranks.index > 0:
+            return None
+        network = run.finish()
+    made = finish(network, recipe, parts, declared, out, model.card.provenance)
+    if epochs:
+        fitting.clean()
+    return made
+
+
+def recipe_of(model: Model) -> Recipe:
+    """What the model was trained by."""
+    told = model.card.provenance.recipe
+    if told is None:
+        raise RecipeError(
+            "this artifact does not say what it was trained by, so there is no data to fine-tune it on. In Python, "
+            "dubito.models.pruning.prune prunes any network, and dubito.training.fit.Run trains it."
+        )
+    try:
+        return Recipe.model_validate(told)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RecipeError(f"the recipe inside this artifact cannot be followed: {place}: {first['msg']}.") from None

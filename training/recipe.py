@@ -1,0 +1,235 @@
+"""A recipe followed from start to end: data, network, fit, calibration, and the measured quality in the artifact."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dubito.models import bayesianize, build, load, save
+from dubito.models.architectures import Standardise, sizes_of
+from dubito.models.errors import DubitoError
+from dubito.models.manifest import Card, Classification, Input, Provenance, Regression, Task
+from dubito.models.model import Model
+from dubito.models.network import BayesianNetwork
+from dubito.training.calibrate import calibrate
+from dubito.training.checkpoint import resume, save_checkpoint
+from dubito.training.config import Fit, Recipe, RecipeError
+from dubito.training.data import Examples, Parts, divide, enter, input_of, read_data
+from dubito.training.evaluate import measure
+from dubito.training.fit import Epoch, Run
+from dubito.training.log import progress, write_csv, write_tensorboard
+from dubito.training.stop import stoppable
+
+REMEMBERED = 1024  # training inputs whose hashes stay in the artifact, to know them again
+BETWEEN = 60.0  # seconds between checkpoints inside an epoch
+
+
+class Stopped(DubitoError):
+    """Training was asked to stop, and left a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    model: Model
+    log: list[Epoch]
+
+
+def train(
+    recipe: Recipe,
+    out: Path,
+    *,
+    data_root: Path | None = None,
+    download: bool = False,
+    device: torch.device | None = None,
+    fresh: bool = False,
+) -> Trained | None:
+    """Fit, calibrate on the calibration part, measure on the test part, save; None on ranks other than the first.
+
+    Checkpoints stand beside `out` until it is written, and are taken up by the next call with the same recipe.
+    """
+    device = torch.device("cpu") if device is None else device
+    parts = read_parts(recipe, data_root, download)
+    declared = input_of(parts.train)
+    fitting = Fitting(recipe, parts, declared, out, device, fresh)
+    torch.manual_seed(recipe.seed)
+    net = build_network(recipe, parts, declared)
+    start: Literal["network", "prior"] = "prior" if recipe.network.weights is None else "network"
+    if recipe.fit.pretrain_epochs:
+        plain = recipe.fit.model_copy(update={"epochs": recipe.fit.pretrain_epochs, **NO_KL})
+        net = fitting.fit(bayesianize(net, "deterministic", task=task_of(parts)), plain, "plain").network.net.cpu()
+        start = "network"
+    torch.manual_seed(recipe.seed)
+    run = fitting.fit(make_bayesian(net, recipe, parts, start), recipe.fit, "posterior")
+    if run.ranks.index > 0:
+        return None
+    trained = Trained(finish(run.finish(), recipe, parts, declared, out), run.log)
+    fitting.clean()
+    return trained
+
+
+NO_KL = {"likelihood_epochs": 0, "warmup_epochs": 0, "kl": 0.0, "patience": None, "samples": 1}
+
+
+def read_parts(recipe: Recipe, root: Path | None, download: bool = False) -> Parts:
+    d, regression = recipe.data, recipe.task == "regression"
+    data = read_data(
+        d.name, root, download=download, regression=regression, target=d.target, size=d.size, split=d.split
+    )
+    if regression != (data.labels is None):
+        kind = "numbers" if data.labels is None else "classes"
+        raise RecipeError(f"the targets of {d.name} are {kind}, but the recipe's task is {recipe.task}: set task.")
+    if data.labels is not None and len(data.labels) < 2:
+        raise RecipeError(f"{d.name} has one class only ({data.labels[0]!r}); expected two or more to tell apart.")
+    return divide(data, d.validation, d.calibration, d.test, recipe.seed)
+
+
+def task_of(parts: Parts) -> Task:
+    if parts.labels is not None:
+        return Classification()
+    y = parts.train.y.double()
+    scale = y.std(0, unbiased=False)
+    return Regression(
+        outputs=y.shape[1], shift=tuple(y.mean(0).tolist()), scale=tuple(torch.where(scale > 0, scale, 1.0).tolist())
+    )
+
+
+def build_network(recipe: Recipe, parts: Parts, declared: Input) -> nn.Module:
+    """The plain network; what the data tells of its sizes need not stand in the recipe."""
+    outputs = parts.train.y.shape[1] if parts.labels is None else len(parts.labels)
+    told: dict[str, Any] = {"classes": outputs, "outputs": outputs, "inputs": parts.train.x[0].numel()}
+    if len(declared.shape) == 3:
+        told |= {"channels": declared.shape[0], "size": list(declared.shape[1:])}
+    taken = sizes_of(recipe.network.architecture)
+    arguments = {k: v for k, v in told.items() if k in taken} | recipe.network.arguments
+    net = build(recipe.network.architecture, **arguments)
+    for module in net.modules():
+        if isinstance(module, Standardise):
+            x = enter(parts.train.x, declared).flatten(1).double()
+            scale = x.std(0, unbiased=False)
+            module.shift.copy_(x.mean(0))
+            module.scale.copy_(torch.where(scale > 0, scale, 1.0))
+    if recipe.network.weights is not None:
+        _load_weights(net, recipe.network.weights)
+    return net
+
+
+def _load_weights(net: nn.Module, path: str) -> None:
+    try:
+        net.load_state_dict(load_file(path))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        first = " ".join(str(error).split())[:300]
+        raise RecipeError(f"network.weights: {path} cannot be loaded into the network: {first}.") from None
+
+
+def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["network", "prior"]) -> BayesianNetwork:
+    options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.posterior.options.items()}
+    layers: Any = recipe.posterior.layers or None
+    try:
+        return bayesianize(net, recipe.posterior.method, start=start, layers=layers, task=task_of(parts), **options)
+    except TypeError as error:
+        raise RecipeError(f"posterior.options: {error}.") from None
+
+
+def augmentation(recipe: Recipe) -> Callable[[Tensor], Tensor] | None:
+    """Transforms of torchvision.transforms.v2, one after the other, on uint8 pictures."""
+    if not recipe.data.augment:
+        return None
+    from torchvision.transforms import v2
+
+    made: list[nn.Module] = []
+    for entry in recipe.data.augment:
+        for name, arguments in entry.items():
+            kind = getattr(v2, name, None)
+            if not (isinstance(kind, type) and issubclass(kind, v2.Transform)):
+                raise RecipeError(f"data.augment: torchvision.transforms.v2 has no transform {name!r}.")
+            try:
+                made.append(kind(**arguments))
+            except (TypeError, ValueError) as error:
+                raise RecipeError(f"data.augment: {name} cannot be made with {arguments}: {error}.") from None
+    both: Callable[[Tensor], Tensor] = v2.Compose(made)
+    return both
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """Where the phases of a recipe are fitted, and what they leave beside the artifact on the way."""
+
+    recipe: Recipe
+    parts: Parts
+    declared: Input
+    out: Path
+    device: torch.device
+    fresh: bool = False
+
+    def checkpoint(self, phase: str) -> Path:
+        return self.out.with_name(f"{self.out.stem}.{phase}.checkpoint.safetensors")
+
+    def clean(self) -> None:
+        for phase in ("plain", "posterior"):
+            self.checkpoint(phase).unlink(missing_ok=True)
+
+    def fit(self, network: BayesianNetwork, fit: Fit, phase: Literal["plain", "posterior"]) -> Run:
+        """To the end, or until somebody asks to stop: then the checkpoint holds every step that was done."""
+        parts, path = self.parts, self.checkpoint(phase)
+        augment = augmentation(self.recipe)
+        run = Run(network, parts.train, parts.validation, self.declared, fit, self.recipe.seed, self.device, augment)
+        first = run.ranks.index == 0
+        if self.fresh and first:
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            resume(run, self.recipe, path)
+        saved = time.monotonic()
+
+        def pause() -> bool:
+            nonlocal saved
+            if first and time.monotonic() - saved > BETWEEN:
+                save_checkpoint(run, self.recipe, path)
+                saved = time.monotonic()
+            return stop()
+
+        with stoppable() as stop, progress(run, phase) as tell:
+            while not run.done:
+                ended = run.epoch(tell, pause)
+                if first:
+                    save_checkpoint(run, self.recipe, path)
+                    saved = time.monotonic()
+                    if ended:
+                        name = self.out.stem if phase == "posterior" else f"{self.out.stem}.{phase}"
+                        write_csv(run.log, self.out.with_name(f"{name}.csv"))
+                        write_tensorboard(run.log, self.out.with_name(f"{name}.tensorboard"))
+                if stop() and not run.done:
+                    raise Stopped(
+                        f"stopped after step {run.step} of {fit.epochs * len(run.batches)} ({phase}); "
+                        f"{path} holds it. The same command goes on from there."
+                    )
+        return run
+
+
+def finish(
+    network: BayesianNetwork, recipe: Recipe, parts: Parts, declared: Input, out: Path, origin: Provenance | None = None
+) -> Model:
+    """Saved, read back, calibrated and measured as it is stored, and saved with what was found."""
+    device = next(network.parameters()).device
+    if origin is None:
+        origin = Provenance(
+            recipe=recipe.model_dump(mode="json"),
+            data_hash=parts.hash,
+            seed=recipe.seed,
+            train_sample=tuple(sorted(_sample(parts.train, recipe.seed).fingerprints())),
+        )
+    card = Card(input=declared, labels=parts.labels, provenance=origin)
+    save(network, out, card=card, precision=recipe.precision)
+    model = calibrate(load(out).to(device), parts.calibration, recipe.calibrate, seed=recipe.seed)
+    model = model.with_card(metrics=measure(model, parts.test, seed=recipe.seed))
+    save(model, out)
+    return load(out)
+
+
+def _sample(train: Examples, seed: int) -> Examples:
+    return train[torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:REMEMBERED]]
