@@ -1,5 +1,6 @@
 """A prediction in words: per input, the fields that the command line and the REST reply share."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +13,41 @@ from dubito.models.uncertainty import Classified, Regressed
 
 def answers(prediction: Prediction, card: Card) -> list[dict[str, Any]]:
     """One dictionary per input; what needs calibration is None where there is none."""
-    summary = prediction.summary
-    if isinstance(summary, Classified):
-        return _classes(summary, prediction.samples, card)
-    return _values(summary, prediction.samples, card)
+    summary, settled = prediction.summary, prediction.settled
+    rules = _rules(prediction, card.calibration)
+    rows = _classes(summary, rules, card) if isinstance(summary, Classified) else _values(summary, rules)
+    if settled is not None:
+        rows = [row | {"samples": K} for row, K in zip(rows, settled.samples.tolist(), strict=True)]
+    return rows
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What decides about one input: each is None where it was not calibrated."""
+
+    ood: tuple[Measure, int, float] | None  # scores of the measure above the threshold are flagged; for K draws
+    quantile: float | None  # conformal scores within it fit
+
+
+def _rules(prediction: Prediction, calibration: Calibration | None) -> list[Rule]:
+    """By the draws that each input got."""
+    settled = prediction.settled
+    n = len(next(iter(scores(prediction.summary).values())))
+    if calibration is None:
+        return [Rule(None, None)] * n
+    if settled is None:
+        return [rule_for(calibration, prediction.samples)] * n
+    auto = calibration.auto
+    drawn: list[int] = settled.samples.tolist()
+    if auto is None or (auto.tolerance, auto.max_samples) != (settled.tolerance, settled.max_samples):
+        return [rule_for(calibration, K) for K in drawn]
+    measure = calibration.measure
+    return [Rule((measure, K, auto.thresholds[measure]), auto.quantile) for K in drawn]
+
+
+def rule_for(calibration: Calibration, K: int) -> Rule:
+    quantile = at_or_below(calibration.quantiles, K)
+    return Rule(threshold_for(calibration, K), None if quantile is None else quantile[1])
 
 
 def label_of(card: Card, index: int) -> str:
@@ -44,15 +76,14 @@ def threshold_for(calibration: Calibration, K: int) -> tuple[Measure, int, float
     return None if chosen is None else (measure, *chosen)
 
 
-def _classes(s: Classified, K: int, card: Card) -> list[dict[str, Any]]:
-    quantile = None if card.calibration is None else at_or_below(card.calibration.quantiles, K)
-    oods = _oods(s, K, card.calibration)
+def _classes(s: Classified, rules: list[Rule], card: Card) -> list[dict[str, Any]]:
+    oods = _oods(s, rules)
     rows = []
     for i, p in enumerate(s.probabilities.tolist()):
         leading = max(range(len(p)), key=p.__getitem__)
-        fitting = None
+        fitting, quantile = None, rules[i].quantile
         if quantile is not None:  # conformal: a class fits where 1 − p is within the quantile; none may fit
-            fitting = [label_of(card, c) for c, share in enumerate(p) if 1 - share <= quantile[1]]
+            fitting = [label_of(card, c) for c, share in enumerate(p) if 1 - share <= quantile]
         rows.append(
             {
                 "label": label_of(card, leading),
@@ -69,15 +100,14 @@ def _classes(s: Classified, K: int, card: Card) -> list[dict[str, Any]]:
     return rows
 
 
-def _values(s: Regressed, K: int, card: Card) -> list[dict[str, Any]]:
-    oods = _oods(s, K, card.calibration)
-    quantile = None if card.calibration is None else at_or_below(card.calibration.quantiles, K)
+def _values(s: Regressed, rules: list[Rule]) -> list[dict[str, Any]]:
+    oods = _oods(s, rules)
     std = (s.epistemic_variance + s.aleatoric_variance).sqrt()
     rows = []
     for i, mean in enumerate(s.mean.tolist()):
-        interval = None
+        interval, quantile = None, rules[i].quantile
         if quantile is not None:
-            interval = [[m - quantile[1] * d, m + quantile[1] * d] for m, d in zip(mean, std[i].tolist(), strict=True)]
+            interval = [[m - quantile * d, m + quantile * d] for m, d in zip(mean, std[i].tolist(), strict=True)]
         rows.append(
             {
                 "mean": mean,
@@ -90,13 +120,16 @@ def _values(s: Regressed, K: int, card: Card) -> list[dict[str, Any]]:
     return rows
 
 
-def _oods(summary: Classified | Regressed, K: int, calibration: Calibration | None) -> list[dict[str, Any] | None]:
-    doubts = scores(summary)
-    rule = None if calibration is None else threshold_for(calibration, K)
-    if rule is None or rule[0] not in doubts:
-        return [None] * len(next(iter(doubts.values())))
-    measure, samples, threshold = rule
-    return [
-        {"flag": score > threshold, "score": score, "threshold": threshold, "measure": measure, "samples": samples}
-        for score in doubts[measure].tolist()
-    ]
+def _oods(summary: Classified | Regressed, rules: list[Rule]) -> list[dict[str, Any] | None]:
+    doubts = {measure: values.tolist() for measure, values in scores(summary).items()}
+    found: list[dict[str, Any] | None] = []
+    for i, rule in enumerate(rules):
+        if rule.ood is None or rule.ood[0] not in doubts:
+            found.append(None)
+            continue
+        measure, samples, threshold = rule.ood
+        score = doubts[measure][i]
+        found.append(
+            {"flag": score > threshold, "score": score, "threshold": threshold, "measure": measure, "samples": samples}
+        )
+    return found

@@ -138,6 +138,15 @@ class Input(Strict):
         return self
 
 
+class Auto(Strict):
+    """What holds where each input got the draws that its answer needed to settle, by this tolerance and limit."""
+
+    tolerance: Share
+    max_samples: Annotated[int, Field(gt=0)]
+    thresholds: dict[Measure, FiniteFloat]
+    quantile: FiniteFloat
+
+
 class Calibration(Strict):
     """Chosen on held-out data for a grid of K: the grid point at or below the K really drawn is used.
 
@@ -150,6 +159,7 @@ class Calibration(Strict):
     measure: Measure  # the default OOD measure
     thresholds: dict[Measure, dict[NonNegativeInt, FiniteFloat]]
     quantiles: dict[NonNegativeInt, FiniteFloat]  # of the conformal score 1 − p_y; regression: of |y − mean|/std
+    auto: Auto | None = None  # of `samples="auto"`
     temperature: Positive = 1.0
 
     @model_validator(mode="after")

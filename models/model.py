@@ -3,10 +3,12 @@
 import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dubito.models.adaptive import AT_MOST, TOLERANCE, predict_settled
 from dubito.models.errors import InputError
 from dubito.models.manifest import Card, Manifest
 from dubito.models.network import BayesianNetwork, NetworkFactors
@@ -31,28 +33,39 @@ class Model:
     def predict(
         self,
         x: Tensor,
-        samples: int = 20,
+        samples: int | Literal["auto"] = 20,
         seed: int | None = None,
         *,
         keep_outputs: bool = False,
         max_rows: int | None = None,
+        tolerance: float = TOLERANCE,
+        max_samples: int = AT_MOST,
     ) -> Prediction:
-        """K draws for inputs (B, ...) in the space that the manifest declares; `prediction.predict` says the rest."""
+        """K draws for inputs (B, ...) in the space that the manifest declares; `prediction.predict` says the rest.
+
+        With "auto", as many as each input's answer needs to settle: `adaptive.predict_settled` says how.
+        """
         declared = self.card.input
         if declared is not None and isinstance(x, Tensor) and tuple(x.shape[1:]) != declared.shape:
             raise InputError(
                 f"inputs have shape {tuple(x.shape)}; this model takes (B, {', '.join(map(str, declared.shape))})."
             )
-        calibration = self.card.calibration
+        T = 1.0 if self.card.calibration is None else self.card.calibration.temperature
+        if samples == "auto":
+            if keep_outputs:
+                raise InputError('samples is "auto", so inputs differ in their draws; keep_outputs needs a number.')
+            return predict_settled(
+                self.network,
+                self.factors,
+                x,
+                seed,
+                tolerance=tolerance,
+                max_samples=max_samples,
+                max_rows=max_rows,
+                temperature=T,
+            )
         return predict(
-            self.network,
-            self.factors,
-            x,
-            samples,
-            seed,
-            keep_outputs=keep_outputs,
-            max_rows=max_rows,
-            temperature=1.0 if calibration is None else calibration.temperature,
+            self.network, self.factors, x, samples, seed, keep_outputs=keep_outputs, max_rows=max_rows, temperature=T
         )
 
     def with_card(self, **changes: object) -> "Model":

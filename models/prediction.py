@@ -24,11 +24,21 @@ NOISE = 1 << 26  # normals held at a time: 256 MB
 
 
 @dataclass(frozen=True)
+class Settled:
+    """How `samples="auto"` went."""
+
+    samples: Tensor  # (B,) draws of each input
+    tolerance: float
+    max_samples: int
+
+
+@dataclass(frozen=True)
 class Prediction:
     summary: Classified | Regressed
     samples: int  # K really drawn: 1 for a deterministic network, 0 for the posterior mean (of each member)
     seed: int  # gives the same draws again
     outputs: Tensor | None  # (K, B, ...) logits or means of each draw, where asked for
+    settled: Settled | None = None  # of `samples="auto"`, where `samples` is the most that any input needed
 
 
 def predict(
@@ -50,57 +60,71 @@ def predict(
     passes.
     """
     K, noisy = _samples(factors, samples)
-    seed = _seed(seed)
-    x = _checked(network, x)
-    plan = cheapest(network, factors) if plan is None else plan
-    max_rows = _rows(network, x) if max_rows is None else max_rows
-    chunk = max(1, min(max_rows // len(x), NOISE // max(1, factors.normals)))
-    if network in _not_foldable:
-        chunk = 1
-    try:
-        return _collect(network, factors, x, K, noisy, seed, plan, max_rows, chunk, keep_outputs, temperature)
-    except FoldError:
-        if chunk == 1:
-            raise
-    _not_foldable.add(network)  # one sample at a time, then: slower, and right
-    return _collect(network, factors, x, K, noisy, seed, plan, max_rows, 1, keep_outputs, temperature)
-
-
-_not_foldable: WeakSet[BayesianNetwork] = WeakSet()
-_folds: WeakKeyDictionary[BayesianNetwork, set[tuple[int, ...]]] = WeakKeyDictionary()  # checked, by shape of an input
-
-
-def _collect(
-    network: BayesianNetwork,
-    factors: NetworkFactors,
-    x: Tensor,
-    K: int,
-    noisy: bool,
-    seed: int,
-    plan: Mapping[str, How],
-    max_rows: int,
-    chunk: int,
-    keep_outputs: bool,
-    temperature: float,
-) -> Prediction:
-    normals = Normals(seed, x.device)
+    job = Job.of(network, factors, x, seed, plan, max_rows, temperature)
     tally = tally_for(network)
     kept: list[Tensor] = []
+    chunk = max(1, min(job.max_rows // len(job.x), NOISE // max(1, factors.normals)))
     with evaluating(network), torch.inference_mode():
         for start in range(0, K, chunk):
             k = min(chunk, K - start)
-            noise = normals.rows(k, factors.normals) if noisy else None
-            draws = Draws(k, noise, seed, start)
-            outputs = _forward(network, factors, draws, plan, x, max_rows)
-            _check_outputs(network, outputs)
-            if k > 1 and tuple(x.shape) not in _folds.setdefault(network, set()):
-                _check_folding(network, factors, draws, plan, x, outputs)
-            outputs = outputs / temperature if temperature != 1 else outputs
+            noise = job.normals.rows(k, factors.normals) if noisy else None
+            outputs = job.outputs(job.x, Draws(k, noise, job.seed, start))
             tally.add(outputs)
             if keep_outputs:
                 kept.append(outputs)
         samples = K if noisy or not factors.random else 0
-        return Prediction(_finite(tally.summary()), samples, seed, torch.cat(kept) if keep_outputs else None)
+        return Prediction(finite(tally.summary()), samples, job.seed, torch.cat(kept) if keep_outputs else None)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request, checked: what each of its passes needs."""
+
+    network: BayesianNetwork
+    factors: NetworkFactors
+    x: Tensor  # (B, ...)
+    seed: int
+    normals: Normals  # the seed's stream
+    plan: Mapping[str, How]
+    max_rows: int
+    temperature: float
+
+    @classmethod
+    def of(
+        cls,
+        network: BayesianNetwork,
+        factors: NetworkFactors,
+        x: Tensor,
+        seed: int | None,
+        plan: Mapping[str, How] | None,
+        max_rows: int | None,
+        temperature: float,
+    ) -> "Job":
+        seed, x = _seed(seed), _checked(network, x)
+        plan = cheapest(network, factors) if plan is None else plan
+        rows = _rows(network, x) if max_rows is None else max_rows
+        return cls(network, factors, x, seed, Normals(seed, x.device), plan, rows, temperature)
+
+    def outputs(self, x: Tensor, draws: Draws) -> Tensor:
+        """Logits or means (K, B, ...) of these draws for some of the inputs."""
+        network = self.network
+        if draws.K > 1 and network not in _not_foldable:
+            try:
+                return self._folded(x, draws)
+            except FoldError:
+                _not_foldable.add(network)  # one sample at a time, then: slower, and right
+        return torch.cat([self._folded(x, draws.part(k, 1)) for k in range(draws.K)])
+
+    def _folded(self, x: Tensor, draws: Draws) -> Tensor:
+        outputs = _forward(self.network, self.factors, draws, self.plan, x, self.max_rows)
+        _check_outputs(self.network, outputs)
+        if draws.K > 1 and tuple(x.shape) not in _folds.setdefault(self.network, set()):
+            _check_folding(self.network, self.factors, draws, self.plan, x, outputs)
+        return outputs / self.temperature if self.temperature != 1 else outputs
+
+
+_not_foldable: WeakSet[BayesianNetwork] = WeakSet()
+_folds: WeakKeyDictionary[BayesianNetwork, set[tuple[int, ...]]] = WeakKeyDictionary()  # checked, by shape of an input
 
 
 def _check_folding(
@@ -204,7 +228,7 @@ def _check_outputs(network: BayesianNetwork, outputs: Tensor) -> None:
         )
 
 
-def _finite(summary: Classified | Regressed) -> Classified | Regressed:
+def finite(summary: Classified | Regressed) -> Classified | Regressed:
     answer = summary.probabilities if isinstance(summary, Classified) else summary.mean
     bad = ~answer.isfinite().all(1)
     if bad.any():

@@ -33,7 +33,14 @@ def entropy(log_p: Tensor) -> Tensor:
     return each.sum(-1)
 
 
-def _wide(x: Tensor) -> Tensor:
+def classified(p: Tensor, expected: Tensor) -> Classified:
+    """From means over draws: probabilities (B, C) and entropies (B,)."""
+    total = torch.special.entr(p).sum(-1)
+    knowledge = (total - expected).clamp(min=0)  # exactly ≥ 0 by Jensen; only rounding goes below
+    return Classified(*(t.float() for t in (p, total, expected, knowledge)))
+
+
+def wide(x: Tensor) -> Tensor:
     """Sums over draws are kept in float64: mutual information is a small difference of large numbers."""
     return x.double() if x.device.type != "mps" else x.float()  # MPS has no float64
 
@@ -48,7 +55,7 @@ class ClassTally:
 
     def add(self, logits: Tensor) -> None:
         """(k, B, C) logits in any floating type."""
-        log_p = _wide(logits).log_softmax(-1)
+        log_p = wide(logits).log_softmax(-1)
         self.p = self.p + log_p.exp().sum(0)
         self.H = self.H + entropy(log_p).sum(0)
         self.K += len(logits)
@@ -56,10 +63,7 @@ class ClassTally:
     def summary(self) -> Classified:
         assert isinstance(self.p, Tensor)
         assert isinstance(self.H, Tensor)
-        p, expected = self.p / self.K, self.H / self.K
-        total = torch.special.entr(p).sum(-1)
-        knowledge = (total - expected).clamp(min=0)  # exactly ≥ 0 by Jensen; only rounding goes below
-        return Classified(*(t.float() for t in (p, total, expected, knowledge)))
+        return classified(self.p / self.K, self.H / self.K)
 
 
 class ValueTally:
@@ -67,14 +71,14 @@ class ValueTally:
 
     def __init__(self, noise: Tensor, shift: Tensor, scale: Tensor) -> None:
         """Standard deviation of the targets in the network's units, and the targets' own location and scale."""
-        self.noise, self.shift, self.scale = (_wide(t) for t in (noise, shift, scale))
+        self.noise, self.shift, self.scale = (wide(t) for t in (noise, shift, scale))
         self.K = 0
         self.mean: Tensor | float = 0.0
         self.M2: Tensor | float = 0.0
 
     def add(self, outputs: Tensor) -> None:
         """(k, B, D) means, in the network's units."""
-        for value in _wide(outputs):
+        for value in wide(outputs):
             self.K += 1
             delta = value - self.mean
             self.mean = self.mean + delta / self.K
@@ -83,9 +87,13 @@ class ValueTally:
     def summary(self) -> Regressed:
         assert isinstance(self.mean, Tensor)
         assert isinstance(self.M2, Tensor)
-        epistemic = self.M2 / self.K * self.scale.square()
+        return self.regressed(self.mean, self.M2 / self.K)
+
+    def regressed(self, mean: Tensor, variance: Tensor) -> Regressed:
+        """From mean and variance over draws, in the network's units."""
+        epistemic = variance * self.scale.square()
         aleatoric = (self.noise * self.scale).square().expand_as(epistemic)
-        return Regressed((self.mean * self.scale + self.shift).float(), epistemic.float(), aleatoric.float())
+        return Regressed((mean * self.scale + self.shift).float(), epistemic.float(), aleatoric.float())
 
 
 def summarise(logits: Tensor) -> Classified:

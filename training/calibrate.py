@@ -6,15 +6,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dubito.models.adaptive import AT_MOST, TOLERANCE
 from dubito.models.answers import scores
 from dubito.models.directions import set_directions
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Calibration, Measure
+from dubito.models.manifest import Auto, Calibration, Measure
 from dubito.models.model import Model
 from dubito.models.uncertainty import Classified
 from dubito.training.config import Calibrate
 from dubito.training.data import Examples, enter
-from dubito.training.evaluate import Summary, ask, check, declared_by, drawn
+from dubito.training.evaluate import Summary, ask, ask_settled, check, declared_by, drawn
 from dubito.training.metrics import auroc
 
 GRID = (1, 2, 4, 8, 16, 20, 32, 64)  # and 0, the posterior mean
@@ -58,12 +59,23 @@ def calibrate(model: Model, held: Examples, settings: Calibrate | None = None, *
         for measure, values in scores(summary).items():
             thresholds.setdefault(measure, {})[K] = outer_quantile(values, 1 - settings.false_positive_rate)
     quantiles = {K: outer_quantile(strangeness(s, held.y), settings.coverage) for K, s in sorted(drawn_for.items())}
+    settled = ask_settled(model, held.x, seed)
+    auto = None
+    if settled is not None:
+        summary, _ = settled
+        auto = Auto(
+            tolerance=TOLERANCE,
+            max_samples=AT_MOST,
+            thresholds={m: outer_quantile(v, 1 - settings.false_positive_rate) for m, v in scores(summary).items()},
+            quantile=outer_quantile(strangeness(summary, held.y), settings.coverage),
+        )
     found = Calibration(
         false_positive_rate=settings.false_positive_rate,
         coverage=settings.coverage,
         measure=choose_measure(model, held, seed),
         thresholds=thresholds,
         quantiles=quantiles,
+        auto=auto,
         temperature=T,
     )
     return model.with_card(calibration=found)
@@ -82,8 +94,14 @@ def _check_enough(n: int, settings: Calibrate) -> None:
 
 def _nothing_yet(settings: Calibrate, T: float) -> Calibration:
     """A calibration that holds the temperature alone, under which the rest is found."""
-    rates = {"false_positive_rate": settings.false_positive_rate, "coverage": settings.coverage}
-    return Calibration(**rates, measure="entropy", thresholds={"entropy": {0: 0}}, quantiles={0: 0}, temperature=T)
+    return Calibration(
+        false_positive_rate=settings.false_positive_rate,
+        coverage=settings.coverage,
+        measure="entropy",
+        thresholds={"entropy": {0: 0}},
+        quantiles={0: 0},
+        temperature=T,
+    )
 
 
 def outer_quantile(values: Tensor, share: float) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dubito.models.adaptive import AT_MOST, TOLERANCE
 from dubito.models.answers import scores, threshold_for
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Calibration, Input, Measure, at_or_below
@@ -84,6 +85,9 @@ def evaluate(
         **_quality(inside, examples.y, K, calibration, errors=True),
         "curve": [{"samples": k, **_quality(s, examples.y, k, calibration, errors=True)} for k, s in curve.items()],
     }
+    settled = ask_settled(model, examples.x, seed)
+    if settled is not None:
+        figures["auto"] = _auto(*settled, examples.y, calibration)
     if isinstance(inside, Classified):
         figures["reliability"] = [vars(b) for b in metrics.reliability(inside.probabilities, examples.y)]
     if outside:
@@ -160,6 +164,17 @@ def _promises(calibration: Calibration | None) -> Figures | None:
     return calibration.model_dump(include={"coverage", "false_positive_rate", "measure", "temperature"})
 
 
+def _auto(summary: Summary, drawn_: Tensor, y: Tensor, calibration: Calibration | None) -> Figures:
+    """The same with `samples="auto"`, whose thresholds are of their own."""
+    told = None if calibration is None else calibration.auto
+    if calibration is not None and told is not None:
+        thresholds = {m: {0: value} for m, value in told.thresholds.items()}
+        calibration = calibration.model_copy(update={"thresholds": thresholds, "quantiles": {0: told.quantile}})
+    mean = float(drawn_.double().mean())
+    limits = {"tolerance": TOLERANCE, "max_samples": AT_MOST, "mean_samples": mean}
+    return limits | _quality(summary, y, AT_MOST, calibration, errors=True)
+
+
 def _detection(inside: Summary, outside: Summary, K: int, calibration: Calibration | None) -> Figures:
     """How well each measure tells the outside from the inside, and how often the flags fire there."""
     near, far = scores(inside), scores(outside)
@@ -190,6 +205,22 @@ def ask(
             advance(len(piece) * max(1, *grid))
     order = torch.cat(rows).argsort()
     return {K: _joined(parts, order) for K, parts in found.items()}
+
+
+def ask_settled(model: Model, x: Tensor, seed: int) -> tuple[Summary, Tensor] | None:
+    """The answers with `samples="auto"`, and the draws (N,) that each took; None where draws are never needed."""
+    rows = [torch.arange(i, len(x), REQUESTS) for i in range(min(REQUESTS, len(x)))]
+    found: list[Summary] = []
+    drawn_: list[Tensor] = []
+    for i, request in enumerate(rows):
+        for piece in request.split(OUTPUTS // AT_MOST):
+            prediction = model.predict(enter(x[piece], declared_by(model)), "auto", seed + i)
+            if prediction.settled is None:
+                return None
+            found.append(prediction.summary)
+            drawn_.append(prediction.settled.samples)
+    order = torch.cat(rows).argsort()
+    return _joined(found, order), torch.cat(drawn_)[order]
 
 
 def _nested(model: Model, x: Tensor, grid: list[int], seed: int) -> dict[int, Summary]:
