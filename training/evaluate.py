@@ -153,7 +153,7 @@ def _promised(summary: Summary, y: Tensor, K: int, calibration: Calibration | No
     elif quantile is not None and isinstance(summary, Regressed):
         half = quantile[1] * (summary.epistemic_variance + summary.aleatoric_variance).double().sqrt()  # (N, D)
         inside = (y.double() - summary.mean.double()).abs() <= half
-        found = {"coverage": inside.double().mean(-1), "width": 2 * half.mean(-1)}
+        found = {"coverage": inside.all(-1), "width": 2 * half.mean(-1)}  # all outputs at once, as calibrated
     flagged = flags(summary, K, calibration)
     return found if flagged is None else {**found, "ood_rate": flagged}
 

@@ -177,8 +177,8 @@ def test_regression_in_the_targets_own_units(curve: Model) -> None:
         spreads = zip(row["mean"], row["epistemic_variance"], row["aleatoric_variance"], row["y"], strict=True)
         return math.fsum(-math.log(2 * math.pi * (e + a)) / 2 - (y - m) ** 2 / (2 * (e + a)) for m, e, a, y in spreads)
 
-    def inside(row: dict[str, Any]) -> float:
-        return mean(low <= y <= high for (low, high), y in zip(row["interval"], row["y"], strict=True))
+    def inside(row: dict[str, Any]) -> bool:
+        return all(low <= y <= high for (low, high), y in zip(row["interval"], row["y"], strict=True))
 
     squares = [(m - y) ** 2 for row in rows for m, y in zip(row["mean"], row["y"], strict=True)]
     found = measure(curve, examples)
