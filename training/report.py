@@ -20,7 +20,17 @@ from dubito.training.evaluate import Evaluation
 from dubito.training.markup import STYLE, pictures, section, table, text
 from dubito.training.metrics import Bin
 from dubito.training.plots import Panel
-from dubito.training.table import CURVE, NAMES, PERCENT, PROMISES, SHIFT, mean_by_severity, number, with_error
+from dubito.training.table import (
+    CURVE,
+    NAMES,
+    PERCENT,
+    PROMISES,
+    SHIFT,
+    curve_with_auto,
+    mean_by_severity,
+    number,
+    with_error,
+)
 
 DOTS = 400  # examples in a scatter plot
 LEVELS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # of nominal intervals
@@ -241,10 +251,14 @@ def _draws(e: Evaluation) -> str:
         (plots.draw(_over_draws(curve, n, _title(n))), f"{_title(n)} over the number of draws.") for n in quality
     ]
     names = [n for n in CURVE if n in curve[-1]]
-    rows = [[str(row["samples"]), *(with_error(n, row) if n in row else "" for n in names)] for row in curve]
+    rows = [
+        [str(row["samples"]), *(with_error(n, row) if n in row else "" for n in names)]
+        for row in curve_with_auto(e.figures)
+    ]
     return section(
         "More draws",
-        "Each answer averages K draws from the posterior: more cost more time, and help up to a point.",
+        "Each answer averages K draws from the posterior: more cost more time, and help up to a point. With K = auto "
+        "each input gets as many as its answer needs to settle.",
         pictures(figures),
         table(["K", *(NAMES[n] for n in names)], rows),
     )

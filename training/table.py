@@ -45,6 +45,14 @@ def mean_by_severity(families: Mapping[str, list[dict[str, float]]]) -> list[dic
     return [{name: sum(row[name] for row in group) / len(group) for name in group[0]} for group in rows]
 
 
+def curve_with_auto(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the K curve, and as the last the K that each input needs."""
+    rows = list(figures["curve"])
+    if "auto" in figures:
+        rows.append({**figures["auto"], "samples": f"auto, ø {figures['auto']['mean_samples']:.1f}"})
+    return rows
+
+
 def show(about: Mapping[str, str], figures: Mapping[str, Any]) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     draws = f"K = {figures['samples']}, seed {figures['seed']}" if figures["samples"] else "posterior mean"
@@ -66,7 +74,7 @@ def show(about: Mapping[str, str], figures: Mapping[str, Any]) -> None:
         title = f"under shift: {what}, {n:,} pictures"
         console.print(_rows(rows, "severity", title, SHIFT))
     if len(figures["curve"]) > 1:
-        console.print(_rows(figures["curve"], "samples", "as draws are added", CURVE))
+        console.print(_rows(curve_with_auto(figures), "samples", "as draws are added", CURVE))
     if "report" in about:
         console.print(clean(f"wrote {about['report']}"))
 
@@ -104,9 +112,10 @@ def _outside(figures: Mapping[str, Any]) -> Table:
     return table
 
 
-def _rows(rows: list[dict[str, float]], key: str, title: str, names: tuple[str, ...]) -> Table:
+def _rows(rows: list[dict[str, Any]], key: str, title: str, names: tuple[str, ...]) -> Table:
     names = tuple(name for name in names if any(name in row for row in rows))
     table = Table("K" if key == "samples" else key, *(NAMES[name] for name in names), title=title, box=SIMPLE)
     for row in rows:
-        table.add_row(f"{row[key]:g}", *(number(name, row[name]) if name in row else "" for name in names))
+        first = row[key] if isinstance(row[key], str) else f"{row[key]:g}"
+        table.add_row(first, *(number(name, row[name]) if name in row else "" for name in names))
     return table

@@ -110,11 +110,11 @@ def classified(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
     declared = Input(shape=(1, 8, 8), image=Image(mean=(0.3,), std=(0.4,)))
     network = bayesianize(net, "mc-dropout", rate=0.2)
     model = made(tmp_path_factory.mktemp("m"), network, input=declared, labels=HOSTILE, calibration=calibration)
-    examples = read_data("digits").train[:200]
+    examples = read_data("digits").train[:120]
     noise = torch.randint(256, (50, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     outside = {
         "npz:<b>$noise$</b>.npz": Examples(noise, torch.zeros(50)),
-        "a" * 60 + "猫": Examples(examples.x.flip(3), torch.zeros(200)),
+        "a" * 60 + "猫": Examples(examples.x.flip(3), torch.zeros(120)),
     }
     return evaluate(model, examples, outside, shift=True, samples=6)
 
@@ -198,8 +198,11 @@ def test_the_numbers_are_the_evaluations(classified: Evaluation, root: Node) -> 
     assert cards["NLL"] == f"{f['nll']:.4g}"
     assert cards["AUROC, npz:<b>$noise$</b>.npz"] == f"{f['auroc']:.3f}"
     rows = [[td.text for td in tr.all("td")] for tr in sections(root)["More draws"].all("tr")[1:]]
-    assert [row[0] for row in rows] == [str(row["samples"]) for row in f["curve"]]
-    assert [row[1] for row in rows] == [f"{row['accuracy']:.2%}" for row in f["curve"]]
+    assert [row[0] for row in rows] == [
+        *(str(r["samples"]) for r in f["curve"]),
+        f"auto, ø {f['auto']['mean_samples']:.1f}",
+    ]
+    assert [row[1] for row in rows] == [f"{row['accuracy']:.2%}" for row in (*f["curve"], f["auto"])]
     shifted = [[td.text for td in tr.all("td")] for tr in sections(root)["Shift"].all("tr")[1:]]
     expected = [f["shift"]["clean"], *f["shift"]["families"]["rotation"]]
     assert shifted == [["rotation", *(f"{row['accuracy']:.2%}" for row in expected)]]
@@ -244,7 +247,7 @@ def test_regression_and_vectors(tmp_path: Path) -> None:
         quantiles={1: 1.7},
     )
     model = made(tmp_path, network, input=Input(shape=(12,)), calibration=calibration)
-    examples = Examples(torch.randn(500, 12), 10 * torch.randn(500, 2))
+    examples = Examples(torch.randn(450, 12), 10 * torch.randn(450, 2))
     far = Examples(torch.randn(30, 12) * 5, torch.zeros(30, 2))
     found = sections(read(page(evaluate(model, examples, {"far": far}), ABOUT)))
     drawn = svgs(found["Predictions"])
