@@ -1,6 +1,8 @@
 """A Gaussian with full covariance over one tensor: q of FCG-U (over V) and FCG-W (over W)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +17,22 @@ LIMIT = 1024  # entries of the tensor: the covariance is its square (1024: 2 MB 
 
 @dataclass(frozen=True)
 class FrozenFullCovariance(Value):
-    centre: Tensor  # (*shape)
-    root: Tensor  # (n, n)  lower triangular, root rootᵀ = covariance of the flattened tensor
+    """Of one tensor, or of several that are independent of each other, stacked."""
+
+    centre: Tensor  # (..., *shape)
+    root: Tensor  # (..., n, n)  lower triangular, root rootᵀ = covariance of the flattened tensor
     members: int = 0
 
     @property
     def normals(self) -> int:
-        return len(self.root)
+        return self.root.shape[:-1].numel()
 
     def mean(self, member: Tensor | None) -> Tensor:
         return self.centre[None]
 
     def draw(self, noise: Tensor, member: Tensor | None) -> Tensor:
-        return self.centre + (noise @ self.root.T).view(-1, *self.centre.shape)
+        rows = noise.view(-1, *self.root.shape[:-1]).movedim(0, -2)  # (..., K, n)
+        return self.centre + (rows @ self.root.mT).movedim(-2, 0).reshape(-1, *self.centre.shape)
 
 
 class FullCovariance(nn.Module):
@@ -46,11 +51,23 @@ class FullCovariance(nn.Module):
     def freeze(self) -> FrozenFullCovariance:
         return FrozenFullCovariance(self.centre(), self.spread()[:, None] * self._correlation())
 
+    @classmethod
+    def freeze_together(cls, runs: Sequence[Sequence[Self]]) -> list[FrozenFullCovariance]:
+        frozen = [[law.freeze() for law in run] for run in runs]
+        return [
+            FrozenFullCovariance(torch.stack([q.centre for q in run]), torch.stack([q.root for q in run]))
+            for run in frozen
+        ]
+
     def kl(self, prior: float) -> Tensor:
         m: Tensor = self.centre() / prior
         s: Tensor = self.spread() / prior
         log_det = s.log().sum() + self._correlation().diagonal().log().sum()
         return (m.square().sum() + s.square().sum() - len(s)) / 2 - log_det
+
+    @classmethod
+    def kl_together(cls, laws: Sequence[Self], prior: float) -> Tensor:
+        return torch.stack([law.kl(prior) for law in laws]).sum()
 
     def _correlation(self) -> Tensor:
         n = len(self.spread.raw)

@@ -230,7 +230,7 @@ def apply(geometry: Geometry, x: Tensor, operand: Operand, K: int, how: How, cha
 def _dense(geometry: Geometry, x: Tensor, W: Tensor, K: int, how: How) -> Tensor:
     W = W.to(x.dtype)
     if len(W) == 1:
-        return geometry.dense(x, W[0])
+        return geometry.dense(x, W.squeeze(0))  # an index would fill a gradient with zeros first
     if how == "batch":
         return geometry.batched(x, W)
     return torch.cat([geometry.dense(rows, W_k) for rows, W_k in zip(x.chunk(K), W, strict=True)])

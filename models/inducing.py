@@ -1,6 +1,6 @@
 """Inducing weights [Ritter21]: a small V decides a large W through two projections. FFG-U, FCG-U and Ensemble-U."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +18,7 @@ from dubito.models.matheron import (
     sides,
     whiten,
 )
-from dubito.models.parameters import Free, Optional, Positive
+from dubito.models.parameters import Free, Optional, Positive, alike, in_a_row, together
 from dubito.models.posterior import Dense, Factored, Frozen, Law, Value
 
 FLOOR_D = 1e-6
@@ -113,12 +113,12 @@ class InducingFactors(WithV):
 
 @dataclass(frozen=True)
 class TrainableInducing(WithV):
-    """The same law for a training step: differentiable, and every draw a dense W (exact noise)."""
+    """The same law for a training step, of n layers of one kind: differentiable, every draw a dense W (exact noise)."""
 
     r: Side
     c: Side
-    q_V: Frozen | None
-    lam: Tensor | None
+    q_V: Frozen | None  # over (n, M_out, M_in)
+    lam: Tensor | None  # (n, 1, 1)
     sigma: float
 
     @property
@@ -127,19 +127,36 @@ class TrainableInducing(WithV):
 
     def _parts(self) -> tuple[int, int]:
         of_V = self.normals_of_V
-        return of_V, 0 if self.lam is None else self.r.P.shape[1] * self.c.P.shape[1]
+        n, tall, wide = len(self.r.P), self.r.P.shape[2], self.c.P.shape[2]
+        return of_V, 0 if self.lam is None else n * tall * wide
 
     def mean(self, member: Tensor | None, V: Tensor | None = None) -> Dense:
-        V = self.mean_V(member, V)
-        return Dense(self.sigma * self.r.A @ V @ self.c.A.mT)
+        """Of a layer alone, as is `draw`: V is (K, M_out, M_in)."""
+        return Dense(self._means(self.mean_V(member, _among_layers(V)))[:, 0])
 
     def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Dense:
+        (W,) = self.draw_each(noise, member, _among_layers(V))
+        return W
+
+    def draw_each(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> list[Dense]:
+        """Every layer's K samples; V (K, n, M_out, M_in) where a hierarchy has drawn it already."""
         for_V, for_W = noise.split(self._parts(), dim=1)
         V = self.draw_V(for_V, member, V)
         if self.lam is None:
-            return self.mean(member, V)
-        N = for_W.view(len(noise), self.r.P.shape[1], self.c.P.shape[1])
-        return Dense(draw_jointly(self.r, self.c, V, self.lam, self.sigma, N))
+            W = self._means(V)
+        else:
+            N = for_W.view(len(noise), len(self.r.P), self.r.P.shape[2], self.c.P.shape[2])
+            W = draw_jointly(self.r, self.c, V, self.lam, self.sigma, N)
+        return [Dense(w) for w in (W.unbind(1) if W.shape[1] > 1 else [W.squeeze(1)])]
+
+    def _means(self, V: Tensor) -> Tensor:
+        """(K, n, M_out, M_in) -> (K, n, d_out, d_in)."""
+        return self.sigma * self.r.A @ V @ self.c.A.mT
+
+
+def _among_layers(V: Tensor | None) -> Tensor | None:
+    """(..., M_out, M_in) -> (..., 1, M_out, M_in)."""
+    return None if V is None else V.unsqueeze(-3)
 
 
 class Inducing(Optional):
@@ -174,6 +191,12 @@ class Inducing(Optional):
     def shape(self) -> tuple[int, int]:
         return self.Z_r.value.shape[1], self.Z_c.value.shape[1]
 
+    @property
+    def kind(self) -> Hashable:
+        """Layers of one kind can be drawn together."""
+        shapes = tuple((p.shape, p.dtype) for p in self.parameters())
+        return self.sigma, self.lam is None, type(self.law), shapes
+
     def scale(self) -> float:
         """λ as a number; 0 is the delta conditional."""
         return 0.0 if self.lam is None else float(self.lam().detach())
@@ -193,36 +216,61 @@ class Inducing(Optional):
         return InducingFactors(kept, B_kept, q_V, self.scale(), self.sigma, self.noise)
 
     def trainable(self) -> TrainableInducing:
-        return train_together([self])[0]
+        return train_together([[self]])[0]
 
     def kl(self, data_size: int | None = None) -> Tensor:
-        """β R(λ) + KL[q(V) ‖ N(0, I)]; with `data_size` N, β = min(1, N/d_in) (eq. 45), else 1."""
-        d_out, d_in = self.shape
-        total = self.Z_r.value.new_zeros(()) if self.law is None else self.law.kl(1.0)
-        if self.lam is not None:
-            beta = 1.0 if data_size is None else min(1.0, data_size / d_in)
-            lam: Tensor = self.lam()
-            total = total + beta * d_out * d_in * (lam.square() / 2 - lam.log() - 0.5)
-        return total
+        return kl_together([self], data_size)
 
 
-def train_together(posteriors: Sequence[Inducing]) -> list[TrainableInducing]:
-    """All layers of a network for one training step, their sides factorised together."""
-    Z: list[Tensor] = []
-    D: list[Tensor] = []
-    made = []
-    with torch.autocast(posteriors[0].Z_r.value.device.type, enabled=False):  # in half precision Ψ is not definite
-        for q in posteriors:
-            dtype = torch.promote_types(q.Z_r.value.dtype, torch.float32)
-            for Z_free, D_free in ((q.Z_r, q.D_r), (q.Z_c, q.D_c)):
-                Z.append(Z_free().to(dtype))
-                D.append(regularise(Z[-1], D_free().to(dtype)))
-        of_both = sides(Z, D)
-        for q, r, c in zip(posteriors, of_both[::2], of_both[1::2], strict=True):
-            dtype = r.A.dtype
-            q_V = None if q.law is None else q.law.freeze().to(dtype=dtype)
-            made.append(TrainableInducing(r, c, q_V, None if q.lam is None else q.lam().to(dtype), q.sigma))
-    return made
+def train_together(runs: Sequence[Sequence[Inducing]]) -> list[TrainableInducing]:
+    """For one training step: each run of layers of one kind side by side, the sides of all factorised together."""
+    every = [q for run in runs for q in run]
+    like = every[0].Z_r.value
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    with torch.autocast(like.device.type, enabled=False):  # in half precision Ψ is not definite
+        Ds = iter(together([D for run in runs for D in (*(q.D_r for q in run), *(q.D_c for q in run))]))
+        of_both = [Z for run in runs for Z in ([q.Z_r for q in run], [q.Z_c for q in run])]
+        Z = [[free().to(dtype) for free in run] for run in of_both]
+        D = [[next(Ds).to(dtype) for _ in run] for run in of_both]
+        found = sides(Z, D)
+        scales = iter(together([q.lam for q in every if q.lam is not None]))
+        lam = [
+            None if run[0].lam is None else torch.stack([next(scales) for _ in run]).to(dtype).view(-1, 1, 1)
+            for run in runs
+        ]
+        q_V = [None if q is None else q.to(dtype=dtype) for q in _laws(runs)]
+    sigma = [run[0].sigma for run in runs]
+    return [TrainableInducing(*parts) for parts in zip(found[::2], found[1::2], q_V, lam, sigma, strict=True)]
+
+
+def _laws(runs: Sequence[Sequence[Inducing]]) -> list[Frozen | None]:
+    """q(V) of each run; None where a hierarchy draws V."""
+    laws = [[q.law for q in run if q.law is not None] for run in runs]
+    given = [i for i, run in enumerate(laws) if run]
+    found: dict[int, Frozen] = {}
+    for at in alike([type(laws[i][0]) for i in given]):
+        places = [given[i] for i in at]
+        found |= zip(places, type(laws[places[0]][0]).freeze_together([laws[i] for i in places]), strict=True)
+    return [found.get(i) for i in range(len(runs))]
+
+
+def kl_together(posteriors: Sequence[Inducing], data_size: int | None = None) -> Tensor:
+    """Σ β R(λ) + KL[q(V) ‖ N(0, I)]; with `data_size` N, β = min(1, N/d_in) (eq. 45), else 1."""
+    terms = []
+    laws = [q.law for q in posteriors if q.law is not None]
+    for at in alike([type(law) for law in laws]):
+        terms.append(type(laws[at[0]]).kl_together([laws[i] for i in at], 1.0))
+    noisy: dict[float, list[Positive]] = {}  # the λ's of each weight β d_in d_out
+    for q in posteriors:
+        d_out, d_in = q.shape
+        beta = 1.0 if data_size is None else min(1.0, data_size / d_in)
+        if q.lam is not None:
+            noisy.setdefault(beta * d_out * d_in, []).append(q.lam)
+    if noisy:
+        lam = in_a_row(together([part for parts in noisy.values() for part in parts]))
+        weights = torch.cat([lam.new_full((len(parts),), weight) for weight, parts in noisy.items()])
+        terms.append(weights @ (lam.square() / 2 - lam.log() - 0.5))
+    return torch.stack(terms).sum() if terms else posteriors[0].Z_r.value.new_zeros(())
 
 
 def outside(B: Tensor, directions: Tensor) -> Tensor:

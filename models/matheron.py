@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dubito.models.parameters import alike, parted
 from dubito.models.posterior import Value
 
 JITTER = 1e-4  # of the mean diagonal of Ψ: with M > d, Z Zᵀ is singular and D may be tiny
@@ -18,7 +19,12 @@ JITTER = 1e-4  # of the mean diagonal of Ψ: with M > d, Z Zᵀ is singular and 
 
 def regularise(Z: Tensor, D: Tensor) -> Tensor:
     """D with the jitter inside: it is part of D² everywhere, or the ways of sampling disagree."""
-    diagonal = Z.square().sum(-1) + D.square()
+    return _with_jitter(Z.square().sum(-1), D)
+
+
+def _with_jitter(norms: Tensor, D: Tensor) -> Tensor:
+    """`norms` (..., M): the diagonal of Z Zᵀ."""
+    diagonal = norms + D.square()
     return (D.square() + JITTER * diagonal.mean(-1, keepdim=True)).sqrt()
 
 
@@ -99,42 +105,54 @@ def draw_projected(f: MatheronFactors, V: Tensor, lam: float, sigma: float, eps:
 
 @dataclass(frozen=True)
 class Side(Value):
-    """One side of a layer for training: differentiable, no SVD (whose gradient breaks where two values meet)."""
+    """One side of n layers for training: differentiable, no SVD (whose gradient breaks where two values meet)."""
 
-    A: Tensor  # (d, M)
-    P: Tensor  # (M, d + M)  [Aᵀ, L⁻¹ D], orthonormal rows: it takes joint noise to whitened noise
+    A: Tensor  # (n, d, M)
+    P: Tensor  # (n, M, d + M)  [Aᵀ, L⁻¹ D], orthonormal rows: it takes joint noise to whitened noise
 
 
-def sides(Z: Sequence[Tensor], D: Sequence[Tensor]) -> list[Side]:
-    """The sides of many layers: one factorisation for each M and one product for each shape, however many layers.
+def sides(Z: Sequence[Sequence[Tensor]], D: Sequence[Sequence[Tensor]]) -> list[Side]:
+    """Runs of layers' Z (M, d) and D (M,), the jitter still to come; those of a run have one shape and are stacked.
 
-    L⁻¹ is formed, once, so that all that grows with d is a matrix product.
+    A captured step costs what its kernels are in number, so there is one factorisation for each M and one product
+    for each shape, however many runs. L⁻¹ is formed, once, so that all that grows with d is a matrix product.
     """
-    shapes = sorted({z.shape for z in Z})
-    members = {shape: [i for i, z in enumerate(Z) if z.shape == shape] for shape in shapes}
-    Zs = {shape: torch.stack([Z[i] for i in at]) for shape, at in members.items()}  # (n, M, d)
-    Ds = {shape: torch.stack([D[i] for i in at]) for shape, at in members.items()}  # (n, M)
-    inverse: dict[torch.Size, Tensor] = {}  # L⁻¹ (n, M, M)
-    for M in {shape[0] for shape in shapes}:
-        alike = [shape for shape in shapes if shape[0] == M]
-        Psi = torch.cat([Zs[s] @ Zs[s].mT + torch.diag_embed(Ds[s].square()) for s in alike])
-        eye = torch.eye(M, dtype=Psi.dtype, device=Psi.device)
-        L, failed = torch.linalg.cholesky_ex(Psi)  # which does not wait for the device, as `cholesky` does
-        L = torch.where(failed[:, None, None] > 0, torch.nan, L)
-        solved = torch.linalg.solve_triangular(L, eye.expand_as(Psi), upper=False)
-        inverse |= zip(alike, solved.split([len(Zs[s]) for s in alike]), strict=True)
     found: dict[int, Side] = {}
-    for shape, at in members.items():
-        L_inv = inverse[shape]
-        P = torch.cat([L_inv @ Zs[shape], L_inv * Ds[shape][:, None]], -1)  # (n, M, d + M)
-        found |= {i: Side(p[:, : shape[1]].mT, p) for i, p in zip(at, P.unbind(), strict=True)}
+    for of_M in alike([run[0].shape[0] for run in Z]):
+        by_shape = [[of_M[i] for i in at] for at in alike([Z[i][0].shape for i in of_M])]
+        Zs = [torch.stack([z for i in at for z in Z[i]]) for at in by_shape]  # (n, M, d) each
+        L_inv, L_inv_D = _invert([z @ z.mT for z in Zs], torch.stack([d for at in by_shape for i in at for d in D[i]]))
+        lengths = [len(z) for z in Zs]
+        for at, *of_shape in zip(by_shape, Zs, parted(L_inv, lengths), parted(L_inv_D, lengths), strict=True):
+            z, inverse, times_D = of_shape
+            A_T = inverse @ z
+            P = torch.cat([A_T, times_D], -1)
+            runs = [len(Z[i]) for i in at]
+            found |= {i: Side(a.mT, p) for i, a, p in zip(at, parted(A_T, runs), parted(P, runs), strict=True)}
     return [found[i] for i in range(len(Z))]
 
 
-def draw_jointly(r: Side, c: Side, V: Tensor, lam: Tensor, sigma: float, N: Tensor) -> Tensor:
-    """Way 1 in whitened form, for training: N (K, d_out + M_out, d_in + M_in) standard normal -> (K, d_out, d_in).
+def _invert(grams: Sequence[Tensor], D: Tensor) -> tuple[Tensor, Tensor]:
+    """L⁻¹ and L⁻¹ D, the jitter in D, of all Z Zᵀ (n, M, M) and their D (N, M): (N, M, M) each."""
+    gram = torch.cat(list(grams))
+    D = _with_jitter(gram.diagonal(dim1=-2, dim2=-1), D)
+    L, failed = torch.linalg.cholesky_ex(gram + torch.diag_embed(D.square()))  # does not wait, as `cholesky` does
+    L = torch.where(failed[:, None, None] > 0, torch.nan, L)
+    eye = torch.eye(D.shape[1], dtype=D.dtype, device=D.device)
+    L_inv: Tensor = torch.linalg.solve_triangular(L, eye.expand_as(L), upper=False)
+    return L_inv, L_inv * D[:, None]
 
-    N is the noise of the whole augmented matrix (eq. 46): its corner is the noise of W, P_r N P_cᵀ that of V.
+
+def draw_jointly(r: Side, c: Side, V: Tensor, lam: Tensor, sigma: float, N: Tensor) -> Tensor:
+    """Way 1 in whitened form, for training K draws of n layers at once: -> (K, n, d_out, d_in).
+
+    N (K, n, d_out + M_out, d_in + M_in), standard normal, is the noise of the whole augmented matrix (eq. 46): its
+    corner is the noise of W, P_r N P_cᵀ that of V. V is (K, n, M_out, M_in), λ (n, 1, 1).
     """
-    E = N[:, : len(r.A), : len(c.A)]
-    return sigma * (lam * E + r.A @ (V - lam * (r.P @ N @ c.P.mT)) @ c.A.mT)
+    A_r, P_r, A_c, P_c = (t[None] for t in (r.A, r.P, c.A, c.P))  # a missing axis costs a sum in the gradient
+    E = N[..., : A_r.shape[2], : A_c.shape[2]]
+    scale = sigma * lam[None]
+    inner = torch.addcmul(sigma * V, scale, P_r @ N @ P_c.mT, value=-1)
+    right = A_c.mT.expand(len(N), -1, -1, -1)
+    W = torch.baddbmm((scale * E).flatten(0, 1), (A_r @ inner).flatten(0, 1), right.flatten(0, 1))
+    return W.view(E.shape)

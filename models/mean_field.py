@@ -1,11 +1,13 @@
 """A factorised Gaussian over one tensor: q of FFG-U (over V) and FFG-W (over W)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from dubito.models.parameters import Free, Positive
+from dubito.models.parameters import Free, Positive, in_a_row, together
 from dubito.models.posterior import Value
 
 FLOOR = 1e-6  # of every standard deviation
@@ -25,7 +27,7 @@ class FrozenMeanField(Value):
         return self.centre[None]
 
     def draw(self, noise: Tensor, member: Tensor | None) -> Tensor:
-        return torch.addcmul(self.centre, self.spread, noise.view(-1, *self.centre.shape))
+        return torch.addcmul(self.centre[None], self.spread[None], noise.view(-1, *self.centre.shape))
 
 
 class MeanField(nn.Module):
@@ -37,11 +39,23 @@ class MeanField(nn.Module):
     def freeze(self) -> FrozenMeanField:
         return FrozenMeanField(self.centre(), self.spread())
 
+    @classmethod
+    def freeze_together(cls, runs: Sequence[Sequence[Self]]) -> list[FrozenMeanField]:
+        spreads = iter(together([law.spread for run in runs for law in run]))
+        return [
+            FrozenMeanField(torch.stack([law.centre() for law in run]), torch.stack([next(spreads) for _ in run]))
+            for run in runs
+        ]
+
     def kl(self, prior: float) -> Tensor:
+        return self.kl_together([self], prior)
+
+    @classmethod
+    def kl_together(cls, laws: Sequence[Self], prior: float) -> Tensor:
         """A pruned entry is a point mass at zero under both q and the prior, and adds nothing."""
-        m: Tensor = self.centre() / prior
-        s: Tensor = self.spread() / prior
+        m = in_a_row([law.centre() for law in laws]) / prior
+        s = in_a_row(together([law.spread for law in laws])) / prior
         terms = (m.square() + s.square() - 1) / 2 - s.clamp(min=torch.finfo(s.dtype).tiny).log()
-        if self.spread.keep is not None:
-            terms = terms * self.spread.keep
+        if any(law.spread.keep is not None for law in laws):
+            terms = terms * (s > 0)
         return terms.sum()

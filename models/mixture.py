@@ -1,6 +1,8 @@
 """Equal mixtures of point masses: q of Ensemble-U (over V), Ensemble-W and plain networks (over W)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,14 @@ class Mixture(nn.Module):
     def freeze(self) -> FrozenMixture:
         return FrozenMixture(self.points())
 
+    @classmethod
+    def freeze_together(cls, runs: Sequence[Sequence[Self]]) -> list[FrozenMixture]:
+        return [FrozenMixture(torch.stack([law.points() for law in run], 1)) for run in runs]
+
     def kl(self, prior: float) -> Tensor:
+        return self.kl_together([self], prior)
+
+    @classmethod
+    def kl_together(cls, laws: Sequence[Self], prior: float) -> Tensor:
         """None: a point mass has no finite KL to a density, and the paper drops the term."""
-        return self.points.value.new_zeros(())
+        return laws[0].points.value.new_zeros(())

@@ -1,6 +1,6 @@
 """A Bayesian network: somebody's network with Bayesian layers inside, drawn from jointly."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from dubito.models.errors import PredictionError
 from dubito.models.geometry import How
-from dubito.models.inducing import Inducing, train_together
+from dubito.models.inducing import Inducing, TrainableInducing, kl_together, train_together
 from dubito.models.layers import BayesianLayer, MemberLayer, Run, running
 from dubito.models.manifest import Classification, Task
-from dubito.models.parameters import Positive
+from dubito.models.parameters import Positive, alike
 from dubito.models.posterior import Dense, Dropped, Factored, Factors, Operand, Posterior
 
 
@@ -101,33 +101,54 @@ class BayesianNetwork(nn.Module):
 
     def sample(self, x: Tensor, K: int) -> Tensor:
         """K joint draws from torch's own generator, with gradients: (B, ...) -> (K, B, ...)."""
-        factors = self._factors(train=True)
-        noise = torch.randn(K, factors.normals, device=x.device)
+        layers = list(self.layers.values())
+        runs = [[layers[i] for i in at] for at in alike([_kind(layer) for layer in layers])]
+        above = [] if self.hierarchy is None else [[self.hierarchy]]
+        made = trainable([[layer.q for layer in run] for run in above + runs])
+        noise = torch.randn(K, sum(f.normals for f in made), device=x.device)
+        copies = self._copies()
+        members = max([copies, *(f.members for f in made)])
         # on the device, so that a captured step draws anew; members kept in copies are chosen by the host
-        keys = torch.rand(factors.members, device="cpu" if factors.copies else x.device) if factors.members else None
-        run = self.arrange(factors, Draws(K, noise, 0, keys=keys), {})
+        keys = torch.rand(members, device="cpu" if copies else x.device) if members else None
+        draws = Draws(K, noise, 0, keys=keys)
+        run = Run(K, self._draw_together(above + runs, made, draws), {}, draws.member, self._names())
         return self.go(x, run) if x.is_cuda else self._go(x, run)  # on a CPU, gradients are faster as memory lies
+
+    def _draw_together(
+        self, runs: Sequence[Sequence[BayesianLayer]], made: Sequence[Factors], draws: Draws
+    ) -> dict[nn.Module, Callable[[], Operand]]:
+        """Every layer's weights, each run's in one go; a hierarchy comes first."""
+        assert draws.noise is not None
+        member = cache(draws.member)
+        V: dict[nn.Module, Tensor] = {}
+        operands: dict[nn.Module, Callable[[], Operand]] = {}
+        for run, f, noise in zip(runs, made, draws.noise.split([f.normals for f in made], dim=1), strict=True):
+            given = torch.stack([V[layer] for layer in run], 1) if run[0] in V else None
+            drawn = _draw_each(f, noise.to(f.dtype), member(f.members) if f.members else None, given)
+            if run[0] is self.hierarchy:
+                V = self._shared_out(_matrix(drawn[0]))
+            operands |= {layer: partial(_as_it_is, W) for layer, W in zip(run, drawn, strict=True)}
+        return operands
 
     def kl(self, data_size: int | None = None) -> Tensor:
         """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45]."""
-        parts = [layer.q.kl(data_size) for layer in self.layers.values()]
+        posteriors = [layer.q for layer in self.layers.values()]
+        parts = [q.kl(data_size) for q in posteriors if not isinstance(q, Inducing)]
+        if together := [q for q in posteriors if isinstance(q, Inducing)]:
+            parts.append(kl_together(together, data_size))
         if self.hierarchy is not None:
             parts.append(self.hierarchy.q.kl())
         return torch.stack(parts).sum() if parts else next(self.parameters()).new_zeros(())
 
     def factors(self) -> NetworkFactors:
         """For serving: compute once, keep, and hand to every prediction."""
-        return self._factors(train=False)
+        made = {name: layer.q.factors() for name, layer in self.layers.items()}
+        above = None if self.hierarchy is None else self.hierarchy.q.factors()
+        return NetworkFactors(MappingProxyType(made), above, self._copies())
 
-    def _factors(self, train: bool) -> NetworkFactors:
-        layers = self.layers
-        posteriors = [layer.q for layer in layers.values()]
-        if self.hierarchy is not None:
-            posteriors.append(self.hierarchy.q)
-        made = trainable(posteriors) if train else [q.factors() for q in posteriors]
-        above = None if self.hierarchy is None else made.pop()
-        copies = max((len(m.copies) for m in self.net.modules() if isinstance(m, MemberLayer)), default=0)
-        return NetworkFactors(MappingProxyType(dict(zip(layers, made, strict=True))), above, copies)
+    def _copies(self) -> int:
+        """Members of the layers that are kept in copies; 0 where there are none."""
+        return max((len(m.copies) for m in self.net.modules() if isinstance(m, MemberLayer)), default=0)
 
     def run(self, x: Tensor, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How]) -> Tensor:
         """K samples on B inputs, one pass with the samples folded into the batch: (B, ...) -> (K, B, ...)."""
@@ -138,23 +159,33 @@ class BayesianNetwork(nn.Module):
         shares: list[Tensor | None] = [None] * len(factors.sizes)
         if draws.noise is not None:
             shares = list(draws.noise.split(factors.sizes, dim=1))
-        V = None if factors.hierarchy is None else _matrix(_draw(factors.hierarchy, shares[0], draws, None))
-        layers, at = self.layers, 0
+        V: dict[nn.Module, Tensor] = {}
+        if factors.hierarchy is not None:
+            V = self._shared_out(_matrix(_draw(factors.hierarchy, shares[0], draws, None)))
+        layers = self.layers
         operands: dict[nn.Module, Callable[[], Operand]] = {}
         for (name, f), share in zip(factors.layers.items(), shares[1:], strict=True):
-            mine = None
-            entry = layers[name].entry
-            if V is not None and entry.kind == "inducing" and entry.method == "hierarchical":
-                mine, at = V[..., at : at + entry.M_in], at + entry.M_in
-            make = partial(_draw, f, share, draws, mine)
+            make = partial(_draw, f, share, draws, V.get(layers[name]))
             operands[layers[name]] = cache(make) if keep else make
         by_layer: dict[nn.Module, How] = {layers[name]: how for name, how in plan.items()}
+        return Run(draws.K, operands, by_layer, draws.member, self._names())
+
+    def _shared_out(self, V: Tensor) -> dict[nn.Module, Tensor]:
+        """What a hierarchy has drawn: each layer's own columns."""
+        found: dict[nn.Module, Tensor] = {}
+        at = 0
+        for layer in self.layers.values():
+            entry = layer.entry
+            if entry.kind == "inducing" and entry.method == "hierarchical":
+                found[layer], at = V[..., at : at + entry.M_in], at + entry.M_in
+        return found
+
+    def _names(self) -> dict[nn.Module, str]:
         kept = (BayesianLayer, MemberLayer)
-        names: dict[nn.Module, str] = {m: name for name, m in self.net.named_modules() if isinstance(m, kept)}
-        return Run(draws.K, operands, by_layer, draws.member, names)
+        return {m: name for name, m in self.net.named_modules() if isinstance(m, kept)}
 
     def go(self, x: Tensor, run: Run) -> Tensor:
-        """One pass, (B, ...) -> (K, B, ...), with channels last in memory, which is faster, where the network bears it."""
+        """One pass, (B, ...) -> (K, B, ...), channels last in memory, which is faster, where the network bears it."""
         if x.dim() in (4, 5) and self not in _need_contiguous:
             try:
                 return self._go(x, run, channels_last=True)
@@ -203,11 +234,25 @@ _need_contiguous: WeakSet[BayesianNetwork] = WeakSet()  # networks that take a `
 _fast_lock, _inside, _fast_before = Lock(), 0, True
 
 
-def trainable(posteriors: Sequence[Posterior]) -> list[Factors]:
-    """For one training step; inducing layers are factorised together."""
-    together = [q for q in posteriors if isinstance(q, Inducing)]
-    done: Iterator[Factors] = iter(train_together(together) if together else [])
-    return [next(done) if isinstance(q, Inducing) else q.trainable() for q in posteriors]
+def _kind(layer: BayesianLayer) -> Hashable:
+    """Layers of one kind are drawn together."""
+    return layer.q.kind if isinstance(layer.q, Inducing) else layer
+
+
+def trainable(runs: Sequence[Sequence[Posterior]]) -> list[Factors]:
+    """For one training step, of runs of one kind each; inducing layers are factorised together."""
+    inducing = [[q for q in run if isinstance(q, Inducing)] for run in runs]
+    together = [run for run in inducing if run]
+    done = iter(train_together(together) if together else [])
+    return [next(done) if same else run[0].trainable() for run, same in zip(runs, inducing, strict=True)]
+
+
+def _draw_each(f: Factors, noise: Tensor, member: Tensor | None, V: Tensor | None) -> Sequence[Operand]:
+    return f.draw_each(noise, member, V) if isinstance(f, TrainableInducing) else [f.draw(noise, member, V)]
+
+
+def _as_it_is(operand: Operand) -> Operand:
+    return operand
 
 
 def _draw(f: Factors, noise: Tensor | None, draws: Draws, V: Tensor | None) -> Operand:

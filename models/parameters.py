@@ -1,5 +1,6 @@
 """The free numbers of a posterior: plain or positive, each of which can be pruned."""
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -53,10 +54,14 @@ class Positive(Optional):
         self.register_buffer("keep", None)
 
     def forward(self) -> Tensor:
+        return self._prune(self._bound(self.raw))
+
+    def _bound(self, raw: Tensor) -> Tensor:
         if self.cap is None:
-            value = self.floor + F.softplus(self.raw)
-        else:
-            value = self.floor + (self.cap - self.floor) * torch.sigmoid(self.raw)
+            return self.floor + F.softplus(raw)
+        return self.floor + (self.cap - self.floor) * torch.sigmoid(raw)
+
+    def _prune(self, value: Tensor) -> Tensor:
         return value if self.keep is None else value * self.keep
 
     def _unbound(self, value: Tensor) -> Tensor:
@@ -69,6 +74,34 @@ class Positive(Optional):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.raw.shape)}, floor={self.floor}, cap={self.cap}"
+
+
+def together(parts: Sequence[Positive]) -> list[Tensor]:
+    """What each part would give alone, with as few kernels for all parts of the same bounds as for one."""
+    found: dict[int, Tensor] = {}
+    for at in alike([(p.floor, p.cap, p.raw.dtype, p.raw.device) for p in parts]):
+        values = parts[at[0]]._bound(in_a_row([parts[i].raw for i in at]))
+        of_each = parted(values, [parts[i].raw.numel() for i in at])
+        found |= {i: parts[i]._prune(v.view_as(parts[i].raw)) for i, v in zip(at, of_each, strict=True)}
+    return [found[i] for i in range(len(parts))]
+
+
+def alike(keys: Sequence[Hashable]) -> list[list[int]]:
+    """The places of each key, in the order of their first."""
+    places: dict[Hashable, list[int]] = {}
+    for i, key in enumerate(keys):
+        places.setdefault(key, []).append(i)
+    return list(places.values())
+
+
+def in_a_row(tensors: Sequence[Tensor]) -> Tensor:
+    """All entries as one vector; a tensor alone is not copied."""
+    return torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0].flatten()
+
+
+def parted(tensor: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
+    """Parts of the first axis. A `split` into one part would still copy its gradient."""
+    return tensor.split(list(lengths)) if len(lengths) > 1 else [tensor]
 
 
 def count(module: nn.Module) -> int:

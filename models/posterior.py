@@ -1,6 +1,6 @@
 """What the sampler asks of a posterior. Each kind lives in its own file and inherits nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, Self
 
@@ -112,8 +112,18 @@ class Law(Protocol):
         """The distribution as it is now; gradients flow through it where they are wanted."""
         ...
 
+    @classmethod
+    def freeze_together(cls, runs: Sequence[Sequence[Self]]) -> Sequence[Frozen]:
+        """For each run of n laws of one shape, their joint distribution over (n, *shape), with few kernels."""
+        ...
+
     def kl(self, prior: float) -> Tensor:
         """KL to N(0, prior²) per entry, in closed form."""
+        ...
+
+    @classmethod
+    def kl_together(cls, laws: Sequence[Self], prior: float) -> Tensor:
+        """The sum of their KLs, with few kernels."""
         ...
 
 

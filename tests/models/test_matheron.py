@@ -76,6 +76,14 @@ class Toy:
         r, c = ((Z @ Z.T).diagonal() + D**2 for Z, D in ((self.Z_r, self.D_r), (self.Z_c, self.D_c)))
         return replace(self, D_r=(self.D_r**2 + 1e-4 * r.mean()).sqrt(), D_c=(self.D_c**2 + 1e-4 * c.mean()).sqrt())
 
+    def before_jitter(self) -> "Toy":
+        """The layer that `jittered` makes this one of."""
+        Ds = []
+        for Z, D in ((self.Z_r, self.D_r), (self.Z_c, self.D_c)):
+            diagonal = ((Z @ Z.T).diagonal() + D**2).mean() / (1 + 1e-4)  # the mean of Ψ's before it grew by 1e-4
+            Ds.append((D**2 - 1e-4 * diagonal).sqrt())
+        return replace(self, D_r=Ds[0], D_c=Ds[1])
+
     def posterior(self, noise: Noise, directions: Tensor | None = None) -> Inducing:
         made = Inducing(self.Z_r, self.Z_c, None, self.sigma, lam=self.lam, noise=noise)
         made.D_r, made.D_c = Positive(self.D_r, 1e-9), Positive(self.D_c, 1e-9)
@@ -143,9 +151,10 @@ def spectral(t: Toy, n: int, rng: torch.Generator) -> Tensor:
 
 
 def jointly(t: Toy, n: int, rng: torch.Generator) -> Tensor:
-    r, c = sides([t.Z_r, t.Z_c], [t.D_r, t.D_c])
-    noise = normal(n, r.P.shape[1], c.P.shape[1], rng=rng)
-    return draw_jointly(r, c, t.V, torch.tensor(t.lam, dtype=torch.float64), t.sigma, noise)
+    bare = t.before_jitter()
+    r, c = sides([[bare.Z_r], [bare.Z_c]], [[bare.D_r], [bare.D_c]])
+    noise = normal(n, 1, r.P.shape[2], c.P.shape[2], rng=rng)
+    return draw_jointly(r, c, t.V, torch.full((1, 1, 1), t.lam, dtype=torch.float64), t.sigma, noise)[:, 0]
 
 
 WAYS: dict[str, Way] = {"rule": by_rule, "spectral": spectral, "jointly": jointly}
@@ -224,9 +233,12 @@ def test_way_2_the_training_form_and_way_3_have_the_exact_law(
         ).flatten(1)
 
     assert_exact(exact_law(by_way_2, n + m), t.law)
-    r, c = sides([t.Z_r, t.Z_c], [t.D_r, t.D_c])
-    lam, tall, wide = torch.tensor(t.lam, dtype=torch.float64), d_out + M_out, d_in + M_in
-    joint = exact_law(lambda z: draw_jointly(r, c, t.V, lam, t.sigma, z.view(-1, tall, wide)).flatten(1), tall * wide)
+    bare = t.before_jitter()
+    r, c = sides([[bare.Z_r], [bare.Z_c]], [[bare.D_r], [bare.D_c]])
+    lam, tall, wide = torch.full((1, 1, 1), t.lam, dtype=torch.float64), d_out + M_out, d_in + M_in
+    joint = exact_law(
+        lambda z: draw_jointly(r, c, t.V, lam, t.sigma, z.view(-1, 1, tall, wide)).flatten(1), tall * wide
+    )
     assert_exact(joint, t.law)
     G = exact_law(
         lambda z: draw_projected(f, t.V, t.lam, t.sigma, z.view(len(z), d_out, -1)).flatten(1), d_out * len(f.q)
@@ -463,11 +475,11 @@ def test_p_and_q_are_in_range_in_float32() -> None:
 
 
 def test_many_sides_are_factorised_together_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sides of several shapes, in any order: each is what it is alone, and there is one Cholesky for each M."""
+    """Runs of several shapes, in any order: each side is what it is alone, and there is one Cholesky for each M."""
     rng = torch.Generator().manual_seed(SEED)
-    shapes = [(4, 7), (3, 5), (4, 7), (4, 2), (3, 9), (4, 7)]
-    Z = [torch.randn(*shape, generator=rng, dtype=torch.float64) for shape in shapes]
-    D = [torch.rand(M, generator=rng, dtype=torch.float64) + 0.1 for M, _ in shapes]
+    runs = [(2, 4, 7), (1, 3, 5), (3, 4, 7), (1, 4, 2), (2, 3, 9), (1, 4, 7)]
+    Z = [[torch.randn(M, d, generator=rng, dtype=torch.float64) for _ in range(n)] for n, M, d in runs]
+    D = [[torch.rand(M, generator=rng, dtype=torch.float64) + 0.1 for _ in range(n)] for n, M, _ in runs]
     calls: list[torch.Size] = []
     once = torch.linalg.cholesky_ex
 
@@ -477,9 +489,14 @@ def test_many_sides_are_factorised_together_as_each_alone(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", counted)
     found = sides(Z, D)
-    assert sorted(calls) == [(2, 3, 3), (4, 4, 4)]
-    for z, d, side in zip(Z, D, found, strict=True):
-        L = np.linalg.cholesky((z @ z.T + torch.diag(d**2)).numpy())
-        A = np.linalg.solve(L, z.numpy()).T
-        np.testing.assert_allclose(side.A.numpy(), A, rtol=1e-10, atol=1e-12)
-        np.testing.assert_allclose(side.P.numpy(), np.hstack([A.T, np.linalg.solve(L, np.diag(d))]), atol=1e-12)
+    assert sorted(calls) == [(3, 3, 3), (7, 4, 4)]
+    for of_run, side in zip(zip(Z, D, strict=True), found, strict=True):
+        assert len(side.A) == len(of_run[0])
+        for z, d, A, P in zip(*of_run, side.A, side.P, strict=True):
+            gram = (z @ z.T).numpy()
+            squares = d.numpy() ** 2 + 1e-4 * (gram.diagonal() + d.numpy() ** 2).mean()
+            L = np.linalg.cholesky(gram + np.diag(squares))
+            expected = np.linalg.solve(L, z.numpy())
+            np.testing.assert_allclose(A.numpy(), expected.T, rtol=1e-10, atol=1e-12)
+            expected = np.hstack([expected, np.linalg.solve(L, np.diag(np.sqrt(squares)))])
+            np.testing.assert_allclose(P.numpy(), expected, atol=1e-12)
