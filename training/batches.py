@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dubito.training.config import RecipeError
 from dubito.training.data import Examples
 from dubito.training.ranks import Ranks
+from dubito.training.seeds import stream
 
 ON_DEVICE = 4 << 30  # bytes of examples kept on a GPU
 TOGETHER = 32  # pictures that share a draw of their augmentation: one by one, a GPU would wait for its host
@@ -23,6 +25,12 @@ class Batches:
     ranks: Ranks
 
     def __post_init__(self) -> None:
+        smallest = min(self.size, len(self.train))
+        if smallest < self.ranks.count:
+            raise RecipeError(
+                f"a batch of {smallest} (fit.batch is {self.size}, and there are {len(self.train)} training examples) "
+                f"cannot be shared by {self.ranks.count} processes; expected one example for each at least."
+            )
         if self.train.x.nbytes <= ON_DEVICE:
             here = Examples(self.train.x.to(self.device), self.train.y.to(self.device))
             object.__setattr__(self, "train", here)
@@ -38,7 +46,7 @@ class Batches:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Inputs and targets of this rank, and their share of the whole batch, from batch `start` on."""
-        rng = torch.Generator().manual_seed((self.seed << 32) + number)
+        rng = torch.Generator().manual_seed(stream(self.seed, "order", number))
         order = torch.randperm(len(self.train), generator=rng).to(self.train.x.device)
         for at, which in enumerate(order.split(self.size)[: len(self)]):
             if at < start:
@@ -46,6 +54,6 @@ class Batches:
             mine = which.tensor_split(self.ranks.count)[self.ranks.index]
             x, y = self.train.x[mine].to(self.device), self.train.y[mine].to(self.device)
             if self.augment is not None:
-                torch.manual_seed(((self.seed * self.ranks.count + self.ranks.index) << 32) + number * len(self) + at)
+                torch.manual_seed(stream(self.seed, "augment", self.ranks.index, number, at))
                 x = torch.cat([self.augment(some) for some in x.split(TOGETHER)])
             yield x, y, len(mine) / len(which)

@@ -1,6 +1,7 @@
 """Commands that need data: train, prune, calibrate, evaluate."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,6 +198,8 @@ def _writable(out: Path) -> Path:
 
     if out.is_dir() or not out.resolve().parent.is_dir():
         raise InputError(f"--out is {out}; expected a file in a folder that exists.")
+    if not os.access(out.resolve().parent, os.W_OK):
+        raise InputError(f"--out is {out}; expected a file in a folder that you may write to.")
     return out
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.errors import DubitoError
-from dubito.models.layers import MemberLayer
+from dubito.models.layers import BayesianLayer, MemberLayer
 from dubito.models.manifest import Input
 from dubito.models.network import BayesianNetwork
 from dubito.models.prediction import predict
@@ -23,6 +23,7 @@ from dubito.training.graphs import Graphs
 from dubito.training.metrics import accuracy, gaussian_nll, nll, rmse
 from dubito.training.objective import kl_weight, negative_log_likelihood, rate
 from dubito.training.ranks import Ranks
+from dubito.training.seeds import stream
 
 VALIDATION_SAMPLES = 8
 LOOK = 16  # steps between looks at the loss on a GPU: each look waits for the device
@@ -89,6 +90,7 @@ class Run:
         self.ranks.prepare(self.network)
         self.validation, self.declared = validation, declared
         self.fit, self.seed, self.device = fit, seed, device
+        train = Examples(train.x, self._in_units(train.y))
         self.batches = Batches(train, fit.batch, seed, device, augment, self.ranks)
         self.optimiser = _optimiser(self.network, fit)
         self.step = 0  # steps done, in all
@@ -96,7 +98,9 @@ class Run:
         self.sums = torch.zeros(5, device=device)  # over this epoch: loss, NLL, right answers, examples; the last KL
         self.weights = torch.zeros(2, device=device)  # of NLL and KL in this step's loss
         self.best: dict[str, Tensor] | None = None  # the network at its best validation NLL, where patience asks
-        self._parts = torch.compile(self._losses) if fit.compile else self._losses
+        self._parts = self._losses
+        if fit.compile:  # with the draws of a run that is not compiled
+            self._parts = torch.compile(self._losses, options={"fallback_random": True})
         self.graphs: Graphs | None = None
         if fit.graph and device.type == "cuda" and self.ranks.count == 1 and _same_every_step(self.network, fit):
             self.graphs = Graphs(self._update)
@@ -118,14 +122,15 @@ class Run:
         started = time.perf_counter()
         number, first = divmod(self.step, len(self.batches))
         for at, (x, y, share) in enumerate(self.batches.epoch(number, first), first + 1):
-            self._take(enter(x, self.declared), self._in_units(y), share)
+            self._take(enter(x, self.declared), y, share)
             last = at == len(self.batches)
-            if at % self._look == 0 or last:
-                told = self._tell(number, at)
-                if not math.isfinite(told.loss):
-                    self._replay(number)
-                tell(told)
-            if not last and stop():
+            if at % self._look and not last:
+                continue
+            told = self._tell(number, at)
+            if not math.isfinite(told.loss):
+                self._replay(number)
+            tell(told)
+            if not last and self.ranks.any(stop(), self.device):
                 return False
         self._end(number, time.perf_counter() - started)
         return True
@@ -139,7 +144,7 @@ class Run:
             else:
                 group["lr"] = rate(self.fit, now)
         self.network.train()
-        torch.manual_seed((self.seed << 32) + self.step)  # the same draws on every rank
+        torch.manual_seed(self._stream(self.step))  # the same draws on every rank
         weight = kl_weight(self.fit, now) / self.batches.examples / self.ranks.count
         for place, value in zip(self.weights.unbind(), (share, weight), strict=True):
             place.fill_(value)
@@ -182,7 +187,10 @@ class Run:
 
     def _end(self, number: int, seconds: float) -> None:
         told = self._tell(number, len(self.batches))
-        found = self.validate()
+        bad = [name for name, p in self.network.named_parameters() if not p.isfinite().all()]
+        if bad:
+            raise FitError(_no_longer_finite(number, len(self.batches), f"parameter {bad[0]!r}", self._too_high()))
+        found = self._validated()
         now = number + 1 - 1 / len(self.batches)  # at the last step
         weight, lr = kl_weight(self.fit, now), rate(self.fit, now)
         self.log.append(Epoch(number, told.loss, told.nll, told.kl, weight, told.accuracy, *found, lr, seconds))
@@ -202,6 +210,14 @@ class Run:
             return False
         best = min(settled, key=lambda e: e.validation_nll)
         return settled[-1].epoch - best.epoch >= self.fit.patience
+
+    def _validated(self) -> tuple[float, float | None, float | None]:
+        """Of the first rank, for all: those that found something else might lose patience at another time."""
+        found = self.validate()
+        told = self.ranks.of_first([math.nan if v is None else v for v in found], self.device)
+        nll, accuracy, rmse = (None if v is None else t for v, t in zip(found, told, strict=True))
+        assert nll is not None
+        return nll, accuracy, rmse
 
     def validate(self) -> tuple[float, float | None, float | None]:
         """NLL, accuracy and RMSE of the predictive mean over a few draws."""
@@ -226,47 +242,57 @@ class Run:
         self.restore(self._start)
         first = self.step % len(self.batches)
         for x, y, share in self.batches.epoch(number, first):
-            x, y = enter(x, self.declared), self._in_units(y)
+            x = enter(x, self.declared)
             before = {k: v.clone() for k, v in self.network.state_dict().items()}
             self._take(x, y, share)
-            if not self.sums.isfinite().all():
+            if not self.ranks.add(self.sums).isfinite().all():
                 self.network.load_state_dict(before)
-                raise FitError(self._blame(x, number))
+                raise FitError(self._blame(x, y, number))
         raise FitError(
             f"the loss was not finite in epoch {number + 1}, and was when the epoch was repeated: the device is not "
             "to be trusted, or its kernels are not deterministic. Go on from the checkpoint."
         )
 
-    def _blame(self, x: Tensor, number: int) -> str:
-        """Which layer first gives something that is not finite, and what that may come from."""
+    def _blame(self, x: Tensor, y: Tensor, number: int) -> str:
+        """Which part first gives something that is not finite in the step just done, and what that may come from."""
         first: list[str] = []
 
-        def watch(name: str) -> Callable[[nn.Module, object, Tensor], None]:
-            def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
-                if not first and not output.isfinite().all():
+        def watch(name: str) -> Callable[[nn.Module, object, object], None]:
+            def hook(module: nn.Module, inputs: object, output: object) -> None:
+                if not first and isinstance(output, Tensor) and not output.isfinite().all():
                     first.append(name)
 
             return hook
 
-        hooks = [layer.register_forward_hook(watch(name)) for name, layer in self.network.layers.items()]
+        parts = {name: m for name, m in self.network.net.named_modules() if isinstance(m, BayesianLayer)}
+        inside = {m for layer in parts.values() for m in layer.modules()}
+        parts |= {n: m for n, m in self.network.net.named_modules() if m not in inside and not any(m.children())}
+        hooks = [module.register_forward_hook(watch(name)) for name, module in parts.items()]
         try:
-            torch.manual_seed((self.seed << 32) + self.step - 1)
+            torch.manual_seed(self._stream(self.step - 1))
             with torch.no_grad():
                 self.network.sample(x, self.fit.samples)
         finally:
             for hook in hooks:
                 hook.remove()
         bad = [name for name, p in self.network.named_parameters() if not p.isfinite().all()]
-        place = f"parameter {bad[0]!r}" if bad else f"the output of layer {first[0]!r}" if first else "the loss itself"
-        cause = f"the learning rate ({rate(self.fit, self.step / len(self.batches)):.3g}) is too high"
-        if not bad and not first:
-            cause = "the targets, or the KL of a posterior that has collapsed, are out of range"
-        if not x.isfinite().all():
-            place, cause = "an input", "the data holds NaN or infinity"
-        return (
-            f"the loss is no longer finite in epoch {number + 1}, step {self.step % len(self.batches)}: {place} is the "
-            f"first that is not. Most likely {cause}: lower fit.lr, set fit.clip, or check the data."
-        )
+        collapsed = [name for name, layer in self.network.layers.items() if not layer.q.kl().isfinite()]
+        place, cause = "the loss itself", "the targets are out of range"
+        if not x.isfinite().all() or not y.isfinite().all():
+            place, cause = "a target" if x.isfinite().all() else "an input", "the data holds NaN or infinity"
+        elif bad:
+            place, cause = f"parameter {bad[0]!r}", self._too_high()
+        elif first:
+            place, cause = f"the output of layer {first[0]!r}", self._too_high()
+        elif collapsed:
+            place, cause = f"the KL of layer {collapsed[0]!r}", "its posterior has collapsed"
+        return _no_longer_finite(number, (self.step - 1) % len(self.batches) + 1, place, cause)
+
+    def _too_high(self) -> str:
+        return f"the learning rate ({rate(self.fit, (self.step - 1) / len(self.batches)):.3g}) is too high"
+
+    def _stream(self, step: int) -> int:
+        return stream(self.seed, "draws", step)
 
     def state(self) -> State:
         tensors = {f"network.{k}": v.detach().clone() for k, v in self.network.state_dict().items()}
@@ -310,6 +336,13 @@ def _optimiser(network: BayesianNetwork, fit: Fit) -> torch.optim.Optimizer:
     if fit.optimiser == "sgd":
         return torch.optim.SGD(parameters, lr, fit.momentum, weight_decay=fit.weight_decay, fused=cuda)
     return torch.optim.Adam(parameters, lr, weight_decay=fit.weight_decay, fused=cuda, capturable=cuda)
+
+
+def _no_longer_finite(epoch: int, step: int, place: str, cause: str) -> str:
+    return (
+        f"the loss is no longer finite in epoch {epoch + 1}, step {step}: {place} is the first that is not. "
+        f"Most likely {cause}: lower fit.lr, set fit.clip, or check the data."
+    )
 
 
 def _same_every_step(network: BayesianNetwork, fit: Fit) -> bool:

@@ -1,6 +1,7 @@
 """What a run leaves behind about itself, and what it shows while it goes: a CSV file, TensorBoard, a progress bar."""
 
 import csv
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -10,15 +11,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dubito.training.checkpoint import write_whole
 from dubito.training.fit import Epoch, Run, Told
 
 
 def write_csv(log: list[Epoch], path: Path) -> None:
     """One line for each epoch; written anew each time, so that a resumed run has no line twice."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Epoch)])
-        writer.writeheader()
-        writer.writerows(asdict(e) for e in log)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, [f.name for f in fields(Epoch)])
+    writer.writeheader()
+    writer.writerows(asdict(e) for e in log)
+    write_whole(path, text.getvalue().encode())
 
 
 def write_tensorboard(log: list[Epoch], folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Pruning: the least of Z to zero, the rest fine-tuned with the masks fixed, then calibrated and measured anew."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ def prune(
 ) -> Model | None:
     """A smaller artifact from one that `train` made; None on ranks other than the first."""
     device = torch.device("cpu") if device is None else device
+    if not 0 < lr < math.inf:
+        raise RecipeError(f"lr is {lr}; expected a rate above 0.")
     model = load(file)
     recipe = recipe_of(model)
     prune_network(model.network, keep)
@@ -43,7 +46,7 @@ def prune(
         of_tuning = {"epochs": epochs, "pretrain_epochs": 0, "likelihood_epochs": 0, "warmup_epochs": 0, "lr": lr}
         fit = recipe.fit.model_copy(update={**of_tuning, "optimiser": "adam", "schedule": "cosine", "milestones": ()})
         tuned = recipe.model_copy(update={"fit": fit})
-        fitting = Fitting(tuned, parts, declared, out, device, fresh)
+        fitting = Fitting(tuned, parts, declared, out, device, fresh, start=f"{model.manifest.sha256} {keep}")
         run = fitting.fit(network, fit, "posterior")
         if run.ranks.index > 0:
             return None

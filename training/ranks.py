@@ -1,11 +1,17 @@
 """Data-parallel training under torchrun: every rank draws the same weights for its share of each batch."""
 
+import atexit
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torchrun, in the environment
 
 
 @dataclass(frozen=True)
@@ -16,10 +22,11 @@ class Ranks:
     @classmethod
     def here(cls) -> "Ranks":
         """As torchrun says; without it, one process."""
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        if not all(name in os.environ for name in TOLD):
             return cls()
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            atexit.register(dist.destroy_process_group)
         return cls(dist.get_world_size(), dist.get_rank())
 
     @staticmethod
@@ -32,9 +39,18 @@ class Ranks:
         return device
 
     def prepare(self, network: nn.Module) -> None:
-        """BatchNorm over the whole batch, as in one process; torch has that for GPUs only."""
-        if self.count > 1 and torch.cuda.is_available():
+        """All ranks start where the first does, and their BatchNorms see the whole batch, as in one process."""
+        if self.count == 1:
+            return
+        for tensor in network.state_dict().values():
+            dist.broadcast(tensor, 0)
+        if next(network.parameters()).is_cuda:
             nn.SyncBatchNorm.convert_sync_batchnorm(network)
+            return
+        for parent in list(network.modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+                    setattr(parent, name, SharedBatchNorm(child))
 
     def add_gradients(self, network: nn.Module) -> None:
         """Each gradient becomes the sum over ranks, all of them in one message."""
@@ -52,3 +68,71 @@ class Ranks:
             values = values.clone()
             dist.all_reduce(values)
         return values
+
+    def any(self, here: bool, device: torch.device) -> bool:
+        """Whether it is so on any rank: what one decides alone leaves the others waiting for it."""
+        return here if self.count == 1 else bool(self.add(torch.tensor(float(here), device=device)))
+
+    def same(self, number: int, device: torch.device) -> bool:
+        """Whether all ranks have the same number."""
+        return self.count == 1 or not self.any(self.of_first([number], device) != [number], device)
+
+    def of_first(self, values: Sequence[float], device: torch.device) -> list[float]:
+        """The first rank's values, for all."""
+        if self.count == 1:
+            return list(values)
+        told = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.broadcast(told, 0)
+        return told.tolist()
+
+
+class Sum(torch.autograd.Function):
+    """The sum over ranks of a tensor, differentiable: each rank's loss depends on every rank's summand."""
+
+    @staticmethod
+    def forward(ctx: Any, summand: Tensor) -> Tensor:
+        total = summand.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class SharedBatchNorm(_BatchNorm):
+    """A BatchNorm whose batch is that of all ranks, for CPUs; torch's own SyncBatchNorm is for GPUs only."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        self._parameters, self._buffers = norm._parameters, norm._buffers
+        self.train(norm.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        rows = input.transpose(0, 1).flatten(1)  # (C, n)
+        ones = rows.new_full((1,), rows.shape[1])
+        *sums, n = Sum.apply(torch.cat([rows.sum(1), ones])).split([len(rows), 1])
+        mean = sums[0] / n
+        var: Tensor = Sum.apply((rows - mean[:, None]).square().sum(1)) / n
+        if self.running_mean is not None and self.running_var is not None:
+            self._remember(mean.detach(), var.detach() * n / (n - 1))
+        shape = (1, -1) + (1,) * (input.dim() - 2)
+        out: Tensor = (input - mean.view(shape)) * (var + self.eps).rsqrt().view(shape)
+        return out * self.weight.view(shape) + self.bias.view(shape) if self.affine else out
+
+    @torch.no_grad()
+    def _remember(self, mean: Tensor, var: Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean, momentum)
+        self.running_var.lerp_(var, momentum)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Checked by the BatchNorm that stood here."""

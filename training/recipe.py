@@ -18,11 +18,11 @@ from dubito.models.manifest import Card, Classification, Input, Provenance, Regr
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
 from dubito.training.calibrate import calibrate
-from dubito.training.checkpoint import resume, save_checkpoint
+from dubito.training.checkpoint import part_of, resume, save_checkpoint
 from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data import Examples, Parts, divide, enter, input_of, read_data
 from dubito.training.evaluate import measure
-from dubito.training.fit import Epoch, Run
+from dubito.training.fit import Epoch, FitError, Run
 from dubito.training.log import progress, write_csv, write_tensorboard
 from dubito.training.stop import stoppable
 
@@ -136,8 +136,8 @@ def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["
         raise RecipeError(f"posterior.options: {error}.") from None
 
 
-def augmentation(recipe: Recipe) -> Callable[[Tensor], Tensor] | None:
-    """Transforms of torchvision.transforms.v2, one after the other, on uint8 pictures."""
+def augmentation(recipe: Recipe, train: Examples) -> Callable[[Tensor], Tensor] | None:
+    """Transforms of torchvision.transforms.v2, one after the other, on pictures; tried on a few of them first."""
     if not recipe.data.augment:
         return None
     from torchvision.transforms import v2
@@ -152,8 +152,22 @@ def augmentation(recipe: Recipe) -> Callable[[Tensor], Tensor] | None:
                 made.append(kind(**arguments))
             except (TypeError, ValueError) as error:
                 raise RecipeError(f"data.augment: {name} cannot be made with {arguments}: {error}.") from None
-    both: Callable[[Tensor], Tensor] = v2.Compose(made)
-    return both
+    if train.x.dim() != 4:
+        shape = tuple(train.x.shape[1:])
+        raise RecipeError(f"data.augment is for pictures (channels, height, width); {recipe.data.name} holds {shape}.")
+    augment: Callable[[Tensor], Tensor] = v2.Compose(made)
+    try:
+        some = augment(train.x[:2])
+    except Exception as error:  # whatever a transform that asks for labels, boxes or other pictures comes up with
+        said = " ".join(str(error).split())
+        raise RecipeError(f"data.augment cannot be used on {recipe.data.name}: {said}.") from None
+    if not isinstance(some, Tensor) or (some.shape[:2], some.dtype) != (train.x[:2].shape[:2], train.x.dtype):
+        came = f"{some.dtype} {tuple(some.shape)}" if isinstance(some, Tensor) else type(some).__name__
+        raise RecipeError(
+            f"data.augment makes {came} of two pictures that were {train.x.dtype} {tuple(train.x[:2].shape)}; expected "
+            "as many, with the same channels and the same kind of numbers."
+        )
+    return augment
 
 
 @dataclass(frozen=True)
@@ -166,30 +180,37 @@ class Fitting:
     out: Path
     device: torch.device
     fresh: bool = False
+    start: str = ""  # what the networks come from, where the recipe does not say it
 
     def checkpoint(self, phase: str) -> Path:
         return self.out.with_name(f"{self.out.stem}.{phase}.checkpoint.safetensors")
 
     def clean(self) -> None:
+        """Away with the checkpoints, and with what a killed process left of one."""
         for phase in ("plain", "posterior"):
-            self.checkpoint(phase).unlink(missing_ok=True)
+            path = self.checkpoint(phase)
+            for file in (path, part_of(path)):
+                file.unlink(missing_ok=True)
 
     def fit(self, network: BayesianNetwork, fit: Fit, phase: Literal["plain", "posterior"]) -> Run:
         """To the end, or until somebody asks to stop: then the checkpoint holds every step that was done."""
-        parts, path = self.parts, self.checkpoint(phase)
-        augment = augmentation(self.recipe)
+        parts, path, origin = self.parts, self.checkpoint(phase), f"{self.parts.hash} {self.start}"
+        augment = augmentation(self.recipe, parts.train)
         run = Run(network, parts.train, parts.validation, self.declared, fit, self.recipe.seed, self.device, augment)
         first = run.ranks.index == 0
-        if self.fresh and first:
-            path.unlink(missing_ok=True)
+        if self.fresh:
+            if first:
+                path.unlink(missing_ok=True)
         elif path.exists():
-            resume(run, self.recipe, path)
+            resume(run, self.recipe, path, origin=origin)
+        if not run.ranks.same(run.step, self.device):
+            raise FitError(f"not all processes find the same {path}; expected --out in a folder that all can read.")
         saved = time.monotonic()
 
         def pause() -> bool:
             nonlocal saved
             if first and time.monotonic() - saved > BETWEEN:
-                save_checkpoint(run, self.recipe, path)
+                save_checkpoint(run, self.recipe, path, origin=origin)
                 saved = time.monotonic()
             return stop()
 
@@ -197,13 +218,13 @@ class Fitting:
             while not run.done:
                 ended = run.epoch(tell, pause)
                 if first:
-                    save_checkpoint(run, self.recipe, path)
-                    saved = time.monotonic()
-                    if ended:
+                    if ended:  # before the checkpoint: an epoch that is taken up again is written again
                         name = self.out.stem if phase == "posterior" else f"{self.out.stem}.{phase}"
-                        write_csv(run.log, self.out.with_name(f"{name}.csv"))
+                        write_csv(run.log, self.out.with_name(f"{name}.log.csv"))  # table.csv may be the data
                         write_tensorboard(run.log, self.out.with_name(f"{name}.tensorboard"))
-                if stop() and not run.done:
+                    save_checkpoint(run, self.recipe, path, origin=origin)
+                    saved = time.monotonic()
+                if run.ranks.any(stop(), self.device):
                     raise Stopped(
                         f"stopped after step {run.step} of {fit.epochs * len(run.batches)} ({phase}); "
                         f"{path} holds it. The same command goes on from there."
@@ -214,7 +235,7 @@ class Fitting:
 def finish(
     network: BayesianNetwork, recipe: Recipe, parts: Parts, declared: Input, out: Path, origin: Provenance | None = None
 ) -> Model:
-    """Saved, read back, calibrated and measured as it is stored, and saved with what was found."""
+    """Saved beside `out`, read back, calibrated and measured as it is stored; `out` then has what was found inside."""
     device = next(network.parameters()).device
     if origin is None:
         origin = Provenance(
@@ -224,8 +245,13 @@ def finish(
             train_sample=tuple(sorted(_sample(parts.train, recipe.seed).fingerprints())),
         )
     card = Card(input=declared, labels=parts.labels, provenance=origin)
-    save(network, out, card=card, precision=recipe.precision)
-    model = calibrate(load(out).to(device), parts.calibration, recipe.calibrate, seed=recipe.seed)
+    draft = part_of(out)
+    try:
+        save(network, draft, card=card, precision=recipe.precision)
+        model = load(draft).to(device)
+    finally:
+        draft.unlink(missing_ok=True)
+    model = calibrate(model, parts.calibration, recipe.calibrate, seed=recipe.seed)
     model = model.with_card(metrics=measure(model, parts.test, seed=recipe.seed))
     save(model, out)
     return load(out)
