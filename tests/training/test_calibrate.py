@@ -1,0 +1,283 @@
+"""Calibration keeps its promises: flags and prediction sets are as frequent as asked, and overlap is refused."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from dubito.cli import app
+from dubito.models import bayesianize, build, load, save
+from dubito.models.answers import answers, scores
+from dubito.models.errors import DubitoError
+from dubito.models.manifest import Card, Input, Provenance, Regression
+from dubito.models.model import Model
+from dubito.models.uncertainty import Classified
+from dubito.training.calibrate import (
+    GRID,
+    CalibrationError,
+    best_temperature,
+    calibrate,
+    check_held_out,
+    choose_measure,
+    outer_quantile,
+    spoil,
+)
+from dubito.training.config import Calibrate, Fit
+from dubito.training.data import Examples
+from dubito.training.evaluate import ask, ask_settled, evaluate
+from dubito.training.fit import Run
+
+CLASSES = 4
+DECLARED = Input(shape=(5,))
+
+
+def clusters(n: int, seed: int) -> Examples:
+    """Overlapping Gaussian clusters: no network can be right about all of them."""
+    rng = torch.Generator().manual_seed(seed)
+    y = torch.randint(CLASSES, (n,), generator=rng)
+    centres = 1.2 * torch.randn(CLASSES, 5, generator=torch.Generator().manual_seed(99))
+    return Examples(centres[y] + torch.randn(n, 5, generator=rng), y)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Few training examples and wide caps, so that the draws disagree."""
+    torch.manual_seed(0)
+    train = clusters(300, 1)
+    net = build("mlp", inputs=5, hidden=[32], outputs=CLASSES)
+    network = bayesianize(net, "ffg-u", inducing=8, start="prior", sigma_max=0.5)
+    fit = Fit(epochs=30, likelihood_epochs=10, warmup_epochs=10, batch=64, lr=1e-2)
+    run = Run(network, train, clusters(100, 2), DECLARED, fit, 0, torch.device("cpu"))
+    while not run.done:
+        run.epoch()
+    path = tmp_path_factory.mktemp("model") / "model.safetensors"
+    sample = tuple(train.fingerprints())
+    save(run.finish(), path, card=Card(input=DECLARED, provenance=Provenance(train_sample=sample)))
+    return load(path)
+
+
+@pytest.fixture(scope="module")
+def calibrated(trained: Model) -> Model:
+    return calibrate(trained, clusters(5000, 3))
+
+
+@pytest.mark.parametrize("K", [1, 8, 20, 64, "auto"])
+def test_promises_hold_on_fresh_data(calibrated: Model, K: int | str) -> None:
+    """Within 3 standard errors, calibration's own included: Var = p(1 − p)(1/n_test + 1/n_calibration)."""
+    n, test = 5000, clusters(10_000, 4)
+    found = evaluate(calibrated, test, seed=7).figures
+    row = found["auto"] if K == "auto" else next(r for r in found["curve"] if r["samples"] == K)
+    for name, promised in (("coverage", 0.9), ("ood_rate", 0.05)):
+        error = math.sqrt(promised * (1 - promised) * (1 / len(test) + 1 / n))
+        assert abs(row[name] - promised) < 3 * error, (name, row[name])
+
+
+def test_answers_use_the_thresholds_of_auto(calibrated: Model) -> None:
+    auto = calibrated.card.calibration.auto  # type: ignore[union-attr]
+    assert auto is not None
+    test = clusters(500, 5)
+    prediction = calibrated.predict(test.x, "auto", 0)
+    rows = answers(prediction, calibrated.card)
+    measure = calibrated.card.calibration.measure  # type: ignore[union-attr]
+    assert prediction.settled is not None
+    assert [row["samples"] for row in rows] == prediction.settled.samples.tolist()
+    assert {row["ood"]["threshold"] for row in rows} == {auto.thresholds[measure]}
+    for row in rows:
+        assert row["ood"]["flag"] == (row["ood"]["score"] > auto.thresholds[measure])
+        assert row["prediction_set"] == [str(c) for c, p in enumerate(row["probabilities"]) if 1 - p <= auto.quantile]
+    other = answers(calibrated.predict(test.x, "auto", 0, tolerance=0.2), calibrated.card)
+    thresholds = calibrated.card.calibration.thresholds[measure]  # type: ignore[union-attr]
+    assert all(row["ood"]["threshold"] in thresholds.values() for row in other)  # of the grid point at or below K
+
+
+def test_the_grid_and_what_is_on_it(calibrated: Model) -> None:
+    """Every number of the calibration, from the answers that it was found on."""
+    calibration, held = calibrated.card.calibration, clusters(5000, 3)
+    assert calibration is not None
+    assert set(calibration.quantiles) == {0, *GRID}
+    bare = calibrated.with_card(calibration=None)
+    for K, summary in ask(bare, held.x, list(GRID), 1 << 40).items():
+        for measure, values in scores(summary).items():
+            ranked = np.sort(values.double().numpy())
+            assert calibration.thresholds[measure][K] == ranked[math.ceil(0.95 * 5001) - 1]
+        assert isinstance(summary, Classified)
+        strange = np.sort([1 - float(p[c]) for p, c in zip(summary.probabilities, held.y, strict=True)])
+        assert calibration.quantiles[K] == pytest.approx(strange[math.ceil(0.9 * 5001) - 1], abs=1e-12)
+    settled = ask_settled(bare, held.x, 1 << 40)
+    assert settled is not None
+    assert calibration.auto is not None
+    for measure, values in scores(settled[0]).items():
+        assert calibration.auto.thresholds[measure] == np.sort(values.double().numpy())[math.ceil(0.95 * 5001) - 1]
+
+
+@pytest.mark.parametrize(("n", "share"), [(19, 0.95), (20, 0.9), (199, 0.9), (1000, 0.95), (9, 0.9)])
+def test_one_more_value_stays_within_the_outer_quantile_as_often_as_asked(n: int, share: float) -> None:
+    """Of n + 1 exchangeable values the last is equally likely to have each rank, so the chance is exactly a ratio."""
+    values = torch.arange(1.0, n + 1)
+    q = outer_quantile(values[torch.randperm(n)], share)
+    chance = q / (n + 1)  # ranks 1 … q of n + 1 stay within
+    assert share <= chance + 1e-12
+    assert chance - share < 1 / (n + 1)
+
+
+def test_the_best_temperature_has_the_least_nll(trained: Model) -> None:
+    held = clusters(1000, 6)
+    T = best_temperature(trained, held, 0)
+    outputs = trained.predict(held.x[:1024], 20, 0, keep_outputs=True).outputs
+    assert outputs is not None
+
+    def nll(T: float) -> float:
+        p = np.exp(outputs.double().numpy() / T)
+        p = (p / p.sum(-1, keepdims=True)).mean(0)
+        return float(-np.log(p[np.arange(1000), held.y.numpy()]).mean())
+
+    grid = np.exp(np.linspace(math.log(0.3), math.log(3), 400))
+    best = float(grid[np.argmin([nll(t) for t in grid])])
+    assert abs(math.log(T / best)) < 0.01
+
+
+def test_a_temperature_is_fitted_where_asked(trained: Model, calibrated: Model) -> None:
+    held = clusters(2000, 3)
+    warm = calibrate(trained, held, Calibrate(temperature=True))
+    assert warm.card.calibration is not None
+    assert warm.card.calibration.temperature != 1.0
+    assert calibrated.card.calibration is not None
+    assert calibrated.card.calibration.temperature == 1.0
+    plain, fitted = (nll_of(m, clusters(4000, 8)) for m in (calibrated, warm))
+    assert fitted <= plain + 0.002
+
+
+def nll_of(model: Model, test: Examples) -> float:
+    found = evaluate(model, test).figures["nll"]
+    assert isinstance(found, float)
+    return found
+
+
+def test_the_measure_is_the_one_that_tells_spoiled_inputs_apart(trained: Model, calibrated: Model) -> None:
+    held = clusters(2000, 3)
+    rng = torch.Generator().manual_seed(0)
+    inside = scores(trained.predict(held.x, 64, 0).summary)
+    total: dict[str, float] = {}
+    for x in spoil(held.x, rng):
+        for measure, values in scores(trained.predict(x, 64, 0).summary).items():
+            above = (values[:, None] > inside[measure]).double() + 0.5 * (values[:, None] == inside[measure])
+            total[measure] = total.get(measure, 0) + float(above.mean())
+    chosen = choose_measure(trained, held, 0)
+    assert total[chosen] >= max(total.values()) - 0.05
+    assert calibrated.card.calibration is not None
+    assert calibrated.card.calibration.measure in total
+
+
+@pytest.mark.parametrize("kind", ["pictures", "vectors"])
+def test_spoiled_inputs_keep_the_values_and_lose_the_structure(kind: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 200, (50, 1, 8, 8), dtype=torch.uint8) if kind == "pictures" else torch.randn(50, 7)
+    before = x.clone()
+    found = list(spoil(x, rng))
+    assert len(found) == (4 if kind == "pictures" else 3)
+    assert torch.equal(x, before)
+    for spoiled in found:
+        assert (spoiled.shape, spoiled.dtype) == (x.shape, x.dtype)
+        assert (spoiled.flatten(1).amax(0) <= x.flatten(1).amax()).all()
+        assert not torch.equal(spoiled, x)
+    assert torch.equal(found[0].flatten(1).sort().values, x.flatten(1).sort().values)
+
+
+def test_data_that_overlaps_the_training_part_is_refused(trained: Model) -> None:
+    check_held_out(trained, clusters(500, 3))
+    mixed = clusters(500, 3)
+    one = Examples(torch.cat([mixed.x, clusters(300, 1).x[:1]]), torch.cat([mixed.y, mixed.y[:1]]))
+    with pytest.raises(CalibrationError, match="overlap the training part: 1 of them"):
+        check_held_out(trained, one)
+
+
+@pytest.mark.parametrize(
+    ("n", "settings", "least"),
+    [(19, Calibrate(), 20), (98, Calibrate(coverage=0.99), 99), (40, Calibrate(false_positive_rate=0.02), 49)],
+)
+def test_too_few_examples_are_refused(trained: Model, n: int, settings: Calibrate, least: int) -> None:
+    with pytest.raises(CalibrationError, match=f"{n} examples are too few.*at least {least}"):
+        calibrate(trained, clusters(n, 3), settings)
+    calibrate(trained, clusters(least, 3), settings)
+
+
+def test_a_plain_network_can_be_calibrated(tmp_path: Path) -> None:
+    network = bayesianize(build("mlp", inputs=5, hidden=[8], outputs=CLASSES), "deterministic")
+    save(network, tmp_path / "m.safetensors", card=Card(input=DECLARED))
+    made = calibrate(load(tmp_path / "m.safetensors"), clusters(200, 3))
+    assert made.card.calibration is not None
+    assert made.card.calibration.auto is None
+    assert made.card.calibration.measure != "mutual_information"
+
+
+def test_regression_intervals_cover_as_asked(tmp_path: Path) -> None:
+    def line(n: int, seed: int) -> Examples:
+        rng = torch.Generator().manual_seed(seed)
+        x = torch.randn(n, 5, generator=rng)
+        noise = torch.randn(n, 2, generator=rng) * torch.tensor([1.0, 5.0])
+        return Examples(x, torch.stack([x.sum(1), 10 * x[:, 0]], 1) + noise)
+
+    torch.manual_seed(0)
+    task = Regression(outputs=2, shift=(0.0, 0.0), scale=(2.0, 10.0))
+    network = bayesianize(build("mlp", inputs=5, hidden=[16], outputs=2), "ffg-u", inducing=8, start="prior", task=task)
+    run = Run(network, line(500, 1), line(100, 2), DECLARED, Fit(epochs=10, lr=1e-2, kl=0.1), 0, torch.device("cpu"))
+    while not run.done:
+        run.epoch()
+    save(run.finish(), tmp_path / "m.safetensors", card=Card(input=DECLARED))
+    made = calibrate(load(tmp_path / "m.safetensors"), line(3000, 3), Calibrate(coverage=0.8))
+    assert made.card.calibration is not None
+    assert made.card.calibration.measure == "epistemic_variance"
+    test = line(5000, 4)
+    for K in (1, 20):
+        rows = answers(made.predict(test.x, K, 5), made.card)
+        both = [
+            all(low <= v <= high for v, (low, high) in zip(y, row["interval"], strict=True))
+            for y, row in zip(test.y.tolist(), rows, strict=True)
+        ]
+        assert abs(np.mean(both) - 0.8) < 4 * math.sqrt(0.16 * (1 / 5000 + 1 / 3000))
+    with pytest.raises(CalibrationError, match="temperature belongs to classification"):
+        calibrate(made, line(100, 3), Calibrate(temperature=True))
+
+
+# the command
+
+
+def as_npz(path: Path, examples: Examples) -> Path:
+    np.savez(path, x=examples.x.numpy(), y=examples.y.numpy())
+    return path
+
+
+def test_the_command_calibrates_and_keeps_the_rest(trained: Model, tmp_path: Path) -> None:
+    save(trained, tmp_path / "m.safetensors", precision="float16")
+    data = as_npz(tmp_path / "held.npz", clusters(400, 3))
+    command = ["calibrate", str(tmp_path / "m.safetensors"), "--data", f"npz:{data}", "--coverage", "0.8"]
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "c.safetensors"), "--json"])
+    assert done.exit_code == 0, done.output
+    made = load(tmp_path / "c.safetensors")
+    assert made.card.calibration is not None
+    assert made.card.calibration.coverage == 0.8
+    assert made.manifest.precision == "float16"
+    assert json.loads(done.stdout)["calibration"]["coverage"] == 0.8
+    before: dict[str, Tensor] = load(tmp_path / "m.safetensors").network.state_dict()
+    after = made.network.state_dict()
+    assert all(torch.equal(after[k], v) for k, v in before.items())
+
+
+def test_the_command_refuses_what_it_should(trained: Model, tmp_path: Path) -> None:
+    save(trained, tmp_path / "m.safetensors")
+    seen = as_npz(tmp_path / "seen.npz", clusters(300, 1))
+    command = ["calibrate", str(tmp_path / "m.safetensors"), "--out", str(tmp_path / "c.safetensors"), "--data"]
+    for more, message in [
+        ([f"npz:{seen}"], "overlap the training part: 300 of them"),
+        ([f"npz:{seen}", "--coverage", "1.5"], "--coverage is 1.5; expected a share"),
+        (["digits"], "this model"),
+    ]:
+        done = CliRunner().invoke(app, [*command, *more])
+        assert isinstance(done.exception, DubitoError), done.output
+        assert message in str(done.exception)
+        assert not (tmp_path / "c.safetensors").exists()
