@@ -1,0 +1,114 @@
+"""Fashion-MNIST: what each method knows, what it stores, and whether it notices that digits are no clothes.
+
+    python -m benchmarks.fashion --data-root DIR [--download]
+
+Follows the shipped recipe `fashion-mnist`, changed for the baselines as METHODS says, for three seeds each; the OOD
+data is MNIST, told apart by each artifact's own default measure. Minutes on a GPU, many hours without one.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks._measure import machine
+from dubito.models.parameters import count
+from dubito.training.config import read_recipe
+from dubito.training.data import part_of, read_data
+from dubito.training.evaluate import evaluate
+from dubito.training.recipe import train
+
+PLAIN = ["fit.epochs=20", "fit.pretrain_epochs=0", "fit.likelihood_epochs=0", "fit.warmup_epochs=0"]
+METHODS: dict[str, list[str]] = {
+    "deterministic": ["posterior.method=deterministic", "posterior.options={}", *PLAIN],
+    "ensemble-w": ["posterior.method=ensemble-w", "posterior.options={members=3}", "fit.samples=3", *PLAIN],
+    "ffg-w": ["posterior.method=ffg-w", "posterior.options={}"],
+    "ffg-u": [],
+    "ensemble-u": ["posterior.method=ensemble-u", "posterior.options={inducing=32, members=4, lam_max=0.03}"],
+}
+COLUMNS = (
+    "accuracy",
+    "ece",
+    "nll",
+    "auroc",
+    "entropy",
+    "mutual_information",
+    "max_probability",
+    "coverage",
+    "ood_rate",
+)
+SAMPLES = 20
+
+
+def one(method: str, seed: int, changes: Sequence[str], args: argparse.Namespace) -> dict[str, object]:
+    """Train, calibrate and measure one artifact."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    recipe = read_recipe("fashion-mnist", [*METHODS[method], *changes, f"seed={seed}"])
+    with tempfile.TemporaryDirectory() as folder:
+        keep = Path(folder) if args.keep is None else args.keep
+        out = keep / f"fashion-{method}-{seed}.safetensors"
+        trained = train(recipe, out, data_root=args.data_root, download=args.download, device=device)
+        assert trained is not None
+        size = out.stat().st_size
+    model = trained.model.to(device)
+    fashion, mnist = (read_data(name, args.data_root) for name in ("fashion-mnist", "mnist"))
+    _, test = part_of(fashion, model.card)
+    assert mnist.test is not None
+    found = evaluate(model, test, {"mnist": mnist.test}, samples=SAMPLES, seed=seed).figures
+    by_measure = {m: row["auroc"] for m, row in found["ood"]["mnist"]["measures"].items()}
+    curve = {row["samples"]: {k: row[k] for k in ("coverage", "ood_rate")} for row in found["curve"]}
+    return {
+        "method": method,
+        "seed": seed,
+        "parameters": count(model.network),
+        "bytes": size,
+        **{name: found[name] for name in ("accuracy", "ece", "nll", "auroc", "measure", "coverage", "ood_rate")},
+        **by_measure,
+        "promises": curve | {"auto": found.get("auto")},
+        "seconds": sum(e.seconds for e in trained.log),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path, required=True)
+    parser.add_argument("--download", action="store_true")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe for all")
+    parser.add_argument("--json", type=Path, help="append each run as a line")
+    parser.add_argument("--keep", type=Path, help="a folder to leave the artifacts in")
+    args = parser.parse_args()
+    rows = []
+    for seed in args.seeds:
+        for method in args.methods:
+            rows.append(one(method, seed, args.set, args))
+            if args.json is not None:
+                with args.json.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+    table = Table(title=f"Fashion-MNIST, K = {SAMPLES}; AUROC against MNIST, by the default measure and by each")
+    for name in ("method", "parameters", *(c.replace("_", " ") for c in COLUMNS), "default measure"):
+        table.add_column(name)
+    for method in args.methods:
+        mine = [row for row in rows if row["method"] == method]
+        cells = [_spread([row[name] for row in mine]) for name in COLUMNS]  # type: ignore[misc]
+        measures = sorted({str(row["measure"]) for row in mine})
+        table.add_row(method, f"{mine[0]['parameters']:,}", *cells, ", ".join(measures))
+    Console(width=200).print(table)
+    print(machine(), torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU", sep=", ")
+
+
+def _spread(values: list[float]) -> str:
+    """Mean and standard deviation over seeds."""
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{spread}"
+
+
+if __name__ == "__main__":
+    main()
