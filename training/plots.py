@@ -145,8 +145,8 @@ def _svg(plot: Callable[[Axes], None], title: str) -> str:
     )
     with settings, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # the browser has fonts of its own
-        figure = Figure(figsize=(4, 3.1), layout="constrained", facecolor="none")
-        axes = figure.add_subplot(facecolor="none")
+        figure = Figure(figsize=(4, 3.1), facecolor="none")
+        axes = figure.add_axes((0.19, 0.16, 0.74, 0.74), facecolor="none")  # the same in all, so that rows line up
         plot(axes)
         axes.set_title(title, fontsize=10)
         axes.grid(color=INK, alpha=0.12, linewidth=0.6)
