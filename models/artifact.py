@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from operator import index
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import ValidationError
@@ -72,7 +72,7 @@ def save(
             keep = masks.get(name.rpartition(".")[0] + ".keep")
             tensors |= encode(name, tensor, keep, precision)
     manifest = _manifest(network, card, precision)
-    manifest = manifest.model_copy(update={"sha256": digest(manifest, tensors)})
+    manifest = manifest.model_copy(update={"sha256": digest(manifest.model_dump(mode="json"), tensors)})
     # one key: the library writes several in no fixed order, and the same model should give the same bytes
     content = serialise(tensors, {KEY: manifest.model_dump_json()})
     _write(Path(path), content)
@@ -102,9 +102,9 @@ def rebuild(
 def examine(path: str | Path) -> tuple[Manifest, dict[str, Tensor]]:
     """The manifest and the tensors as they are stored, whole and unchanged since they were saved; nothing is built."""
     try:
-        manifest, content = _read(Path(path))
+        manifest, stated, content = _read(Path(path))
         tensors = _parse_tensors(content)
-        if digest(manifest, tensors) != manifest.sha256:
+        if digest(stated, tensors) != manifest.sha256:
             raise ArtifactError(
                 "the SHA-256 of its content is not the one it states: it was changed or damaged after it was saved."
             )
@@ -113,9 +113,12 @@ def examine(path: str | Path) -> tuple[Manifest, dict[str, Tensor]]:
     return manifest, tensors
 
 
-def digest(manifest: Manifest, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over the manifest (but for this number) and every tensor's name, type, shape and bytes."""
-    known = manifest.model_dump(mode="json", exclude={"sha256"})
+def digest(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the manifest's JSON (but for this number) and every tensor's name, type, shape and bytes.
+
+    Over what the file says, not over what it means today: a later version may know more fields.
+    """
+    known = {key: value for key, value in stated.items() if key != "sha256"}
     total = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -208,7 +211,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _read(path: Path) -> tuple[Manifest, bytes]:
+def _read(path: Path) -> tuple[Manifest, dict[str, Any], bytes]:
     """The manifest and the whole file, which is read only once its header makes sense."""
     try:
         mode = path.stat().st_mode
@@ -221,9 +224,9 @@ def _read(path: Path) -> tuple[Manifest, bytes]:
                 raise ArtifactError(f"it has {size} bytes; expected a dubito artifact: it is empty or cut.")
             if length > LONGEST_HEADER or length > size - 8:
                 raise ArtifactError(_foreign(start, length, size))
-            manifest = _parse_header(file.read(length), size - 8 - length)
+            manifest, stated = _parse_header(file.read(length), size - 8 - length)
             file.seek(0)
-            return manifest, file.read()
+            return manifest, stated, file.read()
     except (OSError, ValueError, MemoryError) as error:
         raise ArtifactError(f"it cannot be read: {_reason(error)}.") from None
 
@@ -232,12 +235,12 @@ def _foreign(start: bytes, length: int, size: int) -> str:
     """What a file may be whose first bytes are not the length of a header."""
     kinds = {b"PK\x03\x04": "a zip archive (as torch.save writes)", b"\x80": "a pickle", b"\x89HDF": "an HDF5 file"}
     for magic, kind in kinds.items():
-        if start.startswith(magic):
+        if start.startswith(magic) and length > LONGEST_HEADER:  # else it may well be a length
             return f"it is {kind}; expected a dubito artifact, which is a safetensors file."
     return f"it claims a header of {length:,} bytes in a file of {size:,}: not a safetensors file, or one that was cut."
 
 
-def _parse_header(header: bytes, rest: int) -> Manifest:
+def _parse_header(header: bytes, rest: int) -> tuple[Manifest, dict[str, Any]]:
     try:
         parts = json.loads(header)
         text = parts.pop("__metadata__")[KEY]
@@ -253,7 +256,7 @@ def _parse_header(header: bytes, rest: int) -> Manifest:
             f"its format is {found!r}; this version of dubito reads format {FORMAT}. Update dubito, or save it again."
         )
     try:
-        return Manifest.model_validate_json(text)
+        return Manifest.model_validate_json(text), stated
     except ValidationError as error:
         raise ArtifactError(f"its manifest is wrong: {_complaint(error)}.") from None
     except RecursionError:

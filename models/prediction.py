@@ -187,7 +187,7 @@ def _checked(network: BayesianNetwork, x: Tensor) -> Tensor:
 def _rows(network: BayesianNetwork, x: Tensor) -> int:
     """Rows of one pass: few on a CPU where each takes much memory, which is where a convolution meets a large map."""
     if x.device.type != "cpu":
-        return 1024
+        return max(1024, min(8192, (1 << 23) // x[0].numel()))
     convolves = any(isinstance(layer.geometry, Conv) for layer in network.layers.values())
     return max(32, min(4096, 32 * 1024 // math.prod(x.shape[2:]))) if convolves else 4096
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, ensemble, load, predict, save
 from dubito.models.directions import set_directions
-from dubito.models.encoding import MASK, SCALE, Precision, decode, encode
+from dubito.models.encoding import MASK, SCALE, decode, encode
 from dubito.models.errors import ArtifactError
 from dubito.models.layers import MemberLayer
 from dubito.models.manifest import (
@@ -30,6 +30,7 @@ from dubito.models.manifest import (
     Card,
     Image,
     Input,
+    Precision,
     Provenance,
     Regression,
 )

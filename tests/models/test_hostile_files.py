@@ -26,9 +26,9 @@ from torch import Tensor
 
 from dubito.models import bayesianize, build, load, save
 from dubito.models.artifact import KEY, digest
-from dubito.models.encoding import MASK, SCALE, Precision
+from dubito.models.encoding import MASK, SCALE
 from dubito.models.errors import ArtifactError
-from dubito.models.manifest import Manifest
+from dubito.models.manifest import Manifest, Precision
 from dubito.models.model import Model
 from dubito.models.pruning import prune
 
@@ -78,7 +78,7 @@ def forge(change: Change, kind: str = "ffg-u", precision: Precision = "float32")
         manifest = Manifest.model_validate_json(json.dumps(stated))
     except ValidationError:
         return serialise(tensors, {KEY: json.dumps(stated)})
-    signed = manifest.model_copy(update={"sha256": digest(manifest, tensors)})
+    signed = manifest.model_copy(update={"sha256": digest(manifest.model_dump(mode="json"), tensors)})
     return serialise(tensors, {KEY: signed.model_dump_json()})
 
 
@@ -553,3 +553,13 @@ def test_absurd_claims_are_refused_without_allocating(tmp_path: Path) -> None:
         assert line.startswith(f"refused {path}: "), line
         assert "memory" not in line, line  # refused for what it claims, not because the claim was tried
     assert int(grown) < LIMIT
+
+
+def test_a_file_that_says_less_than_today_is_still_whole(tmp_path: Path) -> None:
+    """An earlier version wrote no such field: the hash is of what the file says, not of what is read into it."""
+    honest = artifact("ffg-u", "float32")
+    stated, tensors = json.loads(header_of(honest)[0]["__metadata__"][KEY]), parse(honest)
+    del stated["precision"], stated["card"]["provenance"]["train_sample"]
+    stated["sha256"] = digest(stated, tensors)
+    (tmp_path / "old.safetensors").write_bytes(serialise(tensors, {KEY: json.dumps(stated)}))
+    assert load(tmp_path / "old.safetensors").manifest.precision == "float32"

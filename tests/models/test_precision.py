@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.models import bayesianize, build, load, save
-from dubito.models.encoding import Precision
+from dubito.models.manifest import Precision
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
 from dubito.models.uncertainty import Classified
