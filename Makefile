@@ -5,7 +5,7 @@ READY := .venv/.ready
 BENCH ?= $(filter-out _%,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test test-slow bench clean
+.PHONY: help setup lint test test-slow bench embedded clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -30,6 +30,10 @@ test-slow: $(READY) ## the tests that take minutes
 
 bench: $(READY) ## every benchmark in turn, or one: make bench BENCH=name
 	@set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
+
+embedded: $(READY) ## train the embedded default model anew
+	$(BIN)/dubito train digits --fresh --device cpu --out models/digits.safetensors
+	rm -f models/digits*.csv
 
 clean: ## remove .venv, builds and caches
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

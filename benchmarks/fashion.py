@@ -30,7 +30,7 @@ METHODS: dict[str, list[str]] = {
     "ensemble-w": ["posterior.method=ensemble-w", "posterior.options={members=3}", "fit.samples=3", *PLAIN],
     "ffg-w": ["posterior.method=ffg-w", "posterior.options={}"],
     "ffg-u": [],
-    "ensemble-u": ["posterior.method=ensemble-u", "posterior.options={inducing=32, members=4, lam_max=0.03}"],
+    "ensemble-u": ["posterior.method=ensemble-u", "posterior.options={inducing=32, members=4, lam_max=0.02}"],
 }
 COLUMNS = (
     "accuracy",

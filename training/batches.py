@@ -12,7 +12,7 @@ from dubito.training.ranks import Ranks
 from dubito.training.seeds import stream
 
 ON_DEVICE = 4 << 30  # bytes of examples kept on a GPU
-TOGETHER = 32  # pictures that share a draw of their augmentation: one by one, a GPU would wait for its host
+TOGETHER = 64  # pictures that share a draw of their augmentation: one by one, a GPU would wait for its host
 
 
 @dataclass(frozen=True)
