@@ -87,7 +87,7 @@ class Run:
     ) -> None:
         self.ranks = Ranks.here()
         self.network = network.to(device)
-        self.ranks.prepare(self.network)
+        self._undo = self.ranks.prepare(self.network)
         self.validation, self.declared = validation, declared
         self.fit, self.seed, self.device = fit, seed, device
         train = Examples(train.x, self._in_units(train.y))
@@ -112,9 +112,10 @@ class Run:
         return len(self.log) >= self.fit.epochs or self._impatient()
 
     def finish(self) -> BayesianNetwork:
-        """The trained network; with patience, as it was at its best."""
+        """The trained network, as it was built; with patience, as it was at its best."""
         if self.best is not None:
             self.network.load_state_dict(self.best)
+        self._undo()
         return self.network.eval()
 
     def epoch(self, tell: Callable[[Told], None] = lambda _: None, stop: Callable[[], bool] = lambda: False) -> bool:

@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,19 +38,29 @@ class Ranks:
         torch.cuda.set_device(device)
         return device
 
-    def prepare(self, network: nn.Module) -> None:
-        """All ranks start where the first does, and their BatchNorms see the whole batch, as in one process."""
+    def prepare(self, network: nn.Module) -> Callable[[], None]:
+        """All ranks start where the first does, and their BatchNorms see the whole batch, as in one process.
+
+        What is returned gives the network its own BatchNorms back, which hold what was learned.
+        """
+        swapped: list[tuple[nn.Module, str, nn.Module]] = []
+
+        def undo() -> None:
+            for parent, name, child in swapped:
+                setattr(parent, name, child.train(parent.training))
+
         if self.count == 1:
-            return
+            return undo
         for tensor in network.state_dict().values():
             dist.broadcast(tensor, 0)
-        if next(network.parameters()).is_cuda:
-            nn.SyncBatchNorm.convert_sync_batchnorm(network)
-            return
         for parent in list(network.modules()):
             for name, child in parent.named_children():
                 if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-                    setattr(parent, name, SharedBatchNorm(child))
+                    swapped.append((parent, name, child))
+                    on_gpu = next(network.parameters()).is_cuda
+                    shared = nn.SyncBatchNorm.convert_sync_batchnorm(child) if on_gpu else SharedBatchNorm(child)
+                    setattr(parent, name, shared)
+        return undo
 
     def add_gradients(self, network: nn.Module) -> None:
         """Each gradient becomes the sum over ranks, all of them in one message."""

@@ -62,7 +62,7 @@ def train(
     start: Literal["network", "prior"] = "prior" if recipe.network.weights is None else "network"
     if recipe.fit.pretrain_epochs:
         plain = recipe.fit.model_copy(update={"epochs": recipe.fit.pretrain_epochs, **NO_KL})
-        net = fitting.fit(bayesianize(net, "deterministic", task=task_of(parts)), plain, "plain").network.net.cpu()
+        net = fitting.fit(bayesianize(net, "deterministic", task=task_of(parts)), plain, "plain").finish().net.cpu()
         start = "network"
     torch.manual_seed(recipe.seed)
     run = fitting.fit(make_bayesian(net, recipe, parts, start), recipe.fit, "posterior")

@@ -43,7 +43,7 @@ def network(architecture: str = "mlp", method: str = "ffg-u") -> BayesianNetwork
     sizes: dict[str, Any] = {"inputs": 64, "outputs": 10, "hidden": [8]}
     if architecture == "cnn":
         sizes = {"size": 8, "width": 4, "hidden": 8}
-    options = {"members": 3} if method.startswith("ensemble") else {}
+    options: dict[str, Any] = {"members": 3} if method.startswith("ensemble") else {}
     return bayesianize(build(architecture, **sizes), method, inducing=4, **options)
 
 
