@@ -52,12 +52,9 @@ class FullCovariance(nn.Module):
         return FrozenFullCovariance(self.centre(), self.spread()[:, None] * self._correlation())
 
     @classmethod
-    def freeze_together(cls, runs: Sequence[Sequence[Self]]) -> list[FrozenFullCovariance]:
-        frozen = [[law.freeze() for law in run] for run in runs]
-        return [
-            FrozenFullCovariance(torch.stack([q.centre for q in run]), torch.stack([q.root for q in run]))
-            for run in frozen
-        ]
+    def freeze_together(cls, laws: Sequence[Self]) -> FrozenFullCovariance:
+        frozen = [law.freeze() for law in laws]
+        return FrozenFullCovariance(torch.stack([q.centre for q in frozen]), torch.stack([q.root for q in frozen]))
 
     def kl(self, prior: float) -> Tensor:
         m: Tensor = self.centre() / prior

@@ -31,7 +31,7 @@ class Linear:
         return self.outputs, self.inputs + self.bias
 
     def dense(self, x: Tensor, W: Tensor) -> Tensor:
-        return F.linear(x, W[:, :-1], W[:, -1]) if self.bias else F.linear(x, W)
+        return F.linear(x, *_apart(W)) if self.bias else F.linear(x, W)
 
     def batched(self, x: Tensor, W: Tensor) -> Tensor:
         """x (K·B, ..., inputs) with sample k's weights for its own rows."""
@@ -131,7 +131,7 @@ class Conv:
         return torch.cat([rows, rows.new_ones(len(rows), 1)], 1) if self.bias else rows
 
     def _kernel(self, W: Tensor) -> tuple[Tensor, Tensor | None]:
-        weight, bias = (W[:, :-1], W[:, -1]) if self.bias else (W, None)
+        weight, bias = _apart(W) if self.bias else (W, None)
         return weight.reshape(len(W), self.inputs // self.groups, *self.kernel), bias
 
     def _pad(self, x: Tensor) -> Tensor:
@@ -201,6 +201,12 @@ class Conv:
 Geometry = Linear | Conv
 
 
+def _apart(W: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and bias. Split, not sliced: the gradient of a slice is filled with zeros first."""
+    weight, bias = W.split([W.shape[1] - 1, 1], dim=1)
+    return weight, bias.squeeze(1)
+
+
 def squared_norm(x: Tensor, axis: int) -> Tensor:
     """In float32 or better, whatever the type of x."""
     length: Tensor = torch.linalg.vector_norm(x, dim=axis, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -230,7 +236,7 @@ def apply(geometry: Geometry, x: Tensor, operand: Operand, K: int, how: How, cha
 def _dense(geometry: Geometry, x: Tensor, W: Tensor, K: int, how: How) -> Tensor:
     W = W.to(x.dtype)
     if len(W) == 1:
-        return geometry.dense(x, W.squeeze(0))  # an index would fill a gradient with zeros first
+        return geometry.dense(x, W.squeeze(0))
     if how == "batch":
         return geometry.batched(x, W)
     return torch.cat([geometry.dense(rows, W_k) for rows, W_k in zip(x.chunk(K), W, strict=True)])

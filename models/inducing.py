@@ -16,9 +16,10 @@ from dubito.models.matheron import (
     factorise,
     regularise,
     sides,
+    through,
     whiten,
 )
-from dubito.models.parameters import Free, Optional, Positive, alike, in_a_row, together
+from dubito.models.parameters import Free, Optional, Positive, alike, in_a_row, neighbours, numbers, together
 from dubito.models.posterior import Dense, Factored, Frozen, Law, Value
 
 FLOOR_D = 1e-6
@@ -115,24 +116,24 @@ class InducingFactors(WithV):
 class TrainableInducing(WithV):
     """The same law for a training step, of n layers of one kind: differentiable, every draw a dense W (exact noise)."""
 
-    r: Side
-    c: Side
-    q_V: Frozen | None  # over (n, M_out, M_in)
+    sigma: Tensor  # (n, 1, 1)
     lam: Tensor | None  # (n, 1, 1)
-    sigma: float
+    q_V: Frozen | None  # over (n, M_out, M_in)
+    runs: tuple[tuple[Side, Side], ...]  # rows and columns of neighbours of one shape, stacked
 
     @property
     def normals(self) -> int:
         return sum(self._parts())
 
-    def _parts(self) -> tuple[int, int]:
-        of_V = self.normals_of_V
-        n, tall, wide = len(self.r.P), self.r.P.shape[2], self.c.P.shape[2]
-        return of_V, 0 if self.lam is None else n * tall * wide
+    def _parts(self) -> list[int]:
+        """Normals of V, and of each run's λ-noise."""
+        noises = [] if self.lam is None else [len(r.P) * r.P.shape[2] * c.P.shape[2] for r, c in self.runs]
+        return [self.normals_of_V, *noises]
 
     def mean(self, member: Tensor | None, V: Tensor | None = None) -> Dense:
-        """Of a layer alone, as is `draw`: V is (K, M_out, M_in)."""
-        return Dense(self._means(self.mean_V(member, _among_layers(V)))[:, 0])
+        """Of a layer alone, as is `draw`; V is (K, M_out, M_in)."""
+        (W,) = through(self.runs, self.sigma * self.mean_V(member, _among_layers(V)))
+        return Dense(W[:, 0])
 
     def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Dense:
         (W,) = self.draw_each(noise, member, _among_layers(V))
@@ -140,22 +141,18 @@ class TrainableInducing(WithV):
 
     def draw_each(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> list[Dense]:
         """Every layer's K samples; V (K, n, M_out, M_in) where a hierarchy has drawn it already."""
-        for_V, for_W = noise.split(self._parts(), dim=1)
+        for_V, *for_W = noise.split(self._parts(), dim=1)
         V = self.draw_V(for_V, member, V)
         if self.lam is None:
-            W = self._means(V)
+            drawn = through(self.runs, self.sigma * V)
         else:
-            N = for_W.view(len(noise), len(self.r.P), self.r.P.shape[2], self.c.P.shape[2])
-            W = draw_jointly(self.r, self.c, V, self.lam, self.sigma, N)
-        return [Dense(w) for w in (W.unbind(1) if W.shape[1] > 1 else [W.squeeze(1)])]
-
-    def _means(self, V: Tensor) -> Tensor:
-        """(K, n, M_out, M_in) -> (K, n, d_out, d_in)."""
-        return self.sigma * self.r.A @ V @ self.c.A.mT
+            N = [z.view(-1, len(r.P), r.P.shape[2], c.P.shape[2]) for z, (r, c) in zip(for_W, self.runs, strict=True)]
+            drawn = draw_jointly(self.runs, V, self.lam, self.sigma, N)
+        return [Dense(W) for run in drawn for W in (run.unbind(1) if run.shape[1] > 1 else [run.squeeze(1)])]
 
 
 def _among_layers(V: Tensor | None) -> Tensor | None:
-    """(..., M_out, M_in) -> (..., 1, M_out, M_in)."""
+    """(K, M_out, M_in) -> (K, 1, M_out, M_in)."""
     return None if V is None else V.unsqueeze(-3)
 
 
@@ -193,9 +190,9 @@ class Inducing(Optional):
 
     @property
     def kind(self) -> Hashable:
-        """Layers of one kind can be drawn together."""
-        shapes = tuple((p.shape, p.dtype) for p in self.parameters())
-        return self.sigma, self.lam is None, type(self.law), shapes
+        """Layers of one kind can be drawn together: V's of one shape and one sort of law."""
+        of_V = tuple(p.shape for name, p in self.named_parameters() if name.startswith("law."))
+        return len(self.Z_r.value), len(self.Z_c.value), self.lam is None, type(self.law), of_V
 
     def scale(self) -> float:
         """λ as a number; 0 is the delta conditional."""
@@ -222,55 +219,49 @@ class Inducing(Optional):
         return kl_together([self], data_size)
 
 
-def train_together(runs: Sequence[Sequence[Inducing]]) -> list[TrainableInducing]:
-    """For one training step: each run of layers of one kind side by side, the sides of all factorised together."""
-    every = [q for run in runs for q in run]
-    like = every[0].Z_r.value
+def train_together(kinds: Sequence[Sequence[Inducing]]) -> list[TrainableInducing]:
+    """For one training step: the layers of each kind as one value, the sides of all factorised together.
+
+    Neighbours of one shape share their products, so layers had better come in the order of their shapes.
+    """
+    like = kinds[0][0].Z_r.value
     dtype = torch.promote_types(like.dtype, torch.float32)
     with torch.autocast(like.device.type, enabled=False):  # in half precision Ψ is not definite
-        Ds = iter(together([D for run in runs for D in (*(q.D_r for q in run), *(q.D_c for q in run))]))
-        of_both = [Z for run in runs for Z in ([q.Z_r for q in run], [q.Z_c for q in run])]
-        Z = [[free().to(dtype) for free in run] for run in of_both]
-        D = [[next(Ds).to(dtype) for _ in run] for run in of_both]
-        found = sides(Z, D)
-        scales = iter(together([q.lam for q in every if q.lam is not None]))
-        lam = [
-            None if run[0].lam is None else torch.stack([next(scales) for _ in run]).to(dtype).view(-1, 1, 1)
-            for run in runs
+        runs = [[[layers[i] for i in at] for at in neighbours([q.shape for q in layers])] for layers in kinds]
+        halves = [
+            half
+            for of_kind in runs
+            for run in of_kind
+            for half in ([(q.Z_r, q.D_r) for q in run], [(q.Z_c, q.D_c) for q in run])
         ]
-        q_V = [None if q is None else q.to(dtype=dtype) for q in _laws(runs)]
-    sigma = [run[0].sigma for run in runs]
-    return [TrainableInducing(*parts) for parts in zip(found[::2], found[1::2], q_V, lam, sigma, strict=True)]
+        D = iter(together([D for half in halves for _, D in half]))
+        Zs = [[Z().to(dtype) for Z, _ in half] for half in halves]
+        found = sides(Zs, [[next(D).to(dtype) for _ in half] for half in halves])
+        pairs = iter(zip(found[::2], found[1::2], strict=True))
+        return [_join(layers, tuple(next(pairs) for _ in of_kind)) for layers, of_kind in zip(kinds, runs, strict=True)]
 
 
-def _laws(runs: Sequence[Sequence[Inducing]]) -> list[Frozen | None]:
-    """q(V) of each run; None where a hierarchy draws V."""
-    laws = [[q.law for q in run if q.law is not None] for run in runs]
-    given = [i for i, run in enumerate(laws) if run]
-    found: dict[int, Frozen] = {}
-    for at in alike([type(laws[i][0]) for i in given]):
-        places = [given[i] for i in at]
-        found |= zip(places, type(laws[places[0]][0]).freeze_together([laws[i] for i in places]), strict=True)
-    return [found.get(i) for i in range(len(runs))]
+def _join(layers: Sequence[Inducing], runs: tuple[tuple[Side, Side], ...]) -> TrainableInducing:
+    A = runs[0][0].A
+    scales, laws = [q.lam for q in layers if q.lam is not None], [q.law for q in layers if q.law is not None]
+    return TrainableInducing(
+        sigma=numbers([q.sigma for q in layers], A).view(-1, 1, 1),
+        lam=torch.stack(together(scales)).to(A.dtype).view(-1, 1, 1) if scales else None,
+        q_V=type(laws[0]).freeze_together(laws).to(dtype=A.dtype) if laws else None,
+        runs=runs,
+    )
 
 
-def kl_together(posteriors: Sequence[Inducing], data_size: int | None = None) -> Tensor:
+def kl_together(layers: Sequence[Inducing], data_size: int | None = None) -> Tensor:
     """Σ β R(λ) + KL[q(V) ‖ N(0, I)]; with `data_size` N, β = min(1, N/d_in) (eq. 45), else 1."""
-    terms = []
-    laws = [q.law for q in posteriors if q.law is not None]
-    for at in alike([type(law) for law in laws]):
-        terms.append(type(laws[at[0]]).kl_together([laws[i] for i in at], 1.0))
-    noisy: dict[float, list[Positive]] = {}  # the λ's of each weight β d_in d_out
-    for q in posteriors:
-        d_out, d_in = q.shape
-        beta = 1.0 if data_size is None else min(1.0, data_size / d_in)
-        if q.lam is not None:
-            noisy.setdefault(beta * d_out * d_in, []).append(q.lam)
+    laws, noisy = [q.law for q in layers if q.law is not None], [q for q in layers if q.lam is not None]
+    terms = [type(laws[at[0]]).kl_together([laws[i] for i in at], 1.0) for at in alike([type(law) for law in laws])]
     if noisy:
-        lam = in_a_row(together([part for parts in noisy.values() for part in parts]))
-        weights = torch.cat([lam.new_full((len(parts),), weight) for weight, parts in noisy.items()])
-        terms.append(weights @ (lam.square() / 2 - lam.log() - 0.5))
-    return torch.stack(terms).sum() if terms else posteriors[0].Z_r.value.new_zeros(())
+        lam = in_a_row(together([q.lam for q in noisy if q.lam is not None]))
+        shares = [1.0 if data_size is None else min(1.0, data_size / q.shape[1]) for q in noisy]
+        sizes = numbers([beta * q.shape[0] * q.shape[1] for beta, q in zip(shares, noisy, strict=True)], lam)
+        terms.append((sizes * (lam.square() / 2 - lam.log() - 0.5)).sum())
+    return torch.stack(terms).sum() if terms else layers[0].Z_r.value.new_zeros(())
 
 
 def outside(B: Tensor, directions: Tensor) -> Tensor:

@@ -143,16 +143,28 @@ def _invert(grams: Sequence[Tensor], D: Tensor) -> tuple[Tensor, Tensor]:
     return L_inv, L_inv * D[:, None]
 
 
-def draw_jointly(r: Side, c: Side, V: Tensor, lam: Tensor, sigma: float, N: Tensor) -> Tensor:
-    """Way 1 in whitened form, for training K draws of n layers at once: -> (K, n, d_out, d_in).
+def draw_jointly(
+    runs: Sequence[tuple[Side, Side]], V: Tensor, lam: Tensor, sigma: Tensor, N: Sequence[Tensor]
+) -> list[Tensor]:
+    """Way 1 in whitened form, for training K draws of n layers at once: (K, layers, d_out, d_in) for each run.
 
-    N (K, n, d_out + M_out, d_in + M_in), standard normal, is the noise of the whole augmented matrix (eq. 46): its
-    corner is the noise of W, P_r N P_cᵀ that of V. V is (K, n, M_out, M_in), λ (n, 1, 1).
+    A run is layers of one shape, its N (K, layers, d_out + M_out, d_in + M_in) standard normal: the noise of the whole
+    augmented matrix (eq. 46), whose corner is the noise of W; P_r N P_cᵀ is that of V. V (K, n, M_out, M_in), λ and σ
+    (n, 1, 1) are those of all layers, run after run.
     """
-    A_r, P_r, A_c, P_c = (t[None] for t in (r.A, r.P, c.A, c.P))  # a missing axis costs a sum in the gradient
-    E = N[..., : A_r.shape[2], : A_c.shape[2]]
-    scale = sigma * lam[None]
-    inner = torch.addcmul(sigma * V, scale, P_r @ N @ P_c.mT, value=-1)
-    right = A_c.mT.expand(len(N), -1, -1, -1)
-    W = torch.baddbmm((scale * E).flatten(0, 1), (A_r @ inner).flatten(0, 1), right.flatten(0, 1))
-    return W.view(E.shape)
+    scale = sigma * lam
+    of_V = torch.cat([r.P[None] @ noise @ c.P[None].mT for (r, c), noise in zip(runs, N, strict=True)], 1)
+    inner = torch.addcmul(sigma * V, scale[None], of_V, value=-1)
+    lengths = [len(r.A) for r, _ in runs]
+    drawn = []
+    for (r, c), noise, u, s in zip(runs, N, parted(inner, lengths, 1), parted(scale, lengths), strict=True):
+        E = s[None] * noise[..., : r.A.shape[1], : c.A.shape[1]]
+        left, right = r.A[None] @ u, c.A.mT.expand(len(u), -1, -1, -1)
+        drawn.append(torch.baddbmm(E.flatten(0, 1), left.flatten(0, 1), right.flatten(0, 1)).view(E.shape))
+    return drawn
+
+
+def through(runs: Sequence[tuple[Side, Side]], V: Tensor) -> list[Tensor]:
+    """A_r V A_cᵀ of all layers: (K, n, M_out, M_in) -> (K, layers, d_out, d_in) for each run."""
+    of_each = parted(V, [len(r.A) for r, _ in runs], 1)
+    return [r.A[None] @ v @ c.A[None].mT for (r, c), v in zip(runs, of_each, strict=True)]

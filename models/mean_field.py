@@ -40,12 +40,9 @@ class MeanField(nn.Module):
         return FrozenMeanField(self.centre(), self.spread())
 
     @classmethod
-    def freeze_together(cls, runs: Sequence[Sequence[Self]]) -> list[FrozenMeanField]:
-        spreads = iter(together([law.spread for run in runs for law in run]))
-        return [
-            FrozenMeanField(torch.stack([law.centre() for law in run]), torch.stack([next(spreads) for _ in run]))
-            for run in runs
-        ]
+    def freeze_together(cls, laws: Sequence[Self]) -> FrozenMeanField:
+        centres, spreads = [law.centre() for law in laws], together([law.spread for law in laws])
+        return FrozenMeanField(torch.stack(centres), torch.stack(spreads))
 
     def kl(self, prior: float) -> Tensor:
         return self.kl_together([self], prior)

@@ -39,8 +39,8 @@ class Mixture(nn.Module):
         return FrozenMixture(self.points())
 
     @classmethod
-    def freeze_together(cls, runs: Sequence[Sequence[Self]]) -> list[FrozenMixture]:
-        return [FrozenMixture(torch.stack([law.points() for law in run], 1)) for run in runs]
+    def freeze_together(cls, laws: Sequence[Self]) -> FrozenMixture:
+        return FrozenMixture(torch.stack([law.points() for law in laws], 1))
 
     def kl(self, prior: float) -> Tensor:
         return self.kl_together([self], prior)

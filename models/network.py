@@ -101,38 +101,39 @@ class BayesianNetwork(nn.Module):
 
     def sample(self, x: Tensor, K: int) -> Tensor:
         """K joint draws from torch's own generator, with gradients: (B, ...) -> (K, B, ...)."""
-        layers = list(self.layers.values())
-        runs = [[layers[i] for i in at] for at in alike([_kind(layer) for layer in layers])]
-        above = [] if self.hierarchy is None else [[self.hierarchy]]
-        made = trainable([[layer.q for layer in run] for run in above + runs])
+        layers = self._by_shape()
+        kinds = [[layers[i] for i in at] for at in alike([_kind(layer) for layer in layers])]
+        if self.hierarchy is not None:
+            kinds = [[self.hierarchy], *kinds]
+        made = trainable([[layer.q for layer in kind] for kind in kinds])
         noise = torch.randn(K, sum(f.normals for f in made), device=x.device)
         copies = self._copies()
         members = max([copies, *(f.members for f in made)])
         # on the device, so that a captured step draws anew; members kept in copies are chosen by the host
         keys = torch.rand(members, device="cpu" if copies else x.device) if members else None
         draws = Draws(K, noise, 0, keys=keys)
-        run = Run(K, self._draw_together(above + runs, made, draws), {}, draws.member, self._names())
+        run = Run(K, self._draw_together(kinds, made, draws), {}, draws.member, self._names())
         return self.go(x, run) if x.is_cuda else self._go(x, run)  # on a CPU, gradients are faster as memory lies
 
     def _draw_together(
-        self, runs: Sequence[Sequence[BayesianLayer]], made: Sequence[Factors], draws: Draws
+        self, kinds: Sequence[Sequence[BayesianLayer]], made: Sequence[Factors], draws: Draws
     ) -> dict[nn.Module, Callable[[], Operand]]:
-        """Every layer's weights, each run's in one go; a hierarchy comes first."""
+        """Every layer's weights, those of a kind in one go; a hierarchy comes first."""
         assert draws.noise is not None
-        member = cache(draws.member)
+        member = {E: draws.member(E) for E in {f.members for f in made} if E}
         V: dict[nn.Module, Tensor] = {}
         operands: dict[nn.Module, Callable[[], Operand]] = {}
-        for run, f, noise in zip(runs, made, draws.noise.split([f.normals for f in made], dim=1), strict=True):
-            given = torch.stack([V[layer] for layer in run], 1) if run[0] in V else None
-            drawn = _draw_each(f, noise.to(f.dtype), member(f.members) if f.members else None, given)
-            if run[0] is self.hierarchy:
+        for kind, f, noise in zip(kinds, made, draws.noise.split([f.normals for f in made], dim=1), strict=True):
+            given = torch.stack([V[layer] for layer in kind], 1) if kind[0] in V else None
+            drawn = _draw_each(f, noise.to(f.dtype), member.get(f.members), given)
+            if kind[0] is self.hierarchy:
                 V = self._shared_out(_matrix(drawn[0]))
-            operands |= {layer: partial(_as_it_is, W) for layer, W in zip(run, drawn, strict=True)}
+            operands |= {layer: partial(_as_it_is, W) for layer, W in zip(kind, drawn, strict=True)}
         return operands
 
     def kl(self, data_size: int | None = None) -> Tensor:
         """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45]."""
-        posteriors = [layer.q for layer in self.layers.values()]
+        posteriors = [layer.q for layer in self._by_shape()]
         parts = [q.kl(data_size) for q in posteriors if not isinstance(q, Inducing)]
         if together := [q for q in posteriors if isinstance(q, Inducing)]:
             parts.append(kl_together(together, data_size))
@@ -179,6 +180,10 @@ class BayesianNetwork(nn.Module):
             if entry.kind == "inducing" and entry.method == "hierarchical":
                 found[layer], at = V[..., at : at + entry.M_in], at + entry.M_in
         return found
+
+    def _by_shape(self) -> list[BayesianLayer]:
+        """So that neighbours can be drawn and weighed together."""
+        return sorted(self.layers.values(), key=lambda layer: layer.geometry.shape)
 
     def _names(self) -> dict[nn.Module, str]:
         kept = (BayesianLayer, MemberLayer)
@@ -239,12 +244,12 @@ def _kind(layer: BayesianLayer) -> Hashable:
     return layer.q.kind if isinstance(layer.q, Inducing) else layer
 
 
-def trainable(runs: Sequence[Sequence[Posterior]]) -> list[Factors]:
-    """For one training step, of runs of one kind each; inducing layers are factorised together."""
-    inducing = [[q for q in run if isinstance(q, Inducing)] for run in runs]
-    together = [run for run in inducing if run]
+def trainable(kinds: Sequence[Sequence[Posterior]]) -> list[Factors]:
+    """For one training step, of layers of one kind each; inducing layers are factorised together."""
+    inducing = [[q for q in kind if isinstance(q, Inducing)] for kind in kinds]
+    together = [kind for kind in inducing if kind]
     done = iter(train_together(together) if together else [])
-    return [next(done) if same else run[0].trainable() for run, same in zip(runs, inducing, strict=True)]
+    return [next(done) if same else kind[0].trainable() for kind, same in zip(kinds, inducing, strict=True)]
 
 
 def _draw_each(f: Factors, noise: Tensor, member: Tensor | None, V: Tensor | None) -> Sequence[Operand]:

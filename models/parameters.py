@@ -94,14 +94,30 @@ def alike(keys: Sequence[Hashable]) -> list[list[int]]:
     return list(places.values())
 
 
+def neighbours(keys: Sequence[Hashable]) -> list[list[int]]:
+    """The places of equal keys that stand next to each other."""
+    runs: list[list[int]] = []
+    for i, key in enumerate(keys):
+        if i and keys[i - 1] == key:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
+
+
 def in_a_row(tensors: Sequence[Tensor]) -> Tensor:
     """All entries as one vector; a tensor alone is not copied."""
     return torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0].flatten()
 
 
-def parted(tensor: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
-    """Parts of the first axis. A `split` into one part would still copy its gradient."""
-    return tensor.split(list(lengths)) if len(lengths) > 1 else [tensor]
+def parted(tensor: Tensor, lengths: Sequence[int], dim: int = 0) -> Sequence[Tensor]:
+    """`split`, which would copy the gradient of a single part, too."""
+    return tensor.split(list(lengths), dim) if len(lengths) > 1 else [tensor]
+
+
+def numbers(values: Sequence[float], like: Tensor) -> Tensor:
+    """A vector of what the host knows, filled in where it is needed: a captured step cannot copy from the host."""
+    return torch.cat([like.new_full((len(at),), values[at[0]]) for at in neighbours(values)])
 
 
 def count(module: nn.Module) -> int:

@@ -67,16 +67,21 @@ class Value:
 
     def _each(self, change: Callable[[Tensor], Tensor], seen: dict[Tensor, Tensor] | None = None) -> Self:
         seen = {} if seen is None else seen
-        changed: dict[str, Any] = {}
-        for f in fields(self):  # type: ignore[arg-type]
-            part = getattr(self, f.name)
-            if isinstance(part, Tensor):
-                if part not in seen:  # by identity
-                    seen[part] = change(part)
-                changed[f.name] = seen[part]
-            elif isinstance(part, Value):
-                changed[f.name] = part._each(change, seen)
+        changed = {f.name: _changed(getattr(self, f.name), change, seen) for f in fields(self)}  # type: ignore[arg-type]
         return replace(self, **changed)  # type: ignore[type-var]
+
+
+def _changed(part: Any, change: Callable[[Tensor], Tensor], seen: dict[Tensor, Tensor]) -> Any:
+    match part:
+        case Tensor():
+            if part not in seen:  # by identity
+                seen[part] = change(part)
+            return seen[part]
+        case Value():
+            return part._each(change, seen)
+        case tuple():
+            return tuple(_changed(p, change, seen) for p in part)
+    return part
 
 
 class Frozen(Protocol):
@@ -113,8 +118,8 @@ class Law(Protocol):
         ...
 
     @classmethod
-    def freeze_together(cls, runs: Sequence[Sequence[Self]]) -> Sequence[Frozen]:
-        """For each run of n laws of one shape, their joint distribution over (n, *shape), with few kernels."""
+    def freeze_together(cls, laws: Sequence[Self]) -> Frozen:
+        """The joint distribution of n laws of one shape, over (n, *shape), with few kernels."""
         ...
 
     def kl(self, prior: float) -> Tensor:

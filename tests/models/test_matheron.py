@@ -154,7 +154,9 @@ def jointly(t: Toy, n: int, rng: torch.Generator) -> Tensor:
     bare = t.before_jitter()
     r, c = sides([[bare.Z_r], [bare.Z_c]], [[bare.D_r], [bare.D_c]])
     noise = normal(n, 1, r.P.shape[2], c.P.shape[2], rng=rng)
-    return draw_jointly(r, c, t.V, torch.full((1, 1, 1), t.lam, dtype=torch.float64), t.sigma, noise)[:, 0]
+    lam, sigma = (torch.full((1, 1, 1), value, dtype=torch.float64) for value in (t.lam, t.sigma))
+    (W,) = draw_jointly([(r, c)], t.V, lam, sigma, [noise])
+    return W[:, 0]
 
 
 WAYS: dict[str, Way] = {"rule": by_rule, "spectral": spectral, "jointly": jointly}
@@ -235,11 +237,13 @@ def test_way_2_the_training_form_and_way_3_have_the_exact_law(
     assert_exact(exact_law(by_way_2, n + m), t.law)
     bare = t.before_jitter()
     r, c = sides([[bare.Z_r], [bare.Z_c]], [[bare.D_r], [bare.D_c]])
-    lam, tall, wide = torch.full((1, 1, 1), t.lam, dtype=torch.float64), d_out + M_out, d_in + M_in
-    joint = exact_law(
-        lambda z: draw_jointly(r, c, t.V, lam, t.sigma, z.view(-1, 1, tall, wide)).flatten(1), tall * wide
-    )
-    assert_exact(joint, t.law)
+    lam, sigma = (torch.full((1, 1, 1), value, dtype=torch.float64) for value in (t.lam, t.sigma))
+    tall, wide = d_out + M_out, d_in + M_in
+
+    def by_training(z: Tensor) -> Tensor:
+        return draw_jointly([(r, c)], t.V, lam, sigma, [z.view(-1, 1, tall, wide)])[0].flatten(1)
+
+    assert_exact(exact_law(by_training, tall * wide), t.law)
     G = exact_law(
         lambda z: draw_projected(f, t.V, t.lam, t.sigma, z.view(len(z), d_out, -1)).flatten(1), d_out * len(f.q)
     )

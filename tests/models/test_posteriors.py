@@ -15,12 +15,12 @@ from dubito.models import bayesianize, ensemble
 from dubito.models.dropout import Dropout
 from dubito.models.full_covariance import FullCovariance
 from dubito.models.geometry import Conv, Geometry, Linear, apply
-from dubito.models.inducing import Inducing
+from dubito.models.inducing import Inducing, kl_together, train_together
 from dubito.models.mean_field import FrozenMeanField, MeanField
 from dubito.models.mixture import Mixture
 from dubito.models.network import BayesianNetwork, Draws
 from dubito.models.options import Overrides
-from dubito.models.parameters import Positive
+from dubito.models.parameters import Positive, together
 from dubito.models.posterior import Dense, Dropped, Factored, Law
 from dubito.models.prediction import predict
 from dubito.models.weight_space import WeightSpace
@@ -185,6 +185,37 @@ def test_a_cap_below_the_floor_is_refused() -> None:
         Positive(torch.ones(2), 1e-6, 1e-7)
 
 
+def test_positives_together_are_each_alone() -> None:
+    """Several bounds, shapes and types, one of them pruned: values and gradients."""
+    parts = [
+        Positive(0.05 * torch.rand(shape, generator=generator(at)).to(dtype) + 0.01, floor, cap)
+        for at, (shape, floor, cap, dtype) in enumerate(
+            [
+                ((3, 2), 1e-3, 0.1, torch.float64),
+                ((), 1e-6, None, torch.float64),
+                ((4,), 1e-3, 0.1, torch.float64),
+                ((2, 2), 1e-6, 0.1, torch.float64),
+                ((3,), 1e-6, None, torch.float32),
+                ((5,), 1e-6, None, torch.float64),
+                ((), 1e-3, 0.1, torch.float64),
+            ]
+        )
+    ]
+    parts[2].keep = torch.tensor([1.0, 0.0, 1.0, 0.0]).double()
+    towards = [torch.randn(p.raw.shape, generator=generator(i)).to(p.raw.dtype) for i, p in enumerate(parts)]
+    found = together(parts)
+    sum((v * t).sum().double() for v, t in zip(found, towards, strict=True)).backward()  # type: ignore[union-attr]
+    for part, value, t in zip(parts, found, towards, strict=True):
+        assert value.dtype == part.raw.dtype
+        assert value.shape == part.raw.shape
+        close(value, part().detach())
+        (alone,) = torch.autograd.grad((part() * t).sum(), part.raw)
+        assert part.raw.grad is not None
+        close(part.raw.grad, alone)
+    assert (found[2][[1, 3]] == 0).all()
+    assert together([]) == []
+
+
 # inducing weights: KL
 
 
@@ -343,6 +374,112 @@ def test_gradients_of_a_drawn_W_are_finite_differences(
             assert abs((ends[0] - ends[1]) / (2 * h) - grad.view(-1)[i].item()) < 1e-7 * (1 + grad.abs().max()), name
         checked.add(name.split(".")[0])
     assert checked == {"Z_r", "Z_c", "D_r", "D_c", "lam", "law"}
+
+
+def several(law: str, lam_max: float | None) -> list[Inducing]:
+    """Layers of one kind and several shapes, two alike next to each other and one alike elsewhere; nothing equal."""
+    made = []
+    for i, (d_out, d_in) in enumerate([(3, 4), (3, 4), (4, 3), (2, 5), (3, 4)]):
+        q = Inducing(
+            normal(2, d_out, at=20 + i),
+            normal(3, d_in, at=30 + i),
+            LAWS[law](2, 3),
+            0.3 + 0.2 * i,
+            lam=0.2 + 0.1 * i,
+            lam_max=lam_max,
+        )
+        q.D_r, q.D_c = Positive(torch.linspace(0.2, 0.8 + i, 2).double(), 1e-6), Positive(normal(3).abs() + i, 1e-6)
+        with torch.no_grad():
+            for p in q.law.parameters():  # type: ignore[union-attr]
+                p.add_(normal(*p.shape, at=40 + i) / 4)
+        made.append(q)
+    return made
+
+
+@pytest.mark.parametrize("lam_max", [0, 0.9], ids=["without noise", "with noise"])
+@pytest.mark.parametrize("law", LAWS)
+def test_layers_drawn_together_are_each_drawn_alone(law: str, lam_max: float | None) -> None:
+    """The same normals give the same weights and gradients, also where V is given and q is of another kind."""
+    layers = several(law, lam_max)
+    other = inducing(4, 3, 3, 2, LAWS[law](3, 2))
+    (both, apart), K, member = train_together([layers, [other]]), 2, torch.tensor([2, 0])
+    of_V = 0 if law == "ensemble-u" else 6
+    noises = [
+        normal(K, of_V + (q.shape[0] + 2) * (q.shape[1] + 3) * (lam_max != 0), at=i) for i, q in enumerate(layers)
+    ]
+    noise = torch.cat([*(z[:, :of_V] for z in noises), *(z[:, of_V:] for z in noises)], 1)
+    assert noise.shape[1] == both.normals
+    V = normal(K, len(layers), 2, 3, at=50)
+    parameters = [p for q in layers for p in q.parameters()]
+    for given in (None, V):
+        found = [d.W for d in both.draw_each(noise, member, given)]
+        alone = [
+            q.trainable().draw(z, member, None if given is None else given[:, i]).W
+            for i, (q, z) in enumerate(zip(layers, noises, strict=True))
+        ]
+        gradients = []
+        for drawn in (found, alone):
+            loss = sum((W * normal(*W.shape, at=i)).sum() for i, W in enumerate(drawn))
+            gradients.append(torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True))  # type: ignore[arg-type]
+        for ours, expected in zip(found, alone, strict=True):
+            close(ours, expected.detach())
+        for g, h in zip(*gradients, strict=True):
+            close(torch.zeros(()) if g is None else g, torch.zeros(()) if h is None else h)
+    z = normal(K, apart.normals, at=60)
+    close(apart.draw(z, member).W, other.trainable().draw(z, member).W.detach())
+
+
+@pytest.mark.parametrize("data_size", [None, 4])
+@pytest.mark.parametrize("law", LAWS)
+def test_kl_of_layers_together_is_the_sum_of_their_kls(law: str, data_size: int | None) -> None:
+    """Each alone is checked above; of several kinds and shapes, with λ and without."""
+    layers = [*several(law, 0.9), *several("ffg-u", None), *several("fcg-u", 0)]
+    expected = sum(q.kl(data_size).item() for q in layers)
+    close(kl_together(layers, data_size), expected)
+    close(kl_together(list(reversed(layers)), data_size), expected)
+
+
+def test_kl_of_pruned_and_whole_laws_together() -> None:
+    """A pruned entry adds nothing, wherever it stands."""
+    laws = [mean_field(), mean_field(None), mean_field(0.8)]
+    keep = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]).double()
+    laws[1].centre.keep = laws[1].spread.keep = keep
+    found = MeanField.kl_together(laws, 0.3)
+    expected = 0.0
+    for law, kept in zip(laws, (torch.ones(3, 2), keep, torch.ones(3, 2)), strict=True):
+        raw = Normal(law.centre.value.detach(), torch.where(kept > 0, law.spread().detach(), 1.0))
+        expected += float((kept * kl_divergence(raw, Normal(torch.zeros(3, 2).double(), 0.3))).sum())
+    close(found, expected)
+    found.backward()
+    for law in laws:
+        assert law.spread.raw.grad is not None
+        assert law.spread.raw.grad.isfinite().all()
+
+
+def test_every_layer_of_a_mixed_network_trains_with_its_own_weights() -> None:
+    """With all randomness turned down, a drawn network is the mean one, whatever is drawn together."""
+    torch.manual_seed(SEED)
+    net = nn.Sequential(*(nn.Linear(6, 6, bias=i % 2 == 0) for i in range(8)), nn.Linear(6, 3), nn.Linear(3, 6))
+    methods: Overrides = {
+        "1": "fcg-u",
+        "2": "ensemble-u",
+        "3": "ffg-w",
+        "4": {"inducing": (3, 4)},
+        "6": "deterministic",
+    }
+    made = bayesianize(net, "ffg-u", inducing=4, members=1, start="prior", layers=methods)
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if name.endswith(("lam.raw", "spread.raw")):
+                p.fill_(-100)
+    x = torch.randn(5, 6)
+    mean = predict(made, made.factors(), x, samples=0, keep_outputs=True).outputs
+    assert mean is not None
+    torch.testing.assert_close(
+        made.sample(x, 3).detach(), mean.expand(3, -1, -1), rtol=1e-3, atol=1e-4 * float(mean.std())
+    )
+    total = sum(layer.q.kl(7).item() for layer in made.layers.values())
+    assert made.kl(7).item() == pytest.approx(total, rel=1e-5)
 
 
 @pytest.mark.parametrize("method", ["ffg-u", "fcg-u", "ensemble-u"])
