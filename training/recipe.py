@@ -17,6 +17,7 @@ from dubito.models.errors import DubitoError
 from dubito.models.manifest import Card, Classification, Input, Provenance, Regression, Task
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
+from dubito.models.prediction import evaluating
 from dubito.training.calibrate import calibrate
 from dubito.training.checkpoint import part_of, resume, save_checkpoint
 from dubito.training.config import Fit, Recipe, RecipeError
@@ -116,7 +117,20 @@ def build_network(recipe: Recipe, parts: Parts, declared: Input) -> nn.Module:
             module.scale.copy_(torch.where(scale > 0, scale, 1.0))
     if recipe.network.weights is not None:
         _load_weights(net, recipe.network.weights)
+    _check_sizes(net, recipe.network.architecture, declared.shape, outputs)
     return net
+
+
+def _check_sizes(net: nn.Module, name: str, shape: tuple[int, ...], outputs: int) -> None:
+    """One blank input must go in, and one number for each class or target come out."""
+    try:
+        with evaluating(net), torch.no_grad():
+            came = tuple(net(torch.zeros(1, *shape)).shape)
+    except RuntimeError as error:
+        said = " ".join(str(error).split())
+        raise RecipeError(f"network.architecture: {name} cannot take inputs of shape {shape}: {said}.") from None
+    if came != (1, outputs):
+        raise RecipeError(f"network.arguments: {name} answers with {came[1:]} numbers; the data has {outputs}.")
 
 
 def _load_weights(net: nn.Module, path: str) -> None:
