@@ -33,7 +33,7 @@ bench: $(READY) ## every benchmark in turn, or one: make bench BENCH=name
 
 embedded: $(READY) ## train the embedded default model anew
 	$(BIN)/dubito train digits --fresh --device cpu --out models/digits.safetensors
-	rm -f models/digits*.csv
+	rm -f models/digits*.log.csv
 
 clean: ## remove .venv, builds and caches
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -9,10 +9,10 @@ from torch import Tensor
 from dubito.training.config import RecipeError
 from dubito.training.data import Examples
 from dubito.training.ranks import Ranks
-from dubito.training.seeds import stream
+from dubito.training.seeds import sow, stream
 
 ON_DEVICE = 4 << 30  # bytes of examples kept on a GPU
-TOGETHER = 64  # pictures that share a draw of their augmentation: one by one, a GPU would wait for its host
+DRAWS = 4  # of the augmentation for each batch on a GPU, which would wait for its host if each picture had its own
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Batches:
             mine = which.tensor_split(self.ranks.count)[self.ranks.index]
             x, y = self.train.x[mine].to(self.device), self.train.y[mine].to(self.device)
             if self.augment is not None:
-                torch.manual_seed(stream(self.seed, "augment", self.ranks.index, number, at))
-                x = torch.cat([self.augment(some) for some in x.split(TOGETHER)])
+                together = max(1, len(x) // DRAWS) if self.device.type == "cuda" else 1
+                sow(stream(self.seed, "augment", self.ranks.index, number, at), self.device)
+                x = torch.cat([self.augment(some) for some in x.split(together)])
             yield x, y, len(mine) / len(which)

@@ -23,7 +23,7 @@ from dubito.training.graphs import Graphs
 from dubito.training.metrics import accuracy, gaussian_nll, nll, rmse
 from dubito.training.objective import kl_weight, negative_log_likelihood, rate
 from dubito.training.ranks import Ranks
-from dubito.training.seeds import stream
+from dubito.training.seeds import sow, stream
 
 VALIDATION_SAMPLES = 8
 LOOK = 16  # steps between looks at the loss on a GPU: each look waits for the device
@@ -145,7 +145,7 @@ class Run:
             else:
                 group["lr"] = rate(self.fit, now)
         self.network.train()
-        torch.manual_seed(self._stream(self.step))  # the same draws on every rank
+        sow(self._stream(self.step), self.device)  # the same draws on every rank
         weight = kl_weight(self.fit, now) / self.batches.examples / self.ranks.count
         for place, value in zip(self.weights.unbind(), (share, weight), strict=True):
             place.fill_(value)
@@ -270,7 +270,7 @@ class Run:
         parts |= {n: m for n, m in self.network.net.named_modules() if m not in inside and not any(m.children())}
         hooks = [module.register_forward_hook(watch(name)) for name, module in parts.items()]
         try:
-            torch.manual_seed(self._stream(self.step - 1))
+            sow(self._stream(self.step - 1), self.device)
             with torch.no_grad():
                 self.network.sample(x, self.fit.samples)
         finally:

@@ -24,16 +24,22 @@ def write_csv(log: list[Epoch], path: Path) -> None:
     write_whole(path, text.getvalue().encode())
 
 
-def write_tensorboard(log: list[Epoch], folder: Path) -> None:
-    """The last epoch's numbers, where TensorBoard is installed."""
+@contextmanager
+def tensorboard(folder: Path) -> Iterator[Callable[[Epoch], None]]:
+    """Takes each epoch's numbers, where TensorBoard is installed."""
     if find_spec("tensorboard") is None:
+        yield lambda _: None
         return
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(folder)) as writer:
-        for name, value in asdict(log[-1]).items():
-            if value is not None and name != "epoch":
-                writer.add_scalar(name, value, log[-1].epoch + 1)
+
+        def write(epoch: Epoch) -> None:
+            for name, value in asdict(epoch).items():
+                if value is not None and name != "epoch":
+                    writer.add_scalar(name, value, epoch.epoch + 1)
+
+        yield write
 
 
 @contextmanager

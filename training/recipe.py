@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data import Examples, Parts, divide, enter, input_of, read_data
 from dubito.training.evaluate import measure
 from dubito.training.fit import Epoch, FitError, Run
-from dubito.training.log import progress, write_csv, write_tensorboard
+from dubito.training.log import progress, tensorboard, write_csv
 from dubito.training.stop import stoppable
 
 REMEMBERED = 1024  # training inputs whose hashes stay in the artifact, to know them again
@@ -228,14 +229,15 @@ class Fitting:
                 saved = time.monotonic()
             return stop()
 
-        with stoppable() as stop, progress(run, phase) as tell:
+        name = self.out.stem if phase == "posterior" else f"{self.out.stem}.{phase}"
+        board = tensorboard(self.out.with_name(f"{name}.tensorboard")) if first else nullcontext(lambda _: None)
+        with stoppable() as stop, progress(run, phase) as tell, board as note:
             while not run.done:
                 ended = run.epoch(tell, pause)
                 if first:
                     if ended:  # before the checkpoint: an epoch that is taken up again is written again
-                        name = self.out.stem if phase == "posterior" else f"{self.out.stem}.{phase}"
                         write_csv(run.log, self.out.with_name(f"{name}.log.csv"))  # table.csv may be the data
-                        write_tensorboard(run.log, self.out.with_name(f"{name}.tensorboard"))
+                        note(run.log[-1])
                     save_checkpoint(run, self.recipe, path, origin=origin)
                     saved = time.monotonic()
                 if run.ranks.any(stop(), self.device):
