@@ -237,14 +237,17 @@ def test_every_method_trains(parts: Parts, method: str) -> None:
 
 
 def test_patience_stops_and_goes_back_to_the_best(parts: Parts) -> None:
-    """A rate that is far too high for fine work: the validation NLL has its best long before the end."""
-    run = start(parts, small("deterministic"), 100, epochs=60, lr=0.1, patience=3, schedule="constant", warmup_epochs=2)
+    """A rate that is too high for fine work: the validation NLL has its best long before the end."""
+    run = start(
+        parts, small("deterministic"), 300, epochs=60, lr=0.03, patience=3, schedule="constant", warmup_epochs=8
+    )
     states: list[dict[str, Tensor]] = []
     while not run.done:
         run.epoch()
         states.append({k: v.clone() for k, v in run.network.state_dict().items()})
     nll = [e.validation_nll for e in run.log]
-    best = min(range(2, len(nll)), key=nll.__getitem__)  # the warm-up does not count
+    best = min(range(8, len(nll)), key=nll.__getitem__)  # the warm-up does not count
+    assert min(nll[:8]) < nll[best]
     assert len(nll) == best + 4 < 60
     final = run.finish().state_dict()
     assert all(torch.equal(final[k], v) for k, v in states[best].items())
@@ -295,15 +298,16 @@ def test_augmentation_follows_from_the_seed_and_changes_pictures(parts: Parts) -
     assert torch.equal(once, again)
     assert once.dtype == torch.uint8
     assert not torch.equal(once, pictures(3, augment=lambda x: x))
-    assert not torch.equal(once.sort(0).values, pictures(3, epoch=1).sort(0).values)
-    assert not torch.equal(once.sort(0).values, pictures(4).sort(0).values)
 
 
-def test_ranks_augment_their_shares_in_ways_of_their_own() -> None:
-    """Every picture is the same here, so that only the draws can tell the shares apart."""
+def test_every_seed_rank_epoch_and_batch_has_an_augmentation_of_its_own() -> None:
+    """Every picture is the same here, so that only the draws can tell one from another."""
     data = Examples(torch.arange(64, dtype=torch.uint8).view(1, 1, 8, 8).repeat(64, 1, 1, 1), torch.zeros(64).long())
-    shares = [next(Batches(data, 64, 0, CPU, v2.RandomRotation(90), Ranks(2, r)).epoch(0))[0] for r in (0, 1)]
-    assert not torch.equal(*shares)
+    seen = set()
+    for seed, rank, epoch in ((0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0)):
+        batches = Batches(data, 32, seed, CPU, v2.RandomRotation(180), Ranks(2, rank))
+        seen |= {tuple(x[0].flatten().tolist()) for x, _, _ in batches.epoch(epoch)}
+    assert len(seen) == 8
 
 
 def test_augmentation_and_draws_do_not_share_a_stream(parts: Parts) -> None:

@@ -219,13 +219,14 @@ SMALL = [
 
 
 class SignalAt(v2.Transform):  # type: ignore[misc]  # torchvision ships no types
-    """An augmentation that sends its own process a signal when it is called for the nth time."""
+    """An augmentation that sends its own process a signal when the nth picture comes."""
 
     left = 0
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        SignalAt.left -= 1
-        if SignalAt.left == 0:
+        before = SignalAt.left
+        SignalAt.left -= len(inpt)
+        if before > 0 >= SignalAt.left:
             os.kill(os.getpid(), signal.SIGTERM)
         return inpt
 
@@ -245,24 +246,24 @@ def lines(path: Path) -> list[dict[str, str]]:
         return [row | {"seconds": ""} for row in csv.DictReader(file)]
 
 
-BATCH, EPOCH = 7, 24  # calls of the augmentation, which takes 32 pictures at a time
+TRIAL, BATCH, EPOCH = 2, 200, 674  # pictures; each phase tries its augmentation on two before it starts
 
 
 @pytest.mark.parametrize(
-    ("call", "steps"),
+    ("picture", "steps"),
     [
-        (1 + BATCH + 1, "2 of 8 (plain)"),  # each phase tries its augmentation once before it starts
-        (1 + EPOCH + 3 * BATCH + 1, "8 of 8 (plain)"),  # in the last step of all
-        (2 + 2 * EPOCH + 1, "1 of 16 (posterior)"),
-        (2 + 2 * EPOCH + 3 * BATCH + 1, "4 of 16 (posterior)"),  # in the last step of an epoch
-        (2 + 5 * EPOCH + 3 * BATCH + 1, "16 of 16 (posterior)"),
+        (TRIAL + BATCH + 1, "2 of 8 (plain)"),
+        (TRIAL + EPOCH + 3 * BATCH + 1, "8 of 8 (plain)"),  # in the last step of all
+        (2 * TRIAL + 2 * EPOCH + 1, "1 of 16 (posterior)"),
+        (2 * TRIAL + 2 * EPOCH + 3 * BATCH + 1, "4 of 16 (posterior)"),  # in the last step of an epoch
+        (2 * TRIAL + 5 * EPOCH + 3 * BATCH + 1, "16 of 16 (posterior)"),
     ],
 )
 def test_a_signal_in_either_phase(
-    call: int, steps: str, unbroken: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    picture: int, steps: str, unbroken: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, out = recipe_with_signals(monkeypatch), tmp_path / "m.safetensors"
-    monkeypatch.setattr(SignalAt, "left", call)
+    monkeypatch.setattr(SignalAt, "left", picture)
     with pytest.raises(Stopped) as caught:
         train(recipe, out)
     phase = "plain" if "plain" in steps else "posterior"
@@ -290,7 +291,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 
 def test_fresh_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, out = recipe_with_signals(monkeypatch), tmp_path / "m.safetensors"
-    monkeypatch.setattr(SignalAt, "left", 2 + 3 * EPOCH)
+    monkeypatch.setattr(SignalAt, "left", 2 * TRIAL + 3 * EPOCH)
     with pytest.raises(Stopped):
         train(recipe, out)
     other = read_recipe("digits", [*SMALL, "fit.pretrain_epochs=1", "fit.epochs=3"])
