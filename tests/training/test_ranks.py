@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from dubito.cli import app
 from dubito.training.ranks import Ranks
 
 # Each process follows the cases in turn; the first writes down what it found, and all say what they did.
@@ -77,10 +80,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for folder in (alone, together):
         folder.mkdir()
     given = json.dumps(CASES)
-    one = subprocess.run(
-        [sys.executable, home / "driver.py", alone, given], env=ONE_THREAD, capture_output=True, text=True, timeout=180
-    )
-    assert one.returncode == 0, one.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["driver.py", str(alone), given])
+        runpy.run_path(str(home / "driver.py"))
     two = torchrun(home / "driver.py", together, given, cwd=home)
     assert two.returncode == 0, two.stderr
     return alone, together
@@ -124,18 +126,18 @@ def test_patience_was_lost(found: tuple[Path, Path]) -> None:
     assert len(told(found[1], "patience", 0)["log"]) < 20
 
 
-def test_the_command_under_torchrun_writes_once(tmp_path: Path) -> None:
+def test_the_command_under_torchrun_writes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same artifact's quality as one process finds, up to rounding, and no rank in the other's way."""
     changes = ["network.architecture=cnn", "network.arguments={width=4, hidden=8}", "posterior.options={inducing=4}"]
     changes += ["fit.pretrain_epochs=2", "fit.epochs=2", "fit.warmup_epochs=1", "fit.batch=101"]
-    command = ["-m", "dubito", "train", "digits", "--json", "--device=cpu", *(f"--set={c}" for c in changes)]
+    changes += ["data.test=0.1", "data.calibration=0.05"]
+    command = ["train", "digits", "--json", "--device=cpu", *(f"--set={c}" for c in changes)]
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    one = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path / "one", env=ONE_THREAD, capture_output=True, text=True, timeout=120
-    )
-    assert one.returncode == 0, one.stderr
-    two = torchrun(*command, cwd=tmp_path / "two")
+    monkeypatch.chdir(tmp_path / "one")
+    one = CliRunner().invoke(app, command)
+    assert one.exit_code == 0, one.exception
+    two = torchrun("-m", "dubito", *command, cwd=tmp_path / "two")
     assert two.returncode == 0, two.stderr
     files = [{p.name for p in (tmp_path / name).iterdir()} for name in ("one", "two")]
     assert files[0] == files[1] == {"digits.safetensors", "digits.log.csv", "digits.plain.log.csv"}
