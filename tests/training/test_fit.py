@@ -438,7 +438,7 @@ def test_stopping_at_any_step_and_going_on_changes_nothing(parts: Parts) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
 def test_a_compiled_run_gives_the_same_losses(parts: Parts) -> None:
     plain, compiled = (finish(start(parts, small(), 96, epochs=2, compile=c)) for c in (False, True))
     for a, b in zip(plain.log, compiled.log, strict=True):
