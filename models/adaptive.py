@@ -43,39 +43,58 @@ def predict_settled(
         K = max(1, factors.members)
         return predict(network, factors, x, K, seed, plan=plan, max_rows=max_rows, temperature=temperature)
     job = Job.of(network, factors, x, seed, plan, max_rows, temperature)
-    answers = tally_for(network)
-    tally = _Values(answers) if isinstance(answers, ValueTally) else _Classes()
-    drawn = torch.zeros(len(job.x), dtype=torch.long)
-    left = torch.arange(len(job.x), device=job.x.device)
-    with evaluating(network), torch.inference_mode():
-        for start in range(0, max_samples, CHUNK):
-            k = min(CHUNK, max_samples - start)
-            outputs = job.outputs(job.x[left], Draws(k, job.normals.rows(k, factors.normals), job.seed, start))
-            settled = tally.add(left, start, outputs, tolerance)
-            drawn[left.cpu()] = start + k
-            left = left[~settled]
-            if len(left) == 0:
-                break
-        summary = finite(tally.summary(drawn.to(job.x.device)))
+    most, tolerances = torch.full((len(job.x),), max_samples), torch.full((len(job.x),), tolerance)
+    summary, drawn = answer_each(job, most, tolerances)
     return Prediction(summary, int(drawn.max()), job.seed, None, Settled(drawn, tolerance, max_samples))
+
+
+def answer_each(job: Job, most: Tensor, tolerance: Tensor) -> tuple[Classified | Regressed, Tensor]:
+    """Each input with its own limit of draws (B,) and its own tolerance (B,), 0 where it takes all of them.
+
+    Inputs share the draws of one seed: sample k is the same function for all that get as far. Returns the answers and
+    the draws that each input took.
+    """
+    most, tolerance = most.to(job.x.device), tolerance.to(job.x.device)
+    answers = tally_for(job.network)
+    tally = _Values(answers, len(job.x)) if isinstance(answers, ValueTally) else _Classes(len(job.x))
+    drawn = torch.zeros_like(most)
+    left = torch.arange(len(job.x), device=job.x.device)
+    start = 0
+    with evaluating(job.network), torch.inference_mode():
+        while len(left):
+            k = min(job.samples_at_once(len(left)), int(most[left].min()) - start)
+            if (tolerance[left] > 0).any():
+                k = min(k, CHUNK - start % CHUNK)  # answers are looked at after each chunk, whoever else is here
+            noise = job.normals.rows(k, job.factors.normals)
+            tally.add(left, start, job.outputs(job.x[left], Draws(k, noise, job.seed, start)))
+            start += k
+            drawn[left] = start
+            ended = most[left] <= start
+            if start % CHUNK == 0:
+                ended |= (tolerance[left] > 0) & tally.settled(left, start, tolerance[left])
+            left = left[~ended]
+        return finite(tally.summary(drawn)), drawn.cpu()
 
 
 class _Classes:
     """Sums over draws, each input's its own: of probabilities, of their squares and of entropies."""
 
-    def __init__(self) -> None:
+    def __init__(self, B: int) -> None:
+        self.B = B
         self.p = self.p2 = self.H = torch.zeros(())
 
-    def add(self, rows: Tensor, before: int, logits: Tensor, tolerance: float) -> Tensor:
-        """(k, b, C) logits of these rows, which all had `before` draws; which of them have settled now?"""
+    def add(self, rows: Tensor, before: int, logits: Tensor) -> None:
+        """(k, b, C) logits of these rows, which all had `before` draws."""
         log_p = wide(logits).log_softmax(-1)
         p = log_p.exp()
         if before == 0:
-            self.p, self.p2, self.H = p.new_zeros(p.shape[1:]), p.new_zeros(p.shape[1:]), p.new_zeros(p.shape[1])
+            self.p, self.p2 = p.new_zeros(self.B, p.shape[2]), p.new_zeros(self.B, p.shape[2])
+            self.H = p.new_zeros(self.B)
         self.p[rows] += p.sum(0)
         self.p2[rows] += p.square().sum(0)
         self.H[rows] += entropy(log_p).sum(0)
-        K = before + len(logits)
+
+    def settled(self, rows: Tensor, K: int, tolerance: Tensor) -> Tensor:
         mean = self.p[rows] / K
         error = _standard_error(self.p2[rows] / K - mean.square(), K)
         leading, which = mean.topk(min(2, mean.shape[1]), dim=1)
@@ -90,21 +109,23 @@ class _Classes:
 class _Values:
     """Mean and sum of squares about it, each input's its own, chunk added to chunk without cancellation."""
 
-    def __init__(self, units: ValueTally) -> None:
-        self.units = units
+    def __init__(self, units: ValueTally, B: int) -> None:
+        self.units, self.B = units, B
         self.mean = self.M2 = torch.zeros(())
 
-    def add(self, rows: Tensor, before: int, outputs: Tensor, tolerance: float) -> Tensor:
+    def add(self, rows: Tensor, before: int, outputs: Tensor) -> None:
         value, k = wide(outputs), len(outputs)
         if before == 0:
-            self.mean, self.M2 = value.new_zeros(value.shape[1:]), value.new_zeros(value.shape[1:])
+            self.mean, self.M2 = value.new_zeros(self.B, value.shape[2]), value.new_zeros(self.B, value.shape[2])
         mean, M2, K = value.mean(0), (value - value.mean(0)).square().sum(0), before + k
         step = mean - self.mean[rows]
         self.mean[rows] += step * (k / K)
         self.M2[rows] += M2 + step.square() * (before * k / K)
+
+    def settled(self, rows: Tensor, K: int, tolerance: Tensor) -> Tensor:
         variance = self.M2[rows] / K
         spread = (variance + self.units.noise.square()).sqrt()
-        return (SURE * _standard_error(variance, K) <= tolerance * spread).all(-1)
+        return (SURE * _standard_error(variance, K) <= tolerance[:, None] * spread).all(-1)
 
     def summary(self, drawn: Tensor) -> Regressed:
         return self.units.regressed(self.mean, self.M2 / drawn[:, None])

@@ -63,7 +63,7 @@ def predict(
     job = Job.of(network, factors, x, seed, plan, max_rows, temperature)
     tally = tally_for(network)
     kept: list[Tensor] = []
-    chunk = max(1, min(job.max_rows // len(job.x), NOISE // max(1, factors.normals)))
+    chunk = job.samples_at_once(len(job.x))
     with evaluating(network), torch.inference_mode():
         for start in range(0, K, chunk):
             k = min(chunk, K - start)
@@ -104,6 +104,9 @@ class Job:
         plan = cheapest(network, factors) if plan is None else plan
         rows = _rows(network, x) if max_rows is None else max_rows
         return cls(network, factors, x, seed, Normals(seed, x.device), plan, rows, temperature)
+
+    def samples_at_once(self, rows: int) -> int:
+        return max(1, min(self.max_rows // rows, NOISE // max(1, self.factors.normals)))
 
     def outputs(self, x: Tensor, draws: Draws) -> Tensor:
         """Logits or means (K, B, ...) of these draws for some of the inputs."""

@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models import bayesianize, build
-from dubito.models.adaptive import AT_MOST, CHUNK, predict_settled
+from dubito.models.adaptive import AT_MOST, CHUNK, answer_each, predict_settled
 from dubito.models.errors import InputError
 from dubito.models.manifest import Regression
 from dubito.models.mean_field import MeanField
 from dubito.models.network import BayesianNetwork
-from dubito.models.prediction import predict
+from dubito.models.prediction import Job, predict
 
 SEED = 3
 
@@ -140,3 +140,26 @@ def test_the_limit_is_kept() -> None:
     found = predict_settled(network, network.factors(), inputs(), SEED, tolerance=0.001, max_samples=20)
     assert found.settled is not None
     assert int(found.settled.samples.max()) == 20 < AT_MOST
+
+
+def test_inputs_with_limits_of_their_own_share_their_draws() -> None:
+    """Fixed numbers of draws and settling answers side by side: each as it is alone with the same seed."""
+    network, x = wavering(), inputs(12)
+    factors = network.factors()
+    most = torch.tensor([1, 3, 8, 20, 20, 64, 5, 64, 64, 64, 64, 13])
+    tolerance = torch.tensor([0.0] * 7 + [0.05, 0.05, 0.02, 0.3, 0.0])
+    summary, drawn = answer_each(Job.of(network, factors, x, SEED, None, 32, 1.0), most, tolerance)
+    for i in range(12):
+        if tolerance[i] > 0:
+            alone = predict_settled(network, factors, x[i : i + 1], SEED, tolerance=float(tolerance[i]), max_samples=64)
+        else:
+            alone = predict(network, factors, x[i : i + 1], int(most[i]), SEED)
+            assert drawn[i] == most[i]
+        assert drawn[i] == alone.samples
+        torch.testing.assert_close(summary.probabilities[i], alone.summary.probabilities[0])  # type: ignore[union-attr]
+        torch.testing.assert_close(
+            summary.mutual_information[i],  # type: ignore[union-attr]
+            alone.summary.mutual_information[0],  # type: ignore[union-attr]
+            atol=1e-6,
+            rtol=1e-4,
+        )
