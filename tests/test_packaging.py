@@ -56,6 +56,12 @@ def test_wheel_holds_every_module_and_no_other(wheel: Path) -> None:
     assert "dubito/py.typed" in names
 
 
+def test_wheel_holds_the_data_that_the_code_reads(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    recipes = {f"dubito/training/recipes/{file.name}" for file in (REPO / "training/recipes").iterdir()}
+    assert {*recipes, "dubito/training/digits.npz", "dubito/models/digits.safetensors"} <= names
+
+
 def test_wheel_installs_the_command(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
