@@ -1,0 +1,131 @@
+"""UCI regression sets over their standard divisions, each trained by the recipe `uci`, beside published numbers.
+
+    python -m benchmarks.uci --data-root DIR --sets boston concrete energy yacht --jobs 2
+
+DIR holds UCI/standard/NAME/data/ with data.txt and the index files of the literature. RMSE and negative log-likelihood
+(of a Gaussian with the mean and variance of 20 draws) are of the test part, in the targets' own units. Of the training
+part, 15 % are held out for validation and calibration, as for any artifact.
+"""
+
+import argparse
+import io
+import json
+import math
+import os
+import statistics
+import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stderr
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks._measure import machine
+from dubito.models.options import METHODS
+from dubito.training.config import read_recipe
+from dubito.training.data import read_data
+from dubito.training.recipe import train
+
+FIGURES = ("rmse", "nll")
+RIVALS = ("MCD", "MFG", "WHVI")
+PUBLISHED = {  # [Rossi20, supplement, table 2], in the order of RIVALS
+    "rmse": {
+        "boston": ("3.40 (0.66)", "3.04 (0.64)", "2.56 (0.15)"),
+        "concrete": ("4.60 (0.53)", "5.24 (0.53)", "5.01 (0.25)"),
+        "energy": ("1.18 (0.03)", "1.52 (0.09)", "1.20 (0.07)"),
+        "kin8nm": ("0.09 (0.00)", "0.10 (0.00)", "0.12 (0.01)"),
+        "naval": ("0.00 (0.00)", "0.01 (0.00)", "0.01 (0.00)"),
+        "power": ("4.20 (0.12)", "4.23 (0.13)", "4.11 (0.12)"),
+        "protein": ("4.35 (0.04)", "4.74 (0.05)", "4.64 (0.07)"),
+        "yacht": ("1.72 (0.32)", "1.78 (0.45)", "0.96 (0.20)"),
+    },
+    "nll": {
+        "boston": ("5.04 (1.76)", "3.19 (0.89)", "2.55 (0.15)"),
+        "concrete": ("2.96 (0.23)", "3.03 (0.15)", "2.95 (0.06)"),
+        "energy": ("3.00 (0.07)", "3.49 (0.11)", "3.01 (0.12)"),
+        "kin8nm": ("-1.09 (0.04)", "-1.01 (0.04)", "-0.78 (0.10)"),
+        "naval": ("-9.93 (0.01)", "-6.48 (0.02)", "-6.25 (0.01)"),
+        "power": ("2.76 (0.03)", "2.77 (0.03)", "2.74 (0.03)"),
+        "protein": ("2.80 (0.01)", "2.89 (0.01)", "2.86 (0.01)"),
+        "yacht": ("2.73 (0.74)", "2.02 (0.46)", "1.28 (0.22)"),
+    },
+}
+
+
+def splits_of(name: str, root: Path) -> int:
+    read_data(f"uci/{name}", root)  # or a clear error
+    return len(list((root / "UCI" / "standard" / name / "data").glob("index_train_*.txt")))
+
+
+def measure(name: str, split: int, method: str, root: Path) -> dict[str, float]:
+    """What `dubito train uci` writes into the artifact of this division."""
+    torch.set_num_threads(1)
+    changes = [f"data.name=uci/{name}", f"data.split={split}", f"posterior.method={method}"]
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):  # its line for each epoch
+        trained = train(read_recipe("uci", changes), Path(folder) / "model.safetensors", data_root=root)
+    assert trained is not None
+    return {key: trained.model.card.metrics[key] for key in FIGURES}
+
+
+def measure_all(counts: dict[str, int], method: str, root: Path, jobs: int) -> dict[str, list[dict[str, float]]]:
+    """Each set's divisions, in order."""
+    found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in counts}
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come: more threads than cores would wait for each other
+    with (
+        ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
+        Progress(console=Console(stderr=True), transient=True) as progress,
+    ):
+        asked = {
+            pool.submit(measure, name, split, method, root): (name, split)
+            for name, n in counts.items()
+            for split in range(n)
+        }
+        task = progress.add_task("training", total=len(asked))
+        for done in as_completed(asked):
+            name, split = asked[done]
+            found[name][split] = done.result()
+            progress.advance(task)
+    return {name: [rows[split] for split in sorted(rows)] for name, rows in found.items()}
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """The mean over divisions and its standard error; NaN for one division."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.mean(values), error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path, required=True)
+    parser.add_argument("--sets", nargs="+", default=["boston", "concrete", "energy", "yacht"])
+    parser.add_argument("--splits", type=int, help="the first so many of each set; without it, all")
+    parser.add_argument("--method", default="ffg-u", choices=METHODS)
+    parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
+    parser.add_argument("--json", action="store_true", help="every division's figures instead of a table")
+    args = parser.parse_args()
+    counts = {name: splits_of(name, args.data_root) for name in args.sets}
+    if args.splits is not None:
+        counts = {name: min(n, args.splits) for name, n in counts.items()}
+    found = measure_all(counts, args.method, args.data_root, args.jobs)
+    if args.json:
+        print(json.dumps({"method": args.method, "machine": machine(), "sets": found}))
+        return
+    console = Console()
+    for figure in FIGURES:
+        table = Table(title=f"{figure.upper()}; published: Rossi et al. 2020, supplement, table 2")
+        for column in ("set", "divisions", f"{args.method}, mean ± standard error", *RIVALS):
+            table.add_column(column, justify="left" if column == "set" else "right")
+        for name, rows in found.items():
+            mean, error = mean_and_error([row[figure] for row in rows])
+            published = PUBLISHED[figure].get(name, ("",) * len(RIVALS))
+            table.add_row(name, str(len(rows)), f"{mean:.3f} ± {error:.3f}", *published)
+        console.print(table)
+    console.print(machine())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""The toy of [Ritter21, section 4.1]: a mean-field posterior over weights knows no doubt between two clusters."""
+
+from functools import cache
+
+import pytest
+
+from benchmarks.toy import Answer, answer
+
+
+@cache
+def found(method: str) -> Answer:
+    return answer(method, steps=1000)
+
+
+@pytest.mark.parametrize("method", ["fcg-u", "ensemble-u"])
+def test_inducing_weights_doubt_between_the_clusters_where_mean_field_does_not(method: str) -> None:
+    ours, mean_field = found(method), found("ffg-w")
+    assert ours.rmse < 0.12
+    assert mean_field.rmse < 0.2
+    assert ours.between > 1.3 * mean_field.between
+    assert ours.between / ours.near > 1.3 * mean_field.between / mean_field.near  # not because it is wider everywhere
