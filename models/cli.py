@@ -201,23 +201,15 @@ def _numbers(path: Path) -> Any:
 
 
 def _pixels(path: Path) -> Any:
-    import numpy as np
-    from PIL import Image
-
     from dubito.models.errors import InputError
+    from dubito.models.images import read_pixels
 
     try:
-        with Image.open(path) as picture:
-            if picture.mode == "F":
-                raise ValueError("its pixels are floats of no known range; give them as .npy")
-            if picture.mode.startswith("I"):  # 16 bits; Pillow's own conversion would cut them off at 255
-                return (np.array(picture).clip(0, 65535) >> 8).astype(np.uint8)
-            return np.array(picture.convert("L" if picture.mode in ("1", "L") else "RGB"))
-    except OSError as error:  # UnidentifiedImageError is one
-        reason = error.strerror or "no picture that can be read; expected PNG, JPEG and the like, or .npy"
-    except Exception as error:  # Pillow raises many kinds, all of them about the file
-        reason = str(error)
-    raise InputError(f"cannot read {path}: {reason}.")
+        return read_pixels(path)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}.") from None
+    except ValueError as error:
+        raise InputError(f"cannot read {path}: {error}.") from None
 
 
 def _table(rows: list[dict[str, Any]], samples: int, seed: int) -> None:

@@ -1,13 +1,39 @@
-"""From pixels to the input that a model declares."""
+"""From a picture to the input that a model declares."""
 
+from pathlib import Path
+from typing import IO
+
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.errors import InputError
 from dubito.models.manifest import Input
 
 LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
+
+
+def read_pixels(file: str | Path | IO[bytes]) -> NDArray[np.uint8]:
+    """(H, W) of a grey picture, (H, W, 3) of any other; ValueError or OSError says what is wrong with the file."""
+    from PIL import Image  # slow to import, and not needed for tensors
+
+    try:
+        with Image.open(file) as picture:
+            if picture.mode == "F":
+                raise ValueError("its pixels are floats of no known range; give them as .npy")
+            if picture.mode.startswith("I"):  # 16 bits; Pillow's own conversion would cut them off at 255
+                return (np.array(picture).clip(0, 65535) >> 8).astype(np.uint8)
+            return np.array(picture.convert("L" if picture.mode in ("1", "L") else "RGB"))
+    except OSError as error:  # UnidentifiedImageError is one
+        if error.strerror is not None:
+            raise
+        raise ValueError("no picture that can be read; expected PNG, JPEG and the like") from None
+    except ValueError:
+        raise
+    except Exception as error:  # Pillow raises many kinds, all of them about the file
+        raise ValueError(str(error)) from None
 
 
 def prepare(pixels: Tensor, declared: Input) -> Tensor:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from dubito.models.errors import DubitoError
-from dubito.models.images import prepare
+from dubito.models.images import prepare, read_pixels
 from dubito.models.manifest import Card, Image, Input, Manifest
 from dubito.training.config import Data
 
@@ -358,18 +358,11 @@ def _pictures(path: Path, size: tuple[int, int] | None) -> tuple[Examples, tuple
 
 def _picture(file: str) -> Tensor:
     """(3, H, W) uint8, with the same pixels that `dubito predict` reads."""
-    from PIL import Image as Pillow
-
     try:
-        with Pillow.open(file) as picture:
-            if picture.mode == "F":
-                raise ValueError("its pixels are floats of no known range")
-            if picture.mode.startswith("I"):  # 16 bits; Pillow's own conversion would cut them off at 255
-                grey = (np.array(picture).clip(0, 65535) >> 8).astype(np.uint8)
-                return torch.from_numpy(grey).expand(3, *grey.shape)
-            return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
-    except Exception as error:  # Pillow raises many kinds, all of them about the file
+        pixels = torch.from_numpy(read_pixels(file))
+    except (OSError, ValueError) as error:
         raise DataError(f"cannot read {file}: {_reason(error)}.") from None
+    return pixels.expand(3, *pixels.shape) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
 
 
 def _npz(path: Path, regression: bool | None) -> DataSet:
