@@ -166,6 +166,8 @@ class Calibration(Strict):
     def _complete(self) -> "Calibration":
         if self.measure not in self.thresholds:
             raise ValueError(f"the default measure {self.measure!r} has no thresholds")
+        if self.auto is not None and self.measure not in self.auto.thresholds:
+            raise ValueError(f'the default measure {self.measure!r} has no threshold for samples="auto"')
         if not self.quantiles or not all(self.thresholds.values()):
             raise ValueError("every calibration needs at least one K")
         return self

@@ -1,5 +1,6 @@
 """Thresholds and quantiles on held-out data: flags then fire, and prediction sets cover, as often as was chosen."""
 
+import copy
 import math
 from collections.abc import Iterator
 
@@ -22,6 +23,7 @@ GRID = (1, 2, 4, 8, 16, 20, 32, 64)  # and 0, the posterior mean
 PATCHES_FROM = 512  # examples that the directions of way 3 are found on
 SPOILED = 1000  # examples that the measure is chosen on
 CHOOSING = 20  # K of that choice
+ASKED = 100  # requests: inputs that share draws err together, so few requests give thresholds that hold for few draws
 OWN_DRAWS = 1 << 40  # added to the seed, so that no evaluation meets the draws that calibration used
 
 
@@ -41,10 +43,13 @@ def check_held_out(model: Model, held: Examples) -> None:
 
 
 def calibrate(model: Model, held: Examples, settings: Calibrate | None = None, *, seed: int = 0) -> Model:
-    """The same model with directions, thresholds, quantiles and temperature found on `held`."""
+    """A copy of the model with directions, thresholds, quantiles and temperature found on `held`.
+
+    What was measured before was measured under others: the copy has no metrics.
+    """
     settings = Calibrate() if settings is None else settings
-    _check_enough(len(held), settings)
-    model = model.with_card(calibration=None)
+    check_enough(len(held), settings)
+    model = Model(copy.deepcopy(model.network), model.manifest).with_card(calibration=None, metrics={})
     check(model, held)
     set_directions(model.network, enter(held.x[:PATCHES_FROM], declared_by(model)), settings.directions, seed)
     model = Model(model.network, model.manifest)  # its factors are computed anew
@@ -53,13 +58,13 @@ def calibrate(model: Model, held: Examples, settings: Calibrate | None = None, *
     if settings.temperature:
         T = best_temperature(model, held, seed)
         model = model.with_card(calibration=_nothing_yet(settings, T))
-    drawn_for = ask(model, held.x, list(GRID), seed) | ask(model, held.x, [0], seed)
+    drawn_for = ask(model, held.x, list(GRID), seed, requests=ASKED) | ask(model, held.x, [0], seed)
     thresholds: dict[Measure, dict[int, float]] = {}
     for K, summary in sorted(drawn_for.items()):
         for measure, values in scores(summary).items():
             thresholds.setdefault(measure, {})[K] = outer_quantile(values, 1 - settings.false_positive_rate)
     quantiles = {K: outer_quantile(strangeness(s, held.y), settings.coverage) for K, s in sorted(drawn_for.items())}
-    settled = ask_settled(model, held.x, seed)
+    settled = ask_settled(model, held.x, seed, requests=ASKED)
     auto = None
     if settled is not None:
         summary, _ = settled
@@ -81,14 +86,15 @@ def calibrate(model: Model, held: Examples, settings: Calibrate | None = None, *
     return model.with_card(calibration=found)
 
 
-def _check_enough(n: int, settings: Calibrate) -> None:
+def check_enough(n: int, settings: Calibrate) -> None:
     """n + 1 examples in order must leave one beyond the share asked for."""
     share = max(settings.coverage, 1 - settings.false_positive_rate)
     least = max(20, math.ceil(share / (1 - share) - 1e-9))
     if n < least:
         raise CalibrationError(
-            f"{n} examples are too few: a coverage of {settings.coverage} and false positives at "
-            f"{settings.false_positive_rate} need at least {least}. Bring more examples, or ask for less."
+            f"{n} examples are too few to calibrate on: a coverage of {settings.coverage} and false positives at "
+            f"{settings.false_positive_rate} need at least {least}. Bring more examples (in a recipe, raise "
+            "data.calibration), or ask for less."
         )
 
 

@@ -32,6 +32,7 @@ DataRoot = Annotated[
 ]
 Download = Annotated[bool, typer.Option("--download", help="Fetch a torchvision data set that is not there yet.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Seed = Annotated[int, typer.Option(help="Fixes the draws.", min=0, max=1 << 62)]
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The artifact to write.", show_default=False)]
 
 
@@ -148,7 +149,7 @@ def calibrate(
     coverage: Annotated[float, typer.Option(help="Share of prediction sets that hold the true answer.")] = 0.9,
     directions: Annotated[int, typer.Option(help="R: directions with their own noise in factored layers.", min=0)] = 4,
     temperature: Annotated[bool, typer.Option("--temperature", help="Also fit a temperature of the logits.")] = False,
-    seed: Annotated[int, typer.Option(help="Fixes the draws.", min=0)] = 0,
+    seed: Seed = 0,
     data_root: DataRoot = None,
     download: Download = False,
     device: Device = "auto",
@@ -166,6 +167,7 @@ def calibrate(
     from dubito.training.calibrate import check_held_out
     from dubito.training.config import Calibrate
     from dubito.training.data import part_of, read_for
+    from dubito.training.evaluate import measure
 
     try:
         settings = Calibrate(
@@ -176,13 +178,14 @@ def calibrate(
         name = str(first["loc"][0]).replace("_", "-")
         raise InputError(f"--{name} is {first['input']}; expected a share between 0 and 1.") from None
     model = load(file)
-    name, held = part_of(
-        read_for(model.manifest, data, data_root, download=download), model.card, part, default="calibration"
-    )
+    found = read_for(model.manifest, data, data_root, download=download)
+    name, held = part_of(found, model.card, part, default="calibration")
     if name != "calibration":  # the model's own calibration part is apart by division
         check_held_out(model, held)
     _writable(out)
     model = calibrated(model.to(chosen_device(device)), held, settings, seed=seed)
+    if name == "calibration":  # of the model's own data, whose test part says what the new promises are worth
+        model = model.with_card(metrics=measure(model, part_of(found, model.card, "test")[1], seed=seed))
     save(model, out)
     _tell(out, model, as_json)
 
@@ -259,7 +262,7 @@ def evaluate(
         bool, typer.Option("--shift", help="Also on rotated (grey) or corrupted (colour) pictures.")
     ] = False,
     samples: Annotated[int, typer.Option(help="Posterior draws K; 0 answers with the posterior mean.", min=0)] = 20,
-    seed: Annotated[int, typer.Option(help="Fixes the draws.", min=0)] = 0,
+    seed: Seed = 0,
     report: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write DIR/index.html, one page with plots.", show_default=False)
     ] = None,

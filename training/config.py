@@ -123,6 +123,12 @@ class Recipe(Strict):
     calibrate: Calibrate = Calibrate()
     precision: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
 
+    @model_validator(mode="after")
+    def _consistent(self) -> "Recipe":
+        if self.task == "regression" and self.calibrate.temperature:
+            raise ValueError("calibrate.temperature is true; a temperature belongs to classification")
+        return self
+
 
 def shipped() -> list[str]:
     names = (file.name for file in files("dubito.training").joinpath("recipes").iterdir())
@@ -154,7 +160,7 @@ def _complaint(loc: tuple[int | str, ...], kind: str, message: str, came: object
         assert section is not None
         return f"there is no key {place}; there are: {', '.join(section.model_fields)}"
     if kind == "value_error":  # of our own validators, which say what came
-        return f"{place}: {message.removeprefix('Value error, ')}"
+        return (f"{place}: " if place else "") + message.removeprefix("Value error, ")
     return f"{place} is {came!r}; {EXPECTED.get(kind, message.replace('Input should be', 'expected'))}"
 
 

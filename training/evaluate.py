@@ -193,10 +193,16 @@ def _detection(inside: Summary, outside: Summary, K: int, calibration: Calibrati
 
 
 def ask(
-    model: Model, x: Tensor, grid: list[int], seed: int, advance: Callable[[int], None] = lambda rows: None
+    model: Model,
+    x: Tensor,
+    grid: list[int],
+    seed: int,
+    advance: Callable[[int], None] = lambda rows: None,
+    *,
+    requests: int = REQUESTS,
 ) -> dict[int, Summary]:
-    """The answers for each K of a rising grid, as REQUESTS requests would get them; K draws are the first of more."""
-    rows = [torch.arange(i, len(x), REQUESTS) for i in range(min(REQUESTS, len(x)))]  # sorted data are mixed so
+    """The answers for each K of a rising grid, as so many requests would get them; K draws are the first of more."""
+    rows = _shared_out(len(x), requests)
     found: dict[int, list[Summary]] = {K: [] for K in grid}
     for i, request in enumerate(rows):
         for piece in request.split(max(1, OUTPUTS // max(1, *grid))):
@@ -207,9 +213,9 @@ def ask(
     return {K: _joined(parts, order) for K, parts in found.items()}
 
 
-def ask_settled(model: Model, x: Tensor, seed: int) -> tuple[Summary, Tensor] | None:
+def ask_settled(model: Model, x: Tensor, seed: int, *, requests: int = REQUESTS) -> tuple[Summary, Tensor] | None:
     """The answers with `samples="auto"`, and the draws (N,) that each took; None where draws are never needed."""
-    rows = [torch.arange(i, len(x), REQUESTS) for i in range(min(REQUESTS, len(x)))]
+    rows = _shared_out(len(x), requests)
     found: list[Summary] = []
     drawn_: list[Tensor] = []
     for i, request in enumerate(rows):
@@ -221,6 +227,11 @@ def ask_settled(model: Model, x: Tensor, seed: int) -> tuple[Summary, Tensor] | 
             drawn_.append(prediction.settled.samples)
     order = torch.cat(rows).argsort()
     return _joined(found, order), torch.cat(drawn_)[order]
+
+
+def _shared_out(n: int, requests: int) -> list[Tensor]:
+    """The rows of each request: row i belongs to request i mod `requests`, so that sorted data are mixed."""
+    return [torch.arange(i, n, requests) for i in range(min(requests, n))]
 
 
 def _nested(model: Model, x: Tensor, grid: list[int], seed: int) -> dict[int, Summary]:

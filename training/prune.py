@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from dubito.models.artifact import load
 from dubito.models.model import Model
 from dubito.models.pruning import prune as prune_network
-from dubito.training.config import Recipe, RecipeError
+from dubito.training.config import Calibrate, Recipe, RecipeError
 from dubito.training.data import DataError
 from dubito.training.recipe import Fitting, finish, read_parts
 
@@ -58,7 +58,7 @@ def prune(
 
 
 def recipe_of(model: Model) -> Recipe:
-    """What the model was trained by."""
+    """What the model was trained by, with what it promises and how it is stored today."""
     told = model.card.provenance.recipe
     if told is None:
         raise RecipeError(
@@ -66,8 +66,17 @@ def recipe_of(model: Model) -> Recipe:
             "dubito.models.pruning.prune prunes any network, and dubito.training.fit.Run trains it."
         )
     try:
-        return Recipe.model_validate(told)
+        recipe = Recipe.model_validate(told)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise RecipeError(f"the recipe inside this artifact cannot be followed: {place}: {first['msg']}.") from None
+    today: dict[str, object] = {"precision": model.manifest.precision}
+    if (promised := model.card.calibration) is not None:
+        today["calibrate"] = Calibrate(
+            false_positive_rate=promised.false_positive_rate,
+            coverage=promised.coverage,
+            directions=max((e.directions for e in model.manifest.layers.values() if e.kind == "inducing"), default=0),
+            temperature=promised.temperature != 1,
+        )
+    return recipe.model_copy(update=today)

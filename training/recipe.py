@@ -19,7 +19,7 @@ from dubito.models.manifest import Card, Classification, Input, Provenance, Regr
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
 from dubito.models.prediction import evaluating
-from dubito.training.calibrate import calibrate
+from dubito.training.calibrate import calibrate, check_enough
 from dubito.training.checkpoint import part_of, resume, save_checkpoint
 from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data import Examples, Parts, divide, enter, input_of, read_data
@@ -88,7 +88,21 @@ def read_parts(recipe: Recipe, root: Path | None, download: bool = False) -> Par
         raise RecipeError(f"the targets of {d.name} are {kind}, but the recipe's task is {recipe.task}: set task.")
     if data.labels is not None and len(data.labels) < 2:
         raise RecipeError(f"{d.name} has one class only ({data.labels[0]!r}); expected two or more to tell apart.")
-    return divide(data, d.validation, d.calibration, d.test, recipe.seed)
+    parts = divide(data, d.validation, d.calibration, d.test, recipe.seed)
+    check_enough(len(parts.calibration), recipe.calibrate)  # before the work, not after it
+    if regression:
+        _check_units(parts.train.y, d.name)
+    return parts
+
+
+def _check_units(y: Tensor, name: str) -> None:
+    """Variances are in the targets' units squared, and in float32."""
+    for spread in y.double().std(0, unbiased=False).tolist():
+        if spread > 0 and not 1e-15 < spread < 1e15:
+            raise RecipeError(
+                f"the targets of {name} have a standard deviation of {spread:.3g}; "
+                "expected one between 1e-15 and 1e15. Give them in other units."
+            )
 
 
 def task_of(parts: Parts) -> Task:
@@ -127,7 +141,7 @@ def _check_sizes(net: nn.Module, name: str, shape: tuple[int, ...], outputs: int
     try:
         with evaluating(net), torch.no_grad():
             came = tuple(net(torch.zeros(1, *shape)).shape)
-    except RuntimeError as error:
+    except Exception as error:  # whatever a network comes up with that was made for other inputs
         said = " ".join(str(error).split())
         raise RecipeError(f"network.architecture: {name} cannot take inputs of shape {shape}: {said}.") from None
     if came != (1, outputs):
@@ -241,9 +255,10 @@ class Fitting:
                     save_checkpoint(run, self.recipe, path, origin=origin)
                     saved = time.monotonic()
                 if run.ranks.any(stop(), self.device):
+                    same = "The same command without --fresh" if self.fresh else "The same command"
                     raise Stopped(
                         f"stopped after step {run.step} of {fit.epochs * len(run.batches)} ({phase}); "
-                        f"{path} holds it. The same command goes on from there."
+                        f"{path} holds it. {same} goes on from there."
                     )
         return run
 

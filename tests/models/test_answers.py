@@ -178,3 +178,10 @@ def test_a_loaded_model_answers_by_its_card(tmp_path: Path) -> None:
         assert row["label"] == "abcd"[int(p.argmax())]
         assert row["ood"]["samples"] == 16
     assert {row["ood"]["measure"] for row in answers(model.predict(x, 0), model.card)} == {"entropy"}
+
+
+def test_a_calibration_for_auto_must_know_its_own_measure() -> None:
+    auto = {"tolerance": 0.05, "max_samples": 128, "thresholds": {"entropy": 1.0}, "quantile": 0.5}
+    assert calibrated(measure="entropy", auto=auto).auto is not None
+    with pytest.raises(ValueError, match="'mutual_information' has no threshold for samples"):
+        calibrated(auto=auto)

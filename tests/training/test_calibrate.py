@@ -14,10 +14,12 @@ from dubito.cli import app
 from dubito.models import bayesianize, build, load, save
 from dubito.models.answers import answers, scores
 from dubito.models.errors import DubitoError
+from dubito.models.inducing import Inducing
 from dubito.models.manifest import Card, Input, Provenance, Regression
 from dubito.models.model import Model
 from dubito.models.uncertainty import Classified
 from dubito.training.calibrate import (
+    ASKED,
     GRID,
     CalibrationError,
     best_temperature,
@@ -29,7 +31,7 @@ from dubito.training.calibrate import (
 )
 from dubito.training.config import Calibrate, Fit
 from dubito.training.data import Examples
-from dubito.training.evaluate import ask, ask_settled, evaluate
+from dubito.training.evaluate import REQUESTS, ask, ask_settled, evaluate
 from dubito.training.fit import Run
 
 CLASSES = 4
@@ -66,14 +68,19 @@ def calibrated(trained: Model) -> Model:
     return calibrate(trained, clusters(5000, 3))
 
 
-@pytest.mark.parametrize("K", [1, 8, 20, 64, "auto"])
+@pytest.mark.parametrize("K", [1, 2, 4, 8, 20, 64, "auto"])
 def test_promises_hold_on_fresh_data(calibrated: Model, K: int | str) -> None:
-    """Within 3 standard errors, calibration's own included: Var = p(1 − p)(1/n_test + 1/n_calibration)."""
+    """Within 3 standard errors, calibration's own included: p(1 − p)/n of the examples, and what draws add to that.
+
+    Examples that share their draws err together: what this measurement shows of it, calibration has as well.
+    """
     n, test = 5000, clusters(10_000, 4)
     found = evaluate(calibrated, test, seed=7).figures
     row = found["auto"] if K == "auto" else next(r for r in found["curve"] if r["samples"] == K)
     for name, promised in (("coverage", 0.9), ("ood_rate", 0.05)):
-        error = math.sqrt(promised * (1 - promised) * (1 / len(test) + 1 / n))
+        of_examples = promised * (1 - promised)
+        of_draws = max(0.0, row[f"{name}_se"] ** 2 - of_examples / len(test))
+        error = math.sqrt(of_examples * (1 / len(test) + 1 / n) + of_draws * (1 + REQUESTS / ASKED))
         assert abs(row[name] - promised) < 3 * error, (name, row[name])
 
 
@@ -101,14 +108,14 @@ def test_the_grid_and_what_is_on_it(calibrated: Model) -> None:
     assert calibration is not None
     assert set(calibration.quantiles) == {0, *GRID}
     bare = calibrated.with_card(calibration=None)
-    for K, summary in ask(bare, held.x, list(GRID), 1 << 40).items():
+    for K, summary in ask(bare, held.x, list(GRID), 1 << 40, requests=ASKED).items():
         for measure, values in scores(summary).items():
             ranked = np.sort(values.double().numpy())
             assert calibration.thresholds[measure][K] == ranked[math.ceil(0.95 * 5001) - 1]
         assert isinstance(summary, Classified)
         strange = np.sort([1 - float(p[c]) for p, c in zip(summary.probabilities, held.y, strict=True)])
         assert calibration.quantiles[K] == pytest.approx(strange[math.ceil(0.9 * 5001) - 1], abs=1e-12)
-    settled = ask_settled(bare, held.x, 1 << 40)
+    settled = ask_settled(bare, held.x, 1 << 40, requests=ASKED)
     assert settled is not None
     assert calibration.auto is not None
     for measure, values in scores(settled[0]).items():
@@ -204,6 +211,19 @@ def test_too_few_examples_are_refused(trained: Model, n: int, settings: Calibrat
     with pytest.raises(CalibrationError, match=f"{n} examples are too few.*at least {least}"):
         calibrate(trained, clusters(n, 3), settings)
     calibrate(trained, clusters(least, 3), settings)
+
+
+def test_what_was_known_before_is_left_alone_and_not_believed(trained: Model) -> None:
+    """Metrics hold for the directions, thresholds and temperature that they were measured under."""
+    for layer in trained.network.layers.values():
+        assert isinstance(layer.posterior, Inducing)
+        layer.posterior.noise, layer.posterior.directions = "factored", None
+    measured = trained.with_card(metrics={"coverage": 0.9})
+    made = calibrate(measured, clusters(200, 3))
+    assert made.card.metrics == {}
+    assert measured.card.metrics == {"coverage": 0.9}
+    assert any(name.endswith("directions") for name in made.network.state_dict())
+    assert not any(name.endswith("directions") for name in measured.network.state_dict())
 
 
 def test_a_plain_network_can_be_calibrated(tmp_path: Path) -> None:

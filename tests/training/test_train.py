@@ -394,7 +394,7 @@ def test_one_class_is_none(tmp_path: Path) -> None:
 
 
 def test_augmentation_is_for_pictures(tmp_path: Path) -> None:
-    x, y = vectors(100)
+    x, y = vectors(300)
     np.savez(tmp_path / "v.npz", x=x, y=y)
     changes = ["--set=data.augment=[{RandomHorizontalFlip={}}]", "--set=fit.pretrain_epochs=0"]
     said = refused("train", f"npz:{tmp_path / 'v.npz'}", "--out", tmp_path / "m", *changes)
