@@ -1,0 +1,92 @@
+"""What a recipe cannot end in is refused before it is trained, and what an artifact promises outlasts its pruning."""
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dubito.cli import app
+from dubito.models import load, save
+from dubito.models.embedded import embedded
+from dubito.models.errors import DubitoError
+from dubito.training.config import read_recipe
+from dubito.training.prune import recipe_of
+from dubito.training.recipe import Fitting, Stopped, build_network, make_bayesian, read_parts
+
+
+def refused(*command: str | Path) -> str:
+    answer = CliRunner().invoke(app, [str(part) for part in command])
+    assert isinstance(answer.exception, DubitoError), answer.output
+    return str(answer.exception)
+
+
+def table(path: Path, n: int, scale: float = 1.0) -> Path:
+    x = np.random.default_rng(0).normal(size=(n, 3))
+    lines = [",".join(map(repr, [*map(float, row), float(row.sum() * scale)])) for row in x]
+    path.write_text("\n".join(["a,b,c,target", *lines]))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("n", "scale", "changes", "said"),
+    [
+        (150, 1.0, [], "12 examples are too few to calibrate on"),
+        (400, 1.0, ["calibrate.coverage=0.99"], "need at least 99"),
+        (400, 1.0, ["calibrate.temperature=true"], "a temperature belongs to classification"),
+        (400, 1e-23, [], "expected one between 1e-15 and 1e15"),
+        (400, 1e20, [], "expected one between 1e-15 and 1e15"),
+    ],
+)
+def test_what_would_fail_after_training_fails_before(
+    n: int, scale: float, changes: list[str], said: str, tmp_path: Path
+) -> None:
+    file = table(tmp_path / "t.csv", n, scale)
+    options = [f"--set={c}" for c in ["task=regression", *changes]]
+    assert said in refused("train", f"csv:{file}", *options, "--out", tmp_path / "m.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["t.csv"]
+
+
+def test_a_network_for_other_inputs_is_refused_whatever_it_raises(tmp_path: Path) -> None:
+    changes = ["--set=network.architecture=torchvision/vit_b_16", "--set=network.arguments={}"]
+    said = refused("train", "digits", *changes, "--out", tmp_path / "m.safetensors")
+    assert said.startswith("network.architecture: torchvision/vit_b_16 cannot take inputs of shape (1, 8, 8)")
+
+
+def test_a_fresh_run_that_was_stopped_goes_on_without_fresh(tmp_path: Path) -> None:
+    """The same command would start anew."""
+    recipe = read_recipe("digits", ["fit.pretrain_epochs=0"])
+    parts = read_parts(recipe, None)
+    declared = load(embedded()).card.input
+    assert declared is not None
+    fitting = Fitting(recipe, parts, declared, tmp_path / "m.safetensors", torch.device("cpu"), fresh=True)
+    network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
+    asked: list[int] = []
+
+    def ask_once(*_: object) -> None:
+        if not asked:
+            asked.append(1)
+            signal.raise_signal(signal.SIGINT)
+
+    next(iter(network.layers.values())).register_forward_hook(ask_once)
+    with pytest.raises(Stopped) as stopped:
+        fitting.fit(network, recipe.fit, "posterior")
+    assert "The same command without --fresh goes on from there." in str(stopped.value)
+
+
+def test_pruning_keeps_what_was_promised_since_training(tmp_path: Path) -> None:
+    """A model may have been calibrated and stored anew; its recipe says what it was trained for."""
+    file = tmp_path / "m.safetensors"
+    command = ["calibrate", str(embedded()), "--data", "digits", "--coverage", "0.5", "--directions", "2"]
+    answer = CliRunner().invoke(app, [*command, "--temperature", "--out", str(file), "--json"])
+    assert answer.exit_code == 0, answer.exception
+    assert json.loads(answer.stdout)["coverage"] == pytest.approx(0.5, abs=0.15)  # measured anew, on the test part
+    save(load(file), file, precision="float16")
+    recipe = recipe_of(load(file))
+    assert recipe.precision == "float16"
+    assert (recipe.calibrate.coverage, recipe.calibrate.false_positive_rate) == (0.5, 0.05)
+    assert (recipe.calibrate.directions, recipe.calibrate.temperature) == (2, True)
+    assert recipe.fit == read_recipe("digits").fit
