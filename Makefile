@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-BENCH ?= $(filter-out _%,$(basename $(notdir $(wildcard benchmarks/*.py))))
+NEED_DATA := fashion uci
+BENCH ?= $(filter-out _% $(NEED_DATA),$(basename $(notdir $(wildcard benchmarks/*.py))))
+DATA ?= data
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint test test-slow bench embedded clean
@@ -28,12 +30,13 @@ test: lint ## lint, then every test that takes seconds
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/pytest -m slow --durations=10
 
-bench: $(READY) ## every benchmark in turn, or one: make bench BENCH=name
-	@set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
+bench: $(READY) ## every benchmark that needs no data, or one: make bench BENCH=fashion DATA=folder
+	@set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name \
+		$$(case " $(NEED_DATA) " in *" $$name "*) echo --data-root '$(DATA)';; esac); done
 
 embedded: $(READY) ## train the embedded default model anew
 	$(BIN)/dubito train digits --fresh --device cpu --out models/digits.safetensors
-	rm -f models/digits*.log.csv
+	rm -rf models/digits*.log.csv models/digits*.tensorboard
 
 clean: ## remove .venv, builds and caches
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

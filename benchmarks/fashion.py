@@ -50,14 +50,14 @@ def one(method: str, seed: int, changes: Sequence[str], args: argparse.Namespace
     """Train, calibrate and measure one artifact."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipe = read_recipe("fashion-mnist", [*METHODS[method], *changes, f"seed={seed}"])
+    fashion, mnist = (read_data(name, args.data_root, download=args.download) for name in ("fashion-mnist", "mnist"))
     with tempfile.TemporaryDirectory() as folder:
         keep = Path(folder) if args.keep is None else args.keep
         out = keep / f"fashion-{method}-{seed}.safetensors"
-        trained = train(recipe, out, data_root=args.data_root, download=args.download, device=device)
+        trained = train(recipe, out, data_root=args.data_root, device=device)
         assert trained is not None
         size = out.stat().st_size
     model = trained.model.to(device)
-    fashion, mnist = (read_data(name, args.data_root) for name in ("fashion-mnist", "mnist"))
     _, test = part_of(fashion, model.card)
     assert mnist.test is not None
     found = evaluate(model, test, {"mnist": mnist.test}, samples=SAMPLES, seed=seed).figures
