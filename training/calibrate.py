@@ -16,11 +16,11 @@ from dubito.models.model import Model
 from dubito.models.uncertainty import Classified
 from dubito.training.config import Calibrate
 from dubito.training.data import Examples, enter
-from dubito.training.evaluate import Summary, ask, ask_settled, check, declared_by, drawn
+from dubito.training.evaluate import GRID, Summary, ask, ask_settled, check, declared_by, drawn
 from dubito.training.metrics import auroc
+from dubito.training.seeds import stream
 
-GRID = (1, 2, 4, 8, 16, 20, 32, 64)  # and 0, the posterior mean
-PATCHES_FROM = 512  # examples that the directions of way 3 are found on
+PATCHES_FROM = 128  # examples that the directions of way 3 are found on
 SPOILED = 1000  # examples that the measure is chosen on
 CHOOSING = 20  # K of that choice
 ASKED = 100  # requests: inputs that share draws err together, so few requests give thresholds that hold for few draws
@@ -34,11 +34,12 @@ class CalibrationError(DubitoError):
 def check_held_out(model: Model, held: Examples) -> None:
     """Refuse data that holds inputs which the model was trained on: thresholds set on them would be too tight."""
     seen = set(model.card.provenance.train_sample)
-    back = sum(f in seen for f in held.fingerprints()) if seen else 0
+    back = [i for i, f in enumerate(held.fingerprints()) if f in seen] if seen else []
     if back:
+        which = ", ".join(map(str, back[:5])) + (", …" if len(back) > 5 else "")
         raise CalibrationError(
-            f"these {len(held)} examples overlap the training part: {back} of them are among the {len(seen)} training "
-            "inputs that the artifact remembers. Calibrate on data that the model has not seen."
+            f"these {len(held)} examples overlap the training part: {len(back)} of them (examples {which}) are among "
+            f"the {len(seen)} training inputs that the artifact remembers. Calibrate on data that it has not seen."
         )
 
 
@@ -132,7 +133,7 @@ def best_temperature(model: Model, held: Examples, seed: int) -> float:
     x = enter(held.x, declared_by(model))
     pieces: list[tuple[Tensor, Tensor]] = []
     for i, (some, y) in enumerate(zip(x.split(1024), held.y.split(1024), strict=True)):
-        outputs = model.predict(some, K, seed + i, keep_outputs=True).outputs
+        outputs = model.predict(some, K, stream(seed, "temperature", i), keep_outputs=True).outputs
         assert outputs is not None
         pieces.append((outputs.cpu(), y))
 

@@ -219,15 +219,14 @@ def _stopping() -> Iterator[None]:
 
 def _tell(out: Path, model: "Model", as_json: bool) -> None:
     from dubito.models.parameters import count
+    from dubito.training.evaluate import promises
 
     calibration = model.card.calibration
     figures = {
         **model.card.metrics,
         "parameters": count(model.network),
         "bytes": out.stat().st_size,
-        "calibration": None
-        if calibration is None
-        else calibration.model_dump(include={"coverage", "false_positive_rate", "measure", "temperature"}),
+        "calibration": promises(calibration),
     }
     if as_json:
         print(json.dumps({"model": str(out), **figures}))

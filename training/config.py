@@ -98,6 +98,8 @@ class Fit(Strict):
                 f"likelihood_epochs + warmup_epochs is {self.likelihood_epochs + self.warmup_epochs}, "
                 f"but epochs only {self.epochs}; expected no more than that"
             )
+        if self.optimiser == "adam" and self.momentum != type(self).model_fields["momentum"].default:
+            raise ValueError(f"momentum is {self.momentum}, which belongs to the optimiser sgd; it is adam")
         if (self.schedule == "step") != bool(self.milestones):
             raise ValueError(
                 f"schedule is {self.schedule!r} and milestones {list(self.milestones)}; "

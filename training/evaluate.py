@@ -19,6 +19,7 @@ from dubito.models.prediction import tally_for
 from dubito.models.uncertainty import Classified, Regressed
 from dubito.training import metrics
 from dubito.training.data import DataError, Examples, enter
+from dubito.training.seeds import stream
 from dubito.training.shift import corrupt, families
 
 REQUESTS = 20  # with draws of their own, as calibration's promises are about a request's fresh draws
@@ -81,7 +82,7 @@ def evaluate(
         "examples": len(examples),
         "samples": K,
         "seed": seed,
-        "calibration": _promises(calibration),
+        "calibration": promises(calibration),
         **_quality(inside, examples.y, K, calibration, errors=True),
         "curve": [{"samples": k, **_quality(s, examples.y, k, calibration, errors=True)} for k, s in curve.items()],
     }
@@ -158,7 +159,7 @@ def _promised(summary: Summary, y: Tensor, K: int, calibration: Calibration | No
     return found if flagged is None else {**found, "ood_rate": flagged}
 
 
-def _promises(calibration: Calibration | None) -> Figures | None:
+def promises(calibration: Calibration | None) -> Figures | None:
     if calibration is None:
         return None
     return calibration.model_dump(include={"coverage", "false_positive_rate", "measure", "temperature"})
@@ -167,7 +168,9 @@ def _promises(calibration: Calibration | None) -> Figures | None:
 def _auto(summary: Summary, drawn_: Tensor, y: Tensor, calibration: Calibration | None) -> Figures:
     """The same with `samples="auto"`, whose thresholds are of their own."""
     told = None if calibration is None else calibration.auto
-    if calibration is not None and told is not None:
+    if calibration is None or told is None:
+        calibration = None  # nothing was promised
+    else:
         thresholds = {m: {0: value} for m, value in told.thresholds.items()}
         calibration = calibration.model_copy(update={"thresholds": thresholds, "quantiles": {0: told.quantile}})
     mean = float(drawn_.double().mean())
@@ -206,7 +209,9 @@ def ask(
     found: dict[int, list[Summary]] = {K: [] for K in grid}
     for i, request in enumerate(rows):
         for piece in request.split(max(1, OUTPUTS // max(1, *grid))):
-            for K, summary in _nested(model, enter(x[piece], declared_by(model)), grid, seed + i).items():
+            for K, summary in _nested(
+                model, enter(x[piece], declared_by(model)), grid, stream(seed, "request", i)
+            ).items():
                 found[K].append(summary)
             advance(len(piece) * max(1, *grid))
     order = torch.cat(rows).argsort()
@@ -220,7 +225,7 @@ def ask_settled(model: Model, x: Tensor, seed: int, *, requests: int = REQUESTS)
     drawn_: list[Tensor] = []
     for i, request in enumerate(rows):
         for piece in request.split(OUTPUTS // AT_MOST):
-            prediction = model.predict(enter(x[piece], declared_by(model)), "auto", seed + i)
+            prediction = model.predict(enter(x[piece], declared_by(model)), "auto", stream(seed, "request", i))
             if prediction.settled is None:
                 return None
             found.append(prediction.summary)

@@ -347,6 +347,8 @@ def _no_longer_finite(epoch: int, step: int, place: str, cause: str) -> str:
 
 
 def _same_every_step(network: BayesianNetwork, fit: Fit) -> bool:
-    """Whether the host decides nothing in a step: an ensemble's copied layers do not follow draws on the device."""
-    copies = max((len(m.copies) for m in network.modules() if isinstance(m, MemberLayer)), default=1)
-    return fit.samples % copies == 0
+    """Whether the host decides nothing in a step: where layers are kept in copies it chooses all members, so every
+    member must have its turn in each step."""
+    copies = {len(m.copies) for m in network.modules() if isinstance(m, MemberLayer)}
+    members = {layer.entry.members or 1 for layer in network.layers.values() if layer.entry.kind != "dropout"}
+    return not copies or all(fit.samples % n == 0 for n in copies | members)

@@ -11,6 +11,7 @@ from dubito.models.model import Model
 from dubito.models.pruning import prune as prune_network
 from dubito.training.config import Calibrate, Recipe, RecipeError
 from dubito.training.data import DataError
+from dubito.training.ranks import Ranks
 from dubito.training.recipe import Fitting, finish, read_parts
 
 
@@ -33,7 +34,8 @@ def prune(
     model = load(file)
     recipe = recipe_of(model)
     prune_network(model.network, keep)
-    parts = read_parts(recipe, data_root, download)
+    with Ranks.here().in_turn():
+        parts = read_parts(recipe, data_root, download)
     if parts.hash != model.card.provenance.data_hash:
         raise DataError(
             f"{recipe.data.name} is not what it was when the model was trained: its hash is {parts.hash[:12]}…, the "
@@ -51,6 +53,8 @@ def prune(
         if run.ranks.index > 0:
             return None
         network = run.finish()
+    elif Ranks.here().index > 0:
+        return None
     made = finish(network, recipe, parts, declared, out, model.card.provenance)
     if epochs:
         fitting.clean()

@@ -2,7 +2,8 @@
 
 import atexit
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,15 @@ class Ranks:
             values = values.clone()
             dist.all_reduce(values)
         return values
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """The first rank alone, then the others: what it fetches they find."""
+        if self.count > 1 and self.index > 0:
+            dist.barrier()
+        yield
+        if self.count > 1 and self.index == 0:
+            dist.barrier()
 
     def any(self, here: bool, device: torch.device) -> bool:
         """Whether it is so on any rank: what one decides alone leaves the others waiting for it."""

@@ -1,6 +1,7 @@
 """A recipe followed from start to end: data, network, fit, calibration, and the measured quality in the artifact."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from dubito.training.data import Examples, Parts, divide, enter, input_of, read_
 from dubito.training.evaluate import measure
 from dubito.training.fit import Epoch, FitError, Run
 from dubito.training.log import progress, tensorboard, write_csv
+from dubito.training.ranks import Ranks
 from dubito.training.stop import stoppable
 
 REMEMBERED = 1024  # training inputs whose hashes stay in the artifact, to know them again
@@ -56,7 +58,8 @@ def train(
     Checkpoints stand beside `out` until it is written, and are taken up by the next call with the same recipe.
     """
     device = torch.device("cpu") if device is None else device
-    parts = read_parts(recipe, data_root, download)
+    with Ranks.here().in_turn():
+        parts = read_parts(recipe, data_root, download)
     declared = input_of(parts.train)
     fitting = Fitting(recipe, parts, declared, out, device, fresh)
     torch.manual_seed(recipe.seed)
@@ -273,7 +276,7 @@ def finish(
             recipe=recipe.model_dump(mode="json"),
             data_hash=parts.hash,
             seed=recipe.seed,
-            train_sample=tuple(sorted(_sample(parts.train, recipe.seed).fingerprints())),
+            train_sample=tuple(_sample(parts.train, recipe.seed)),
         )
     card = Card(input=declared, labels=parts.labels, provenance=origin)
     draft = part_of(out)
@@ -288,5 +291,9 @@ def finish(
     return load(out)
 
 
-def _sample(train: Examples, seed: int) -> Examples:
-    return train[torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:REMEMBERED]]
+def _sample(train: Examples, seed: int) -> list[str]:
+    """Hashes of some inputs that occur once: those that occur again may well be met elsewhere too."""
+    found = train.fingerprints()
+    often = Counter(found)
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
+    return sorted([found[i] for i in order if often[found[i]] == 1][:REMEMBERED])

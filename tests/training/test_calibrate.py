@@ -20,7 +20,6 @@ from dubito.models.model import Model
 from dubito.models.uncertainty import Classified
 from dubito.training.calibrate import (
     ASKED,
-    GRID,
     CalibrationError,
     best_temperature,
     calibrate,
@@ -31,7 +30,7 @@ from dubito.training.calibrate import (
 )
 from dubito.training.config import Calibrate, Fit
 from dubito.training.data import Examples
-from dubito.training.evaluate import REQUESTS, ask, ask_settled, evaluate
+from dubito.training.evaluate import GRID, REQUESTS, ask, ask_settled, evaluate
 from dubito.training.fit import Run
 
 CLASSES = 4
@@ -199,7 +198,7 @@ def test_data_that_overlaps_the_training_part_is_refused(trained: Model) -> None
     check_held_out(trained, clusters(500, 3))
     mixed = clusters(500, 3)
     one = Examples(torch.cat([mixed.x, clusters(300, 1).x[:1]]), torch.cat([mixed.y, mixed.y[:1]]))
-    with pytest.raises(CalibrationError, match="overlap the training part: 1 of them"):
+    with pytest.raises(CalibrationError, match=r"overlap the training part: 1 of them \(examples 500\)"):
         check_held_out(trained, one)
 
 

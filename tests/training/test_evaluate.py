@@ -26,6 +26,7 @@ from dubito.models.model import Model
 from dubito.models.uncertainty import Classified
 from dubito.training.data import DataError, DataSet, Examples, Parts, divide, enter, input_of, read_data
 from dubito.training.evaluate import GRID, REQUESTS, evaluate, measure
+from dubito.training.seeds import stream
 from dubito.training.shift import corrupt, families
 
 RECIPE: dict[str, Any] = {"name": "digits", "validation": 0.05, "calibration": 0.1, "test": 0.2}
@@ -104,11 +105,11 @@ def targets(n: int, seed: int = 0) -> Examples:
 
 
 def row_by_row(model: Model, examples: Examples, K: int, seed: int) -> list[dict[str, Any]]:
-    """Every answer as its request would get it: request i has rows i, i + 20, … and the seed + i."""
+    """Every answer as its request would get it: request i has rows i, i + 20, … and a seed of its own."""
     assert model.card.input is not None
     rows: list[dict[str, Any]] = [{}] * len(examples)
     for i in range(min(REQUESTS, len(examples))):
-        prediction = model.predict(enter(examples.x[i::REQUESTS], model.card.input), K, seed + i)
+        prediction = model.predict(enter(examples.x[i::REQUESTS], model.card.input), K, stream(seed, "request", i))
         rows[i::REQUESTS] = answers(prediction, model.card)
     for row, y in zip(rows, examples.y.tolist(), strict=True):
         row["y"] = y
