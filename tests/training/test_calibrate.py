@@ -32,6 +32,7 @@ from dubito.training.config import Calibrate, Fit
 from dubito.training.data import Examples
 from dubito.training.evaluate import GRID, REQUESTS, ask, ask_settled, evaluate
 from dubito.training.fit import Run
+from dubito.training.seeds import stream
 
 CLASSES = 4
 DECLARED = Input(shape=(5,))
@@ -134,7 +135,7 @@ def test_one_more_value_stays_within_the_outer_quantile_as_often_as_asked(n: int
 def test_the_best_temperature_has_the_least_nll(trained: Model) -> None:
     held = clusters(1000, 6)
     T = best_temperature(trained, held, 0)
-    outputs = trained.predict(held.x[:1024], 20, 0, keep_outputs=True).outputs
+    outputs = trained.predict(held.x, 20, stream(0, "temperature", 0), keep_outputs=True).outputs
     assert outputs is not None
 
     def nll(T: float) -> float:
