@@ -166,8 +166,9 @@ def calibrate(
     from dubito.training.calibrate import calibrate as calibrated
     from dubito.training.calibrate import check_held_out
     from dubito.training.config import Calibrate
-    from dubito.training.data import part_of, read_for
+    from dubito.training.data import part_of
     from dubito.training.evaluate import measure
+    from dubito.training.sources import read_for
 
     try:
         settings = Calibrate(
@@ -279,8 +280,9 @@ def evaluate(
         dubito evaluate model.safetensors --data fashion-mnist --ood mnist --shift --data-root data --report report
     """
     from dubito.models.artifact import load
-    from dubito.training.data import part_of, read_for
+    from dubito.training.data import part_of
     from dubito.training.evaluate import evaluate as measure_all
+    from dubito.training.sources import read_for
     from dubito.training.table import show
 
     model = load(file)

@@ -102,7 +102,7 @@ class Run:
         if fit.compile:  # with the draws of a run that is not compiled
             self._parts = torch.compile(self._losses, options={"fallback_random": True})
         self.graphs: Graphs | None = None
-        if fit.graph and device.type == "cuda" and self.ranks.count == 1 and _same_every_step(self.network, fit):
+        if fit.graph and device.type == "cuda" and self.ranks.count == 1 and same_every_step(self.network, fit):
             self.graphs = Graphs(self._update)
         self._look = LOOK if device.type == "cuda" else 1
         self._start = self.state()  # of this epoch: all is known to be finite
@@ -346,7 +346,7 @@ def _no_longer_finite(epoch: int, step: int, place: str, cause: str) -> str:
     )
 
 
-def _same_every_step(network: BayesianNetwork, fit: Fit) -> bool:
+def same_every_step(network: BayesianNetwork, fit: Fit) -> bool:
     """Whether the host decides nothing in a step: where layers are kept in copies it chooses all members, so every
     member must have its turn in each step."""
     copies = {len(m.copies) for m in network.modules() if isinstance(m, MemberLayer)}

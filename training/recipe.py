@@ -23,11 +23,12 @@ from dubito.models.prediction import evaluating
 from dubito.training.calibrate import calibrate, check_enough
 from dubito.training.checkpoint import part_of, resume, save_checkpoint
 from dubito.training.config import Fit, Recipe, RecipeError
-from dubito.training.data import Examples, Parts, divide, enter, input_of, read_data
+from dubito.training.data import Examples, Parts, divide, enter, input_of
 from dubito.training.evaluate import measure
 from dubito.training.fit import Epoch, FitError, Run
 from dubito.training.log import progress, tensorboard, write_csv
 from dubito.training.ranks import Ranks
+from dubito.training.sources import read_data
 from dubito.training.stop import stoppable
 
 REMEMBERED = 1024  # training inputs whose hashes stay in the artifact, to know them again

@@ -13,7 +13,7 @@ from dubito.models import build
 from dubito.models.architectures import sizes_of
 from dubito.models.options import METHODS
 from dubito.training.config import OWN_DATA, Recipe, RecipeError, read_recipe, shipped
-from dubito.training.data import NAMES
+from dubito.training.sources import NAMES
 
 RECIPE = """
 seed = 3
@@ -234,6 +234,7 @@ def test_a_value_of_the_wrong_kind(mine: str, change: str, said: str) -> None:
     [
         (["fit.warmup_epochs=9"], "fit: likelihood_epochs + warmup_epochs is 11, but epochs only 10"),
         (["fit.schedule=step"], "fit: schedule is 'step' and milestones []; milestones belong to"),
+        (["fit.momentum=0.5"], "fit: momentum is 0.5, which belongs to the optimiser sgd; it is adam"),
         (["fit.milestones=[3]"], "fit: schedule is 'cosine' and milestones [3]; milestones belong to"),
         (["data.validation=0.5", "data.calibration=0.5"], "data: validation + calibration is 1; expected less than 1"),
         (["data.target=price"], "data: target is 'price', which belongs to csv:… alone; the data is 'digits'"),

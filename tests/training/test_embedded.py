@@ -8,9 +8,10 @@ from dubito.models.answers import answers
 from dubito.models.embedded import embedded
 from dubito.models.model import Model
 from dubito.training.config import read_recipe
-from dubito.training.data import enter, part_of, read_data
+from dubito.training.data import enter, part_of
 from dubito.training.evaluate import measure
 from dubito.training.shift import corrupt
+from dubito.training.sources import read_data
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,11 @@ from dubito.models.errors import DubitoError
 from dubito.models.manifest import Calibration, Card, Input, Provenance, Regression
 from dubito.models.model import Model
 from dubito.models.uncertainty import Classified
-from dubito.training.data import DataError, DataSet, Examples, Parts, divide, enter, input_of, read_data
+from dubito.training.data import DataError, DataSet, Examples, Parts, divide, enter, input_of
 from dubito.training.evaluate import GRID, REQUESTS, evaluate, measure
 from dubito.training.seeds import stream
 from dubito.training.shift import corrupt, families
+from dubito.training.sources import read_data
 
 RECIPE: dict[str, Any] = {"name": "digits", "validation": 0.05, "calibration": 0.1, "test": 0.2}
 CALIBRATION = Calibration(

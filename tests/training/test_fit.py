@@ -15,11 +15,12 @@ from dubito.models.manifest import Input, Regression
 from dubito.models.network import BayesianNetwork
 from dubito.training.batches import Batches
 from dubito.training.config import Fit, RecipeError
-from dubito.training.data import Examples, Parts, divide, enter, input_of, read_data
-from dubito.training.fit import FitError, Run, Told
+from dubito.training.data import Examples, Parts, divide, enter, input_of
+from dubito.training.fit import FitError, Run, Told, same_every_step
 from dubito.training.objective import rate
 from dubito.training.ranks import Ranks
 from dubito.training.seeds import stream
+from dubito.training.sources import read_data
 
 CPU = torch.device("cpu")
 
@@ -444,3 +445,15 @@ def test_a_compiled_run_gives_the_same_losses(parts: Parts) -> None:
     for a, b in zip(plain.log, compiled.log, strict=True):
         assert b.loss == pytest.approx(a.loss, rel=1e-4)
         assert b.validation_nll == pytest.approx(a.validation_nll, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "samples", "same"),
+    [(None, 3, True), (None, 6, True), (None, 2, False), ({"1": {"method": "ensemble-u", "members": 5}}, 3, False)],
+)
+def test_a_step_is_captured_only_where_the_host_chooses_nothing(layers: Any, samples: int, same: bool) -> None:
+    """Layers kept in copies are chosen by the host: unless every member has its turn, a capture would freeze some."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    network = bayesianize(net, "ensemble-w", members=3, inducing=2, layers=layers)
+    assert same_every_step(network, Fit(epochs=1, samples=samples)) == same
+    assert same_every_step(bayesianize(net, "ensemble-u", members=5, inducing=2), Fit(epochs=1))

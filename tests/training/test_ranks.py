@@ -25,7 +25,8 @@ import torch
 from safetensors.torch import save_file
 from dubito.models import bayesianize, build
 from dubito.training.config import Fit
-from dubito.training.data import divide, input_of, read_data
+from dubito.training.data import divide, input_of
+from dubito.training.sources import read_data
 from dubito.training.fit import FitError, Run
 from dubito.training.ranks import Ranks
 

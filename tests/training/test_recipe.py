@@ -90,3 +90,23 @@ def test_pruning_keeps_what_was_promised_since_training(tmp_path: Path) -> None:
     assert (recipe.calibrate.coverage, recipe.calibrate.false_positive_rate) == (0.5, 0.05)
     assert (recipe.calibrate.directions, recipe.calibrate.temperature) == (2, True)
     assert recipe.fit == read_recipe("digits").fit
+
+
+def test_inputs_that_repeat_are_not_remembered(tmp_path: Path) -> None:
+    """Of a table of few values, fresh rows look like old ones; only what occurs once can be known again."""
+    rng = np.random.default_rng(0)
+
+    def rows(n: int) -> str:
+        few = rng.integers(0, 3, (n, 3))
+        return "\n".join(f"{a},{b},{c},{'even' if (a + b + c) % 2 == 0 else 'odd'}" for a, b, c in few)
+
+    for name, n in (("train", 600), ("fresh", 300)):
+        (tmp_path / f"{name}.csv").write_text(f"a,b,c,sum\n{rows(n)}\n")
+    out = tmp_path / "m.safetensors"
+    quick = ["--set", "fit.epochs=1", "--set", "fit.pretrain_epochs=0", "--set", "fit.likelihood_epochs=0"]
+    quick += ["--set", "fit.warmup_epochs=0", "--device", "cpu"]
+    done = CliRunner().invoke(app, ["train", f"csv:{tmp_path}/train.csv", "--out", str(out), *quick])
+    assert done.exit_code == 0, done.output
+    assert load(out).card.provenance.train_sample == ()
+    again = ["calibrate", str(out), "--data", f"csv:{tmp_path}/fresh.csv", "--out", str(tmp_path / "c.safetensors")]
+    assert CliRunner().invoke(app, again).exit_code == 0

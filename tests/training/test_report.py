@@ -19,10 +19,11 @@ from dubito.models import bayesianize, build, load, save
 from dubito.models.manifest import Calibration, Card, Image, Input, Regression
 from dubito.models.model import Model
 from dubito.models.uncertainty import Classified
-from dubito.training.data import Examples, read_data
+from dubito.training.data import Examples
 from dubito.training.evaluate import Evaluation, evaluate
 from dubito.training.plots import COLOURS, INK, POINTS, Panel, draw
 from dubito.training.report import ReportError, page, write
+from dubito.training.sources import read_data
 
 HOSTILE = ("<script>alert(1)</script>", '" onerror="alert(2)', "a & b", "\x1b[31m", "猫", "$x", "6", "7", "8", "9")
 ABOUT = {"model": "some/where/model.safetensors", "data": "digits", "part": "test"}

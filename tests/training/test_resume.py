@@ -22,9 +22,10 @@ from dubito.models import bayesianize, build
 from dubito.models.network import BayesianNetwork
 from dubito.training.checkpoint import KEY, resume, save_checkpoint, write_whole
 from dubito.training.config import Fit, Recipe, read_recipe
-from dubito.training.data import Parts, divide, input_of, read_data
+from dubito.training.data import Parts, divide, input_of
 from dubito.training.fit import FitError, Run
 from dubito.training.recipe import Stopped, train
+from dubito.training.sources import read_data
 from dubito.training.stop import stoppable
 
 CPU = torch.device("cpu")

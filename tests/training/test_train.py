@@ -24,9 +24,10 @@ from dubito.models.manifest import Regression
 from dubito.models.parameters import Free, count
 from dubito.models.pruning import prune as prune_network
 from dubito.training.config import Recipe, read_recipe, shipped
-from dubito.training.data import Examples, Parts, divide, input_of, read_data
+from dubito.training.data import Examples, Parts, divide, input_of
 from dubito.training.fit import Epoch, Run, Told
 from dubito.training.recipe import augmentation, build_network, make_bayesian, task_of
+from dubito.training.sources import read_data
 
 SMALL = ["network.arguments={hidden=[8]}", "posterior.options={inducing=4}", "data.calibration=0.2"]
 SHORT = ["fit.pretrain_epochs=1", "fit.likelihood_epochs=0", "fit.warmup_epochs=1", "fit.epochs=2"]
