@@ -20,9 +20,10 @@ from rich.table import Table
 from benchmarks._measure import machine
 from dubito.models.parameters import count
 from dubito.training.config import read_recipe
-from dubito.training.data import part_of, read_data
+from dubito.training.data import part_of
 from dubito.training.evaluate import evaluate
 from dubito.training.recipe import train
+from dubito.training.sources import read_data
 
 PLAIN = ["fit.epochs=20", "fit.pretrain_epochs=0", "fit.likelihood_epochs=0", "fit.warmup_epochs=0"]
 METHODS: dict[str, list[str]] = {

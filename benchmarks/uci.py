@@ -27,8 +27,8 @@ from rich.table import Table
 from benchmarks._measure import machine
 from dubito.models.options import METHODS
 from dubito.training.config import read_recipe
-from dubito.training.data import read_data
 from dubito.training.recipe import train
+from dubito.training.sources import read_data
 
 FIGURES = ("rmse", "nll")
 RIVALS = ("MCD", "MFG", "WHVI")
