@@ -33,21 +33,29 @@ def _rules(prediction: Prediction, calibration: Calibration | None) -> list[Rule
     """By the draws that each input got."""
     settled = prediction.settled
     n = len(next(iter(scores(prediction.summary).values())))
-    if calibration is None:
-        return [Rule(None, None)] * n
     if settled is None:
         return [rule_for(calibration, prediction.samples)] * n
-    auto = calibration.auto
+    auto = None if calibration is None else calibration.auto
     drawn: list[int] = settled.samples.tolist()
     if auto is None or (auto.tolerance, auto.max_samples) != (settled.tolerance, settled.max_samples):
         return [rule_for(calibration, K) for K in drawn]
-    measure = calibration.measure
-    return [Rule((measure, K, auto.thresholds[measure]), auto.quantile) for K in drawn]
+    return [auto_rule(calibration, K) for K in drawn]
 
 
-def rule_for(calibration: Calibration, K: int) -> Rule:
+def rule_for(calibration: Calibration | None, K: int) -> Rule:
+    """For K draws."""
+    if calibration is None:
+        return Rule(None, None)
     quantile = at_or_below(calibration.quantiles, K)
     return Rule(threshold_for(calibration, K), None if quantile is None else quantile[1])
+
+
+def auto_rule(calibration: Calibration | None, K: int) -> Rule:
+    """For K draws after which an answer had settled, as far as that was calibrated."""
+    if calibration is None or calibration.auto is None:
+        return Rule(None, None)
+    measure, auto = calibration.measure, calibration.auto
+    return Rule((measure, K, auto.thresholds[measure]), auto.quantile)
 
 
 def label_of(card: Card, index: int) -> str:

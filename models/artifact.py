@@ -192,16 +192,20 @@ def _complaint(error: ValidationError | PydanticSerializationError) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Beside its place first, then moved there: a full disk or a crash never leaves half a file under the name."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with part.open("xb") as file:
+        write_by(path.with_name(f".{path.name}.{secrets.token_hex(8)}"), path, content, mode="xb")
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"cannot write {path}: {_reason(error)}.") from None
+
+
+def write_by(part: Path, path: Path, content: bytes, *, mode: Literal["xb", "wb"]) -> None:
+    """Into `part` first, then moved to its place: a full disk or a crash never leaves half a file under the name."""
+    try:
+        with part.open(mode) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"cannot write {path}: {_reason(error)}.") from None
     finally:
         with suppress(OSError, ValueError):
             part.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode=None)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
+Samples = Annotated[int, typer.Option(help="Posterior draws K; 0 answers with the posterior mean.", min=0)]
 Artifact = Annotated[Path, typer.Argument(metavar="FILE", help="An artifact (.safetensors).", show_default=False)]
 
 
@@ -119,7 +120,7 @@ def predict(
             show_default=False,
         ),
     ],
-    samples: Annotated[int, typer.Option(help="Posterior draws K; 0 answers with the posterior mean.", min=0)] = 20,
+    samples: Samples = 20,
     seed: Annotated[
         int | None, typer.Option(help="Fixes the draws; without one they are fresh.", min=0, show_default=False)
     ] = None,

@@ -60,31 +60,28 @@ def calibrate(model: Model, held: Examples, settings: Calibrate | None = None, *
         T = best_temperature(model, held, seed)
         model = model.with_card(calibration=_nothing_yet(settings, T))
     drawn_for = ask(model, held.x, list(GRID), seed, requests=ASKED) | ask(model, held.x, [0], seed)
-    thresholds: dict[Measure, dict[int, float]] = {}
-    for K, summary in sorted(drawn_for.items()):
-        for measure, values in scores(summary).items():
-            thresholds.setdefault(measure, {})[K] = outer_quantile(values, 1 - settings.false_positive_rate)
-    quantiles = {K: outer_quantile(strangeness(s, held.y), settings.coverage) for K, s in sorted(drawn_for.items())}
+    limits = {K: _limits(summary, held.y, settings) for K, summary in sorted(drawn_for.items())}
     settled = ask_settled(model, held.x, seed, requests=ASKED)
     auto = None
     if settled is not None:
-        summary, _ = settled
-        auto = Auto(
-            tolerance=TOLERANCE,
-            max_samples=AT_MOST,
-            thresholds={m: outer_quantile(v, 1 - settings.false_positive_rate) for m, v in scores(summary).items()},
-            quantile=outer_quantile(strangeness(summary, held.y), settings.coverage),
-        )
+        thresholds, quantile = _limits(settled[0], held.y, settings)
+        auto = Auto(tolerance=TOLERANCE, max_samples=AT_MOST, thresholds=thresholds, quantile=quantile)
     found = Calibration(
         false_positive_rate=settings.false_positive_rate,
         coverage=settings.coverage,
         measure=choose_measure(model, held, seed),
-        thresholds=thresholds,
-        quantiles=quantiles,
+        thresholds={m: {K: found[m] for K, (found, _) in limits.items()} for m in limits[0][0]},
+        quantiles={K: quantile for K, (_, quantile) in limits.items()},
         auto=auto,
         temperature=T,
     )
     return model.with_card(calibration=found)
+
+
+def _limits(summary: Summary, y: Tensor, settings: Calibrate) -> tuple[dict[Measure, float], float]:
+    """The threshold of each measure, and the quantile of the conformal score."""
+    thresholds = {m: outer_quantile(values, 1 - settings.false_positive_rate) for m, values in scores(summary).items()}
+    return thresholds, outer_quantile(strangeness(summary, y), settings.coverage)
 
 
 def check_enough(n: int, settings: Calibrate) -> None:

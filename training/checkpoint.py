@@ -1,13 +1,13 @@
 """A training run on disk: tensors as safetensors, all else as JSON in their metadata; written whole or not at all."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from dubito.models.artifact import write_by
 from dubito.training.config import Recipe
 from dubito.training.fit import FitError, Run, State
 
@@ -24,20 +24,13 @@ def save_checkpoint(run: Run, recipe: Recipe, path: Path, *, origin: str = "") -
 
 def write_whole(path: Path, content: bytes) -> None:
     """All of it under this name, or what was there before, whenever the process dies."""
-    part = part_of(path)
     try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        write_by(draft_of(path), path, content, mode="wb")
     except OSError as error:
         raise FitError(f"cannot write {path}: {error.strerror}.") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
-def part_of(path: Path) -> Path:
+def draft_of(path: Path) -> Path:
     """Where a file is written before it gets its name; the next writer replaces what a killed one left."""
     return path.with_name(f".{path.name}.part")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dubito.models.cli import Artifact, AsJson
+from dubito.models.cli import Artifact, AsJson, Samples
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,7 @@ DataRoot = Annotated[
 ]
 Download = Annotated[bool, typer.Option("--download", help="Fetch a torchvision data set that is not there yet.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start anew, whatever checkpoint was left.")]
 Seed = Annotated[int, typer.Option(help="Fixes the draws.", min=0, max=1 << 62)]
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The artifact to write.", show_default=False)]
 
@@ -71,7 +72,7 @@ def train(
     data_root: DataRoot = None,
     download: Download = False,
     device: Device = "auto",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, whatever checkpoint was left.")] = False,
+    fresh: Fresh = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a Bayesian network, calibrate and measure it on held-out data, and write one artifact.
@@ -107,7 +108,7 @@ def prune(
     data_root: DataRoot = None,
     download: Download = False,
     device: Device = "auto",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew, whatever checkpoint was left.")] = False,
+    fresh: Fresh = False,
     as_json: AsJson = False,
 ) -> None:
     """Set the least of the Z entries to zero, fine-tune the rest on the model's own data, calibrate, store sparse.
@@ -261,7 +262,7 @@ def evaluate(
     shift: Annotated[
         bool, typer.Option("--shift", help="Also on rotated (grey) or corrupted (colour) pictures.")
     ] = False,
-    samples: Annotated[int, typer.Option(help="Posterior draws K; 0 answers with the posterior mean.", min=0)] = 20,
+    samples: Samples = 20,
     seed: Seed = 0,
     report: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write DIR/index.html, one page with plots.", show_default=False)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from dubito.models.errors import DubitoError
+from dubito.models.manifest import Precision
 
 # strict: true, "20" and 20.0 are no whole numbers
 Whole = Annotated[int, Field(strict=True, ge=0)]
@@ -123,7 +124,7 @@ class Recipe(Strict):
     posterior: Posterior
     fit: Fit
     calibrate: Calibrate = Calibrate()
-    precision: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
+    precision: Precision = "float32"
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":

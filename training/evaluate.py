@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dubito.models.adaptive import AT_MOST, TOLERANCE
-from dubito.models.answers import scores, threshold_for
+from dubito.models.answers import Rule, auto_rule, rule_for, scores
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Calibration, Input, Measure, at_or_below
+from dubito.models.manifest import Calibration, Input, Measure
 from dubito.models.model import Model
 from dubito.models.prediction import tally_for
 from dubito.models.uncertainty import Classified, Regressed
@@ -44,7 +44,7 @@ def measure(model: Model, examples: Examples, *, samples: int = 20, seed: int = 
     """The plain numbers, each finite: quality, and where calibrated, coverage and the rate of OOD flags."""
     check(model, examples)
     K = drawn(model, samples)
-    return _quality(ask(model, examples.x, [K], seed)[K], examples.y, K, model.card.calibration)
+    return _quality(ask(model, examples.x, [K], seed)[K], examples.y, rule_for(model.card.calibration, K))
 
 
 def evaluate(
@@ -64,6 +64,7 @@ def evaluate(
     if shift:
         _check_pictures(model, examples)
     K, calibration = drawn(model, samples), model.card.calibration
+    rule = rule_for(calibration, K)
     grid = sorted({*GRID, K} - {0}) if model.factors.random else [1]
     pictures = _some(examples, SHIFTED, seed)
     changes = [(f, s) for f, all_s in families(pictures.x.shape[1]).items() for s in all_s] if shift else []
@@ -75,7 +76,7 @@ def evaluate(
         shifted: dict[str, list[Figures]] = {}
         for family, severity in changes:
             found = ask(model, corrupt(pictures.x, family, severity, seed), [K], seed, advance)[K]
-            row = {"severity": severity, **_quality(found, pictures.y, K, calibration)}
+            row = {"severity": severity, **_quality(found, pictures.y, rule)}
             shifted.setdefault(family, []).append(row)
     figures = {
         "task": model.manifest.task.kind,
@@ -83,8 +84,10 @@ def evaluate(
         "samples": K,
         "seed": seed,
         "calibration": promises(calibration),
-        **_quality(inside, examples.y, K, calibration, errors=True),
-        "curve": [{"samples": k, **_quality(s, examples.y, k, calibration, errors=True)} for k, s in curve.items()],
+        **_quality(inside, examples.y, rule, errors=True),
+        "curve": [
+            {"samples": k, **_quality(s, examples.y, rule_for(calibration, k), errors=True)} for k, s in curve.items()
+        ],
     }
     settled = ask_settled(model, examples.x, seed)
     if settled is not None:
@@ -92,7 +95,7 @@ def evaluate(
     if isinstance(inside, Classified):
         figures["reliability"] = [vars(b) for b in metrics.reliability(inside.probabilities, examples.y)]
     if outside:
-        against = {name: _detection(inside, others, K, calibration) for name, others in answers.items()}
+        against = {name: _detection(inside, others, rule) for name, others in answers.items()}
         first = next(iter(against.values()))  # of several, the one that was named first
         figures |= {"measure": first["measure"], "auroc": first["auroc"], "aupr": first["aupr"], "ood": against}
     if shift:
@@ -112,23 +115,20 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda rows: bar.advance(task, rows)
 
 
-def flags(summary: Summary, K: int, calibration: Calibration | None) -> Tensor | None:
+def flags(summary: Summary, rule: Rule) -> Tensor | None:
     """(N,) whether each input is flagged as from outside; None where that was not calibrated."""
-    rule = None if calibration is None else threshold_for(calibration, K)
-    if rule is None or rule[0] not in scores(summary):
+    if rule.ood is None or rule.ood[0] not in scores(summary):
         return None
-    return scores(summary)[rule[0]].double() > rule[2]
+    measure, _, threshold = rule.ood
+    return scores(summary)[measure].double() > threshold
 
 
-def default_measure(summary: Summary, K: int, calibration: Calibration | None) -> Measure:
-    rule = None if calibration is None else threshold_for(calibration, K)
+def default_measure(summary: Summary, rule: Rule) -> Measure:
     known = scores(summary)
-    return rule[0] if rule is not None and rule[0] in known else next(iter(known))
+    return rule.ood[0] if rule.ood is not None and rule.ood[0] in known else next(iter(known))
 
 
-def _quality(
-    summary: Summary, y: Tensor, K: int, calibration: Calibration | None, *, errors: bool = False
-) -> dict[str, float]:
+def _quality(summary: Summary, y: Tensor, rule: Rule, *, errors: bool = False) -> dict[str, float]:
     """With `errors`, the standard errors of what calibration promises too."""
     if isinstance(summary, Classified):
         p = summary.probabilities
@@ -137,25 +137,25 @@ def _quality(
     else:
         variance = summary.epistemic_variance + summary.aleatoric_variance
         found = {"rmse": metrics.rmse(summary.mean, y), "nll": metrics.gaussian_nll(summary.mean, variance, y)}
-    for name, values in _promised(summary, y, K, calibration).items():
+    for name, values in _promised(summary, y, rule).items():
         found[name] = float(values.double().mean())
         if errors:
             found[f"{name}_se"] = metrics.standard_error(values, REQUESTS)
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def _promised(summary: Summary, y: Tensor, K: int, calibration: Calibration | None) -> dict[str, Tensor]:
+def _promised(summary: Summary, y: Tensor, rule: Rule) -> dict[str, Tensor]:
     """Of each input: is the truth in the set (or interval), how large is that, is the input flagged?"""
     found: dict[str, Tensor] = {}
-    quantile = None if calibration is None else at_or_below(calibration.quantiles, K)
+    quantile = rule.quantile
     if quantile is not None and isinstance(summary, Classified):
-        fits = 1 - summary.probabilities.double() <= quantile[1]  # (N, C)
+        fits = 1 - summary.probabilities.double() <= quantile  # (N, C)
         found = {"coverage": fits.gather(1, y[:, None])[:, 0], "set_size": fits.sum(-1)}
     elif quantile is not None and isinstance(summary, Regressed):
-        half = quantile[1] * (summary.epistemic_variance + summary.aleatoric_variance).double().sqrt()  # (N, D)
+        half = quantile * (summary.epistemic_variance + summary.aleatoric_variance).double().sqrt()  # (N, D)
         inside = (y.double() - summary.mean.double()).abs() <= half
         found = {"coverage": inside.all(-1), "width": 2 * half.mean(-1)}  # all outputs at once, as calibrated
-    flagged = flags(summary, K, calibration)
+    flagged = flags(summary, rule)
     return found if flagged is None else {**found, "ood_rate": flagged}
 
 
@@ -167,24 +167,18 @@ def promises(calibration: Calibration | None) -> Figures | None:
 
 def _auto(summary: Summary, drawn_: Tensor, y: Tensor, calibration: Calibration | None) -> Figures:
     """The same with `samples="auto"`, whose thresholds are of their own."""
-    told = None if calibration is None else calibration.auto
-    if calibration is None or told is None:
-        calibration = None  # nothing was promised
-    else:
-        thresholds = {m: {0: value} for m, value in told.thresholds.items()}
-        calibration = calibration.model_copy(update={"thresholds": thresholds, "quantiles": {0: told.quantile}})
     mean = float(drawn_.double().mean())
     limits = {"tolerance": TOLERANCE, "max_samples": AT_MOST, "mean_samples": mean}
-    return limits | _quality(summary, y, AT_MOST, calibration, errors=True)
+    return limits | _quality(summary, y, auto_rule(calibration, AT_MOST), errors=True)
 
 
-def _detection(inside: Summary, outside: Summary, K: int, calibration: Calibration | None) -> Figures:
+def _detection(inside: Summary, outside: Summary, rule: Rule) -> Figures:
     """How well each measure tells the outside from the inside, and how often the flags fire there."""
     near, far = scores(inside), scores(outside)
     measures = {m: {"auroc": metrics.auroc(near[m], far[m]), "aupr": metrics.aupr(near[m], far[m])} for m in near}
-    default = default_measure(inside, K, calibration)
+    default = default_measure(inside, rule)
     found: Figures = {"examples": len(far[default]), "measure": default, **measures[default], "measures": measures}
-    flagged = flags(outside, K, calibration)
+    flagged = flags(outside, rule)
     if flagged is not None:
         found["ood_rate"] = float(flagged.double().mean())
         error = metrics.standard_error(flagged, REQUESTS)

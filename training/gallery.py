@@ -9,7 +9,7 @@ import torch
 from PIL import Image as Picture
 from torch import Tensor
 
-from dubito.models.answers import label_of, scores
+from dubito.models.answers import label_of, rule_for, scores
 from dubito.models.uncertainty import Classified
 from dubito.training.data import Examples
 from dubito.training.evaluate import Evaluation, Summary, default_measure, flags
@@ -31,8 +31,8 @@ class Group:
 
 
 def examples(e: Evaluation) -> str:
-    K, calibration = e.figures["samples"], e.model.card.calibration
-    measure = default_measure(e.inside, K, calibration)
+    rule = rule_for(e.model.card.calibration, e.figures["samples"])
+    measure = default_measure(e.inside, rule)
     order = scores(e.inside)[measure].argsort(stable=True).tolist()
     n = len(order)
     middle = [order[round(i * (n - 1) / (SHOWN + 1))] for i in range(1, SHOWN + 1)]
@@ -42,7 +42,7 @@ def examples(e: Evaluation) -> str:
     groups = [Group(title, e.examples, e.inside, rows, False) for title, rows in parts]
     for name, (examples, summary) in e.outside.items():
         far = scores(summary)[measure].argsort(stable=True, descending=True).tolist()
-        flagged = flags(summary, K, calibration)
+        flagged = flags(summary, rule)
         if flagged is None:
             groups.append(Group(f"{name}: the most doubtful", examples, summary, far[:SHOWN], True))
             continue

@@ -21,7 +21,7 @@ from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
 from dubito.models.prediction import evaluating
 from dubito.training.calibrate import calibrate, check_enough
-from dubito.training.checkpoint import part_of, resume, save_checkpoint
+from dubito.training.checkpoint import draft_of, resume, save_checkpoint
 from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data import Examples, Parts, divide, enter, input_of
 from dubito.training.evaluate import measure
@@ -222,7 +222,7 @@ class Fitting:
         """Away with the checkpoints, and with what a killed process left of one."""
         for phase in ("plain", "posterior"):
             path = self.checkpoint(phase)
-            for file in (path, part_of(path)):
+            for file in (path, draft_of(path)):
                 file.unlink(missing_ok=True)
 
     def fit(self, network: BayesianNetwork, fit: Fit, phase: Literal["plain", "posterior"]) -> Run:
@@ -280,7 +280,7 @@ def finish(
             train_sample=tuple(_sample(parts.train, recipe.seed)),
         )
     card = Card(input=declared, labels=parts.labels, provenance=origin)
-    draft = part_of(out)
+    draft = draft_of(out)
     try:
         save(network, draft, card=card, precision=recipe.precision)
         model = load(draft).to(device)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from dubito import __version__
-from dubito.models.answers import scores
+from dubito.models.answers import rule_for, scores
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import at_or_below
 from dubito.models.report import clean
 from dubito.models.uncertainty import Classified, Regressed
 from dubito.training import gallery, metrics, plots
@@ -153,8 +152,9 @@ def _predictions(e: Evaluation) -> str:
     std, error = (s.epistemic_variance + s.aleatoric_variance).sqrt(), (y - s.mean).abs()
     calibration, what = e.model.card.calibration, "two standard deviations"
     half = 2 * std
-    if calibration is not None and (quantile := at_or_below(calibration.quantiles, e.figures["samples"])) is not None:
-        half, what = quantile[1] * std, f"intervals for {calibration.coverage:.0%}"
+    quantile = rule_for(calibration, e.figures["samples"]).quantile
+    if calibration is not None and quantile is not None:
+        half, what = quantile * std, f"intervals for {calibration.coverage:.0%}"
     dots = torch.linspace(0, len(y) - 1, min(DOTS, len(y))).long()
     figures = []
     for d in range(min(4, y.shape[1])):
