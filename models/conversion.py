@@ -1,6 +1,7 @@
 """From any torch network to a Bayesian one: each Linear and Conv layer gets a posterior, the rest stays as it is."""
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -18,7 +19,7 @@ from dubito.models.mixture import Mixture
 from dubito.models.network import BayesianNetwork
 from dubito.models.options import Options, Overrides, check_used, describe, naming, one_of, options_for, pair
 from dubito.models.prediction import evaluating, predict
-from dubito.models.start import CONVERTIBLE, Start, geometry_of, inducing_for, posterior_for, weight_of
+from dubito.models.start import CONVERTIBLE, SPREAD_U, Start, geometry_of, inducing_for, posterior_for, weight_of
 from dubito.models.weight_space import WeightSpace
 
 
@@ -31,6 +32,7 @@ def bayesianize(
     unsupported: Literal["error", "leave"] = "error",
     start: Start = "network",
     hierarchy: int | tuple[int, int] | None = None,
+    spread: float = SPREAD_U,
     task: Task | None = None,
     data: Iterable[tuple[Tensor, Tensor]] | None = None,
     **options: Any,
@@ -42,10 +44,14 @@ def bayesianize(
     module name, glob or layer type; a name beats a glob, a glob beats a type, and later entries beat earlier ones.
     A layer that holds weights but cannot be converted is an error, or left deterministic with `unsupported="leave"`.
     `hierarchy` puts global inducing weights of that size above those of the layers [Ritter21, appendix H].
+    `spread` is how far apart the members of Ensemble-U start, in standard deviations of V's prior: members that start
+    at one network stay near it, and near each other, unless it is large.
     With `data` (batches of inputs and labels) the accuracy before and after is printed, for regression the error.
     """
     one_of("start", start, get_args(Start))
     one_of("unsupported", unsupported, ("error", "leave"))
+    if not 0 < spread < math.inf:
+        raise ConversionError(f"spread is {spread}; expected a positive number.")
     M_out, M_in = pair(inducing)
     base = Options(method, M_out, M_in).changed(options)  # type: ignore[arg-type]  # checked there
     found = _convertible(net, unsupported)
@@ -64,7 +70,7 @@ def bayesianize(
     if hierarchy is not None:
         entries, above = _under_hierarchy(entries, base, *pair(hierarchy))
     members = dict.fromkeys(copied, base.members)
-    made = assemble(net, entries, members, above, task, start)
+    made = assemble(net, entries, members, above, task, start, spread)
     if data is not None:
         _print_quality(net, made, data)
     return made
@@ -111,6 +117,7 @@ def assemble(
     hierarchy: Hierarchy | None,
     task: Task | None,
     start: Start,
+    spread: float = SPREAD_U,
 ) -> BayesianNetwork:
     """A copy of `net` with the layers that the entries describe: the part that conversion and loading share."""
     found = dict(net.named_modules())
@@ -122,7 +129,7 @@ def assemble(
         geometry = geometry_of(found[name])
         with naming(name):
             _check_size(entry, *geometry.shape)
-            posterior, V = posterior_for(entry, geometry, found[name], start)
+            posterior, V = posterior_for(entry, geometry, found[name], start, spread)
         if entry.kind == "inducing" and entry.method == "hierarchical" and V is not None:
             side_by_side.append(V)
         swaps[found[name]] = BayesianLayer(geometry, posterior, entry)
@@ -135,7 +142,7 @@ def assemble(
         shape = (hierarchy.d_out, hierarchy.d_in)
         _check_size(hierarchy.layer, *shape)
         V_all = torch.cat(side_by_side, 1) if side_by_side and start == "network" else None
-        q_V, _ = inducing_for(hierarchy.layer, *shape, V_all, next(net.parameters()))
+        q_V, _ = inducing_for(hierarchy.layer, *shape, V_all, next(net.parameters()), spread)
         above = BayesianLayer(Linear(hierarchy.d_in, hierarchy.d_out, bias=False), q_V, hierarchy.layer)
     # deepcopy with the memo pre-filled: swapped layers stand in the copy wherever the old ones stood, shared ones too
     memo: dict[int, object] = {id(old): new for old, new in swaps.items()}

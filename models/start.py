@@ -23,7 +23,7 @@ Start = Literal["network", "prior"]
 
 V_STD = math.sqrt(1e-3)  # of q(V) at the start
 W_STD = 1e-4  # of q(W) at the start
-SPREAD_U, SPREAD_W = 0.1, 0.05  # how far ensemble members start from each other; the second in units of W's own
+SPREAD_U, SPREAD_W = 0.1, 0.05  # how far ensemble members start from each other, in units of V's prior and of W's own
 
 CONVERTIBLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -53,7 +53,9 @@ def weight_of(module: nn.Module) -> Tensor:
     return W if module.bias is None else torch.cat([W, module.bias.detach()[:, None]], 1)
 
 
-def posterior_for(entry: Layer, geometry: Geometry, module: nn.Module, start: Start) -> tuple[nn.Module, Tensor | None]:
+def posterior_for(
+    entry: Layer, geometry: Geometry, module: nn.Module, start: Start, spread: float
+) -> tuple[nn.Module, Tensor | None]:
     """The posterior, and for inducing weights the V that its mean weight comes from."""
     W = weight_of(module)
     if not W.is_meta and not W.isfinite().all():
@@ -65,7 +67,7 @@ def posterior_for(entry: Layer, geometry: Geometry, module: nn.Module, start: St
         case WeightLayer():
             return WeightSpace(_law_of_W(entry, W, module, start), entry.sigma), None
         case InducingLayer():
-            return inducing_for(entry, *geometry.shape, W if start == "network" else None, W)
+            return inducing_for(entry, *geometry.shape, W if start == "network" else None, W, spread)
 
 
 def _law_of_W(entry: WeightLayer, W: Tensor, module: nn.Module, start: Start) -> Law:
@@ -92,17 +94,17 @@ def _apart(members: int, like: Tensor) -> Tensor:
 
 
 def inducing_for(
-    entry: InducingLayer, d_out: int, d_in: int, W: Tensor | None, like: Tensor
+    entry: InducingLayer, d_out: int, d_in: int, W: Tensor | None, like: Tensor, spread: float
 ) -> tuple[Inducing, Tensor]:
     """From the prior, or with W given, from its truncated SVD; and the V that the mean weight comes from."""
     Z_r = like.new_empty(entry.M_out, d_out).normal_() / math.sqrt(entry.M_out)
     Z_c = like.new_empty(entry.M_in, d_in).normal_() / math.sqrt(entry.M_in)
     V = like.new_empty(entry.M_out, entry.M_in).normal_()
-    spread = like.new_empty(entry.members or 0, *V.shape).normal_()
+    apart = like.new_empty(entry.members or 0, *V.shape).normal_()
     blank = Inducing(Z_r, Z_c, None, entry.sigma, lam_max=entry.lam_max, noise=entry.noise)
     if W is not None:
         V = fit(blank, W)
-        spread = spread - spread.mean(0)
+        apart = apart - apart.mean(0)
     if entry.directions:
         blank.directions = like.new_zeros(entry.directions, d_in)
     match entry.method:
@@ -111,7 +113,7 @@ def inducing_for(
         case "fcg-u":
             blank.law = FullCovariance(V, V_STD, entry.sigma_max)
         case "ensemble-u":
-            blank.law = Mixture(V + SPREAD_U * spread)
+            blank.law = Mixture(V + spread * apart)
     return blank, V
 
 

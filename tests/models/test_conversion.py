@@ -54,6 +54,16 @@ def test_the_mean_weight_starts_as_the_best_fit_of_rank_M(method: str, inducing:
         torch.testing.assert_close(found, rank(W, M), rtol=1e-5, atol=2e-6)
 
 
+def test_members_start_as_far_from_each_other_as_asked() -> None:
+    """Around the network's weights, so that their mean stays where it is."""
+    far, near = (bayesianize(small(), "ensemble-u", inducing=3, members=40, spread=s) for s in (0.5, 0.1))
+    for name in far.layers:
+        points = [n.layers[name].q.factors().q_V.points for n in (far, near)]  # type: ignore[union-attr]
+        assert points[0].std(0).mean() == pytest.approx(0.5, rel=0.1)
+        assert points[1].std(0).mean() == pytest.approx(0.1, rel=0.1)
+        torch.testing.assert_close(points[0].mean(0), points[1].mean(0), rtol=1e-4, atol=1e-5)
+
+
 def test_the_start_is_exact_for_any_D() -> None:
     torch.manual_seed(1)
     W = torch.randn(7, 11, dtype=torch.float64)
@@ -146,6 +156,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "tiny cap": ({"method": "ffg-u", "lam_max": 1e-7}, "lam_max is 1e-07"),
     "start": ({"method": "ffg-u", "start": "trained"}, "start is 'trained'; expected one of network, prior"),
     "unsupported": ({"method": "ffg-u", "unsupported": "raise"}, "unsupported is 'raise'"),
+    "members all the same": ({"method": "ensemble-u", "spread": 0.0}, "spread is 0.0; expected a positive number"),
     "no data": ({"method": "ffg-u", "data": []}, "holds no examples"),
     "hierarchy of nothing": ({"method": "ffg-u", "hierarchy": 0}, "size 0"),
     "another q under a hierarchy": (
