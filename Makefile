@@ -7,7 +7,7 @@ BENCH ?= $(filter-out _% $(NEED_DATA),$(basename $(notdir $(wildcard benchmarks/
 DATA ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint test test-slow bench embedded clean
+.PHONY: help setup serve lint test test-slow bench embedded clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -18,6 +18,9 @@ $(READY): pyproject.toml
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { echo "no venv module: apt install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --editable '.[dev]'
 	touch $@
+
+serve: $(READY) ## serve the embedded model with its console: make serve ARGS="model.safetensors --port 9000"
+	$(BIN)/dubito serve $(ARGS)
 
 lint: $(READY) ## ruff and strict mypy
 	$(BIN)/ruff check

@@ -66,13 +66,17 @@ def answer_each(job: Job, most: Tensor, tolerance: Tensor) -> tuple[Classified |
             if (tolerance[left] > 0).any():
                 k = min(k, CHUNK - start % CHUNK)  # answers are looked at after each chunk, whoever else is here
             noise = job.normals.rows(k, job.factors.normals)
-            tally.add(left, start, job.outputs(job.x[left], Draws(k, noise, job.seed, start)))
+            job.watch.lap("sample")
+            outputs = job.outputs(job.x[left], Draws(k, noise, job.seed, start))
+            job.watch.lap("forward")
+            tally.add(left, start, outputs)
             start += k
             drawn[left] = start
             ended = most[left] <= start
             if start % CHUNK == 0:
                 ended |= (tolerance[left] > 0) & tally.settled(left, start, tolerance[left])
             left = left[~ended]
+            job.watch.lap("summarise")
         return finite(tally.summary(drawn)), drawn.cpu()
 
 

@@ -14,7 +14,7 @@ from dubito.models.uncertainty import Classified, Regressed
 def answers(prediction: Prediction, card: Card) -> list[dict[str, Any]]:
     """One dictionary per input; what needs calibration is None where there is none."""
     summary, settled = prediction.summary, prediction.settled
-    rules = _rules(prediction, card.calibration)
+    rules = rules_of(prediction, card.calibration)
     rows = _classes(summary, rules, card) if isinstance(summary, Classified) else _values(summary, rules)
     if settled is not None:
         rows = [row | {"samples": K} for row, K in zip(rows, settled.samples.tolist(), strict=True)]
@@ -29,7 +29,7 @@ class Rule:
     quantile: float | None  # conformal scores within it fit
 
 
-def _rules(prediction: Prediction, calibration: Calibration | None) -> list[Rule]:
+def rules_of(prediction: Prediction, calibration: Calibration | None) -> list[Rule]:
     """By the draws that each input got."""
     settled = prediction.settled
     n = len(next(iter(scores(prediction.summary).values())))
@@ -85,13 +85,13 @@ def threshold_for(calibration: Calibration, K: int) -> tuple[Measure, int, float
 
 
 def _classes(s: Classified, rules: list[Rule], card: Card) -> list[dict[str, Any]]:
-    oods = _oods(s, rules)
+    oods, fit = oods_of(s, rules), fits(s, rules).tolist()
     rows = []
     for i, p in enumerate(s.probabilities.tolist()):
         leading = max(range(len(p)), key=p.__getitem__)
-        fitting, quantile = None, rules[i].quantile
-        if quantile is not None:  # conformal: a class fits where 1 − p is within the quantile; none may fit
-            fitting = [label_of(card, c) for c, share in enumerate(p) if 1 - share <= quantile]
+        fitting = None
+        if rules[i].quantile is not None:
+            fitting = [label_of(card, c) for c, one in enumerate(fit[i]) if one]
         rows.append(
             {
                 "label": label_of(card, leading),
@@ -108,14 +108,29 @@ def _classes(s: Classified, rules: list[Rule], card: Card) -> list[dict[str, Any
     return rows
 
 
+def fits(s: Classified, rules: list[Rule]) -> Tensor:
+    """(B, C): conformal, a class fits where 1 − p is within the quantile; none may fit, and none does without one."""
+    return 1 - s.probabilities.cpu().double() <= _quantiles(rules)[:, None]
+
+
+def intervals(s: Regressed, rules: list[Rule]) -> Tensor:
+    """(B, D, 2): the mean, less and plus as many standard deviations as the quantile says."""
+    std = (s.epistemic_variance + s.aleatoric_variance).cpu().double().sqrt()
+    mean, reach = s.mean.cpu().double(), _quantiles(rules)[:, None] * std
+    return torch.stack([mean - reach, mean + reach], -1)
+
+
+def _quantiles(rules: list[Rule]) -> Tensor:
+    """(B,): NaN where there is none."""
+    found = [float("nan") if rule.quantile is None else rule.quantile for rule in rules]
+    return torch.tensor(found, dtype=torch.float64)
+
+
 def _values(s: Regressed, rules: list[Rule]) -> list[dict[str, Any]]:
-    oods = _oods(s, rules)
-    std = (s.epistemic_variance + s.aleatoric_variance).sqrt()
+    oods, within = oods_of(s, rules), intervals(s, rules).tolist()
     rows = []
     for i, mean in enumerate(s.mean.tolist()):
-        interval, quantile = None, rules[i].quantile
-        if quantile is not None:
-            interval = [[m - quantile * d, m + quantile * d] for m, d in zip(mean, std[i].tolist(), strict=True)]
+        interval = None if rules[i].quantile is None else within[i]
         rows.append(
             {
                 "mean": mean,
@@ -128,7 +143,8 @@ def _values(s: Regressed, rules: list[Rule]) -> list[dict[str, Any]]:
     return rows
 
 
-def _oods(summary: Classified | Regressed, rules: list[Rule]) -> list[dict[str, Any] | None]:
+def oods_of(summary: Classified | Regressed, rules: list[Rule]) -> list[dict[str, Any] | None]:
+    """Per input; None where its measure was not calibrated."""
     doubts = {measure: values.tolist() for measure, values in scores(summary).items()}
     found: list[dict[str, Any] | None] = []
     for i, rule in enumerate(rules):

@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
@@ -17,9 +17,11 @@ from dubito.models.layers import FoldError
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import Normals
 from dubito.models.plan import cheapest
+from dubito.models.stopwatch import Stopwatch
 from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTally
 
 MAX_SAMPLES = 1 << 16
+SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
 NOISE = 1 << 26  # normals held at a time: 256 MB
 
 
@@ -52,6 +54,8 @@ def predict(
     max_rows: int | None = None,
     keep_outputs: bool = False,
     temperature: float = 1.0,
+    buckets: Sequence[int] = (),
+    watch: Stopwatch | None = None,
 ) -> Prediction:
     """The same K draws for every input of the call; sample k is one function of the input.
 
@@ -60,7 +64,7 @@ def predict(
     passes.
     """
     K, noisy = _samples(factors, samples)
-    job = Job.of(network, factors, x, seed, plan, max_rows, temperature)
+    job = Job.of(network, factors, x, seed, plan, max_rows, temperature, buckets, watch)
     tally = tally_for(network)
     kept: list[Tensor] = []
     chunk = job.samples_at_once(len(job.x))
@@ -68,8 +72,11 @@ def predict(
         for start in range(0, K, chunk):
             k = min(chunk, K - start)
             noise = job.normals.rows(k, factors.normals) if noisy else None
+            job.watch.lap("sample")
             outputs = job.outputs(job.x, Draws(k, noise, job.seed, start))
+            job.watch.lap("forward")
             tally.add(outputs)
+            job.watch.lap("summarise")
             if keep_outputs:
                 kept.append(outputs)
         samples = K if noisy or not factors.random else 0
@@ -88,6 +95,8 @@ class Job:
     plan: Mapping[str, How]
     max_rows: int
     temperature: float
+    buckets: Sequence[int]  # batches are padded to the next of these sizes, so that few shapes are ever met
+    watch: Stopwatch
 
     @classmethod
     def of(
@@ -99,17 +108,29 @@ class Job:
         plan: Mapping[str, How] | None,
         max_rows: int | None,
         temperature: float,
+        buckets: Sequence[int] = (),
+        watch: Stopwatch | None = None,
     ) -> "Job":
         seed, x = _seed(seed), _checked(network, x)
         plan = cheapest(network, factors) if plan is None else plan
         rows = _rows(network, x) if max_rows is None else max_rows
-        return cls(network, factors, x, seed, Normals(seed, x.device), plan, rows, temperature)
+        watch = Stopwatch(x.device) if watch is None else watch
+        return cls(network, factors, x, seed, Normals(seed, x.device), plan, rows, temperature, buckets, watch)
 
     def samples_at_once(self, rows: int) -> int:
-        return max(1, min(self.max_rows // rows, NOISE // max(1, self.factors.normals)))
+        return max(1, min(self.max_rows // self._bucket(rows), NOISE // max(1, self.factors.normals)))
+
+    def _bucket(self, rows: int) -> int:
+        return next((size for size in self.buckets if size >= rows), rows)
 
     def outputs(self, x: Tensor, draws: Draws) -> Tensor:
         """Logits or means (K, B, ...) of these draws for some of the inputs."""
+        more = self._bucket(len(x)) - len(x)
+        if more:
+            return self._outputs(torch.cat([x, x[:1].expand(more, *x.shape[1:])]), draws)[:, : len(x)]
+        return self._outputs(x, draws)
+
+    def _outputs(self, x: Tensor, draws: Draws) -> Tensor:
         network = self.network
         if draws.K > 1 and network not in _not_foldable:
             try:
@@ -167,7 +188,7 @@ def _samples(factors: NetworkFactors, samples: int) -> tuple[int, bool]:
 
 def _seed(seed: int | None) -> int:
     if seed is None:
-        return secrets.randbits(62)
+        return secrets.randbits(SEED_BITS)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
         raise InputError(f"seed is {seed!r}; expected a whole number from 0 to 2**63 − 1, or none for a fresh one.")
     return seed

@@ -59,7 +59,8 @@ def test_wheel_holds_every_module_and_no_other(wheel: Path) -> None:
 def test_wheel_holds_the_data_that_the_code_reads(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     recipes = {f"dubito/training/recipes/{file.name}" for file in (REPO / "training/recipes").iterdir()}
-    assert {*recipes, "dubito/training/digits.npz", "dubito/models/digits.safetensors"} <= names
+    console = {f"dubito/service/console/{file.name}" for file in (REPO / "service/console").iterdir()}
+    assert {*recipes, *console, "dubito/training/digits.npz", "dubito/models/digits.safetensors"} <= names
 
 
 def test_wheel_installs_the_command(wheel: Path) -> None:

@@ -1,0 +1,1 @@
+"""Artifacts to answers: the server, its client and its commands."""

@@ -1,0 +1,159 @@
+"""The server: one front before the raw prediction paths and FastAPI's routes; keys, ids, logs and errors pass here."""
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from typing import Any
+
+import torch
+from starlette.middleware.cors import CORSMiddleware
+
+from dubito.models.errors import DubitoError
+from dubito.service.http import ClientGone, Receive, Scope, Send, body_of, headers_of, reply
+from dubito.service.metrics import Metrics, Sizes, device_bytes
+from dubito.service.predict import V1, V2, Asked, Predictor
+from dubito.service.problems import Problem, problem_of
+from dubito.service.repository import Repository
+from dubito.service.routes import routes
+from dubito.service.security import HEADERS, Guard
+from dubito.service.settings import Settings
+
+log = logging.getLogger("dubito")
+SAFE = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+PLAIN_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,100}")
+
+
+class Server:
+    """The ASGI application."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.metrics.registry.register(Sizes(self._sizes))
+        self.guard = Guard(settings)
+        self.repository: Repository | None = None
+        self.predictor: Predictor | None = None
+        self.started = self.draining = False
+        self.routes = routes(self)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # web sockets: there are none
+            return
+        began, path, headers = time.monotonic(), scope["path"], headers_of(scope)
+        given = headers.get("x-request-id", "")
+        id_ = given if PLAIN_ID.fullmatch(given) else secrets.token_hex(8)
+        status, asked = 0, Asked()
+
+        async def out(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", id_.encode()), *SAFE]
+                if self.draining:
+                    message["headers"].append((b"connection", b"close"))
+            await send(message)
+
+        try:
+            self.guard.admit(path, headers, (scope.get("client") or ("",))[0])
+            await self._dispatch(scope, receive, out, asked, path)
+        except ClientGone:
+            status = 499
+        except Exception as error:
+            problem = problem_of(error)
+            if problem.status >= 500 and not isinstance(error, Problem):
+                log.exception("request failed", extra={"request": id_})
+            if problem.reason:
+                self.metrics.rejected.labels(problem.reason).inc()
+            if not status:
+                told, kind = body_of(problem, v2=path.startswith("/v2"))
+                await reply(out, problem.status, told, {"content-type": kind, **problem.headers})
+        self._finish(scope, id_, asked, status, time.monotonic() - began)
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send, asked: Asked, path: str) -> None:
+        v1, v2 = V1.fullmatch(path), V2.fullmatch(path)
+        if not v1 and not v2:
+            await self.routes(scope, receive, send)
+            return
+        if scope["method"] != "POST":
+            raise Problem(405, "this path takes POST.", {"Allow": "POST"})
+        if self.predictor is None:
+            raise Problem(503, "the server is starting; /readyz says when it is ready.", {"Retry-After": "1"})
+        if v1:
+            await self.predictor.v1(scope, receive, send, asked, v1[1])
+        elif v2:
+            await self.predictor.v2(scope, receive, send, asked, v2[1], v2[2])
+
+    def _finish(self, scope: Scope, id_: str, asked: Asked, status: int, seconds: float) -> None:
+        if asked.served is not None:
+            outcome = "ok" if status < 400 else "gone" if status == 499 else "refused" if status < 500 else "failed"
+            asked.served.series.request[outcome].observe(seconds)
+        if log.isEnabledFor(logging.INFO):
+            extra = {"request": id_, "method": scope["method"], "path": scope["path"][:200], "status": status}
+            if asked.served is not None:
+                extra |= {"model": asked.served.name, "version": asked.served.version, "rows": asked.rows}
+            log.info("request", extra={**extra, "ms": round(1000 * seconds, 3)})
+
+    async def start(self) -> None:
+        """Every model loaded and warmed; raises what is wrong with the first that cannot be."""
+        self.repository = Repository(self.settings, device_of(self.settings.device), self.metrics)
+        self.predictor = Predictor(self.settings, self.repository)
+        await self.repository.load_all()
+        self.started = True
+
+    async def stop(self) -> None:
+        """Answer what was accepted."""
+        self.draining = True
+        if self.repository is not None:
+            await asyncio.wait_for(self.repository.close(), self.settings.drain_seconds)
+
+    @property
+    def ready(self) -> bool:
+        found = self.repository
+        return found is not None and self.started and found.ready and found.alive and not self.draining
+
+    @property
+    def missing(self) -> list[str]:
+        """Expected models that do not answer yet."""
+        return [] if self.repository is None else sorted(self.repository.expected - set(self.repository.served))
+
+    @property
+    def live(self) -> bool:
+        return self.repository is None or self.repository.alive
+
+    def _sizes(self) -> dict[tuple[str, str, tuple[str, ...]], dict[tuple[str, ...], float]]:
+        found = self.repository
+        served = {} if found is None else dict(found.served)
+        kinds = ("artifact", "resident", "deterministic")
+        return {
+            ("dubito_queue_depth", "Requests that wait.", ("model",)): {
+                (name,): one.batcher.depth for name, one in served.items()
+            },
+            (
+                "dubito_model_bytes",
+                "Bytes of a model: its file, in memory, and as the plain network.",
+                ("model", "kind"),
+            ): {(name, kind): one.bytes[kind] for name, one in served.items() for kind in kinds},
+            ("dubito_factor_cache_bytes", "Bytes of a model's factors.", ("model",)): {
+                (name,): one.bytes["factors"] for name, one in served.items()
+            },
+            ("dubito_device_memory_bytes", "Memory of the device that models run on.", ("kind",)): {
+                (kind,): value for kind, value in device_bytes(found.device if found else torch.device("cpu")).items()
+            },
+        }
+
+
+def device_of(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise DubitoError("the device is cuda, but torch finds no GPU here; take --device cpu or auto.")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def application(server: Server) -> Any:
+    """The server, behind what lets other pages ask it, where settings say so."""
+    origins = server.settings.cors_origins
+    if not origins:
+        return server
+    allowed = ["Content-Type", "X-API-Key", "Authorization", "X-Request-ID", "Inference-Header-Content-Length"]
+    return CORSMiddleware(server, origins, allow_methods=["GET", "POST"], allow_headers=allowed, max_age=600)

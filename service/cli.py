@@ -1,0 +1,74 @@
+"""Commands of the service: serve, key, bench http."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command()
+def serve(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[PATH...]",
+            help="Artifacts, or model repositories (ROOT/NAME/VERSION/model.safetensors); none: the embedded model.",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.", show_default="8000")] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"] | None, typer.Option(help="Where models run.", show_default="auto")
+    ] = None,
+    settings: Annotated[
+        Path | None, typer.Option(help="A TOML file of settings; DUBITO_SETTINGS names one too.", show_default=False)
+    ] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other setting.", show_default=False)
+    ] = None,
+    print_settings: Annotated[bool, typer.Option("--print-settings", help="Show the settings in force.")] = False,
+) -> None:
+    """Serve models over HTTP: predictions with uncertainty, metrics, and a console at /.
+
+    Settings come from flags, then the environment (DUBITO_PORT=80 ...), then the TOML file.
+
+    Try: dubito serve model.safetensors --port 8000
+    """
+    from dubito.models.embedded import embedded
+    from dubito.service.settings import SettingError, as_toml, read_settings
+
+    flags: dict[str, object] = {"models": paths, "host": host, "port": port, "device": device}
+    for word in change or []:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise SettingError(f"--set {word!r}; expected KEY=VALUE, such as samples=64.")
+        flags[key] = value
+    found = read_settings(settings, **{key: value for key, value in flags.items() if value is not None})
+    if not found.models:
+        found = found.model_copy(update={"models": (embedded(),)})
+    if print_settings:
+        print(as_toml(found))
+        return
+    from dubito.service.run import serve as run
+
+    raise typer.Exit(run(found, lambda text: print(text, flush=True)))
+
+
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(help="Whose key it is; its name stands in logs and settings.")],
+) -> None:
+    """Make an API key: the key goes to its owner, its hash into the settings.
+
+    Try: dubito key alice
+    """
+    from secrets import token_urlsafe
+
+    from dubito.service.security import hash_key
+
+    made = token_urlsafe(32)
+    print(f"key (give it to {name}; it is shown only now): {made}")
+    print(f'setting: api_keys = {{ "{name}" = "{hash_key(made)}" }}')

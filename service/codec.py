@@ -1,0 +1,194 @@
+"""Bodies to inputs: JSON lists, pictures (raw, base64, in a form), .npy; a wrong one is refused with one sentence."""
+
+import base64
+import binascii
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dubito.models.errors import InputError
+from dubito.models.images import prepare
+from dubito.models.manifest import Input
+from dubito.service.problems import Problem
+
+FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")
+NPY = b"\x93NUMPY"
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What one model takes, and how much of it."""
+
+    declared: Input
+    max_rows: int
+    max_pixels: int
+
+    def from_body(self, kind: str, body: bytes, content_type: str) -> Tensor:
+        """A body that is no JSON."""
+        match kind:
+            case "application/x-npy" | "application/octet-stream":
+                return self.from_npy(body)
+            case "multipart/form-data":
+                return self.from_form(body, content_type)
+            case _ if kind.startswith("image/"):
+                return self.from_picture(body)[None]
+        known = "application/json, application/x-npy, image/png, image/jpeg or multipart/form-data"
+        raise Problem(415, f"Content-Type is {kind[:60]!r}; expected {known}.")
+
+    def from_lists(self, value: object) -> Tensor:
+        """Nested lists (B, ...), or one input without the batch axis."""
+        try:
+            array = np.array(value, dtype=np.float32)
+        except (ValueError, TypeError, OverflowError):
+            raise Problem(
+                400, f"inputs are no array of numbers; expected nested lists of shape {self.shape}."
+            ) from None
+        return self.from_array(array)
+
+    def from_array(self, array: NDArray[Any]) -> Tensor:
+        """Numbers in the input space; uint8, for a model that takes pictures, is pixels."""
+        if array.dtype == np.uint8 and self.declared.image is not None:
+            return self.from_pixels(array)
+        if array.dtype.kind not in "fiub":
+            raise Problem(400, f"inputs hold {array.dtype}; expected numbers.")
+        if array.shape == self.declared.shape:
+            array = array[None]
+        if array.ndim != len(self.declared.shape) + 1 or array.shape[1:] != self.declared.shape or len(array) == 0:
+            raise Problem(400, f"inputs have shape {array.shape}; expected {self.shape}, at least one row.")
+        self._check_rows(len(array))
+        with np.errstate(over="ignore"):
+            x = torch.from_numpy(np.array(array, dtype=np.float32, order="C"))
+        finite = torch.isfinite(x).flatten(1).all(1)
+        if not finite.all():
+            row = int((~finite).nonzero()[0])
+            raise Problem(400, f"input {row} holds NaN, infinity or a number too large for float32; expected none.")
+        return x
+
+    def from_npy(self, body: bytes) -> Tensor:
+        """The header is believed only where the body is as long as it says."""
+        try:
+            file = io.BytesIO(body)
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(file)
+            if dtype.hasobject or prod(shape) * dtype.itemsize != len(body) - file.tell():
+                raise ValueError("its header does not fit what follows")
+            array = np.load(io.BytesIO(body), allow_pickle=False)
+        except Exception as error:  # numpy raises many kinds, all of them about the body
+            raise Problem(400, f"no .npy file of numbers: {str(error)[:100]}.") from None
+        return self.from_array(array)
+
+    def from_pixels(self, array: NDArray[np.uint8]) -> Tensor:
+        """One picture (H, W) or (H, W, C), or several; or several as the network takes them, channels first."""
+        if array.ndim == 4 and array.shape[1:] == self.declared.shape:
+            array = np.moveaxis(array, 1, -1)
+        elif array.shape == self.declared.shape:
+            array = np.moveaxis(array, 0, -1)
+        single = array.ndim == 2 or (array.ndim == 3 and array.shape[-1] in (1, 3, 4))
+        pictures = array[None] if single else array
+        if pictures.ndim not in (3, 4) or 0 in pictures.shape:
+            raise Problem(
+                400, f"pixels have shape {array.shape}; expected (H, W), (H, W, channels) or several of them."
+            )
+        self._check_rows(len(pictures))
+        self._check_pixels(pictures.shape[2], pictures.shape[1])
+        return torch.stack([self._prepared(np.ascontiguousarray(p)) for p in pictures])
+
+    def from_picture(self, body: bytes) -> Tensor:
+        """One PNG, JPEG or the like -> one input."""
+        from PIL import Image
+
+        if self.declared.image is None:
+            raise Problem(415, f"this model takes tensors of shape {self.shape}, not pictures.")
+        try:
+            with Image.open(io.BytesIO(body), formats=FORMATS) as picture:
+                self._check_pixels(*picture.size)
+                mode = picture.mode
+                pixels = np.array(picture.convert("L") if mode in ("1", "L") else picture.convert("RGB"))
+                if mode.startswith("I"):  # 16 bits, which Pillow's own conversion would cut off at 255
+                    pixels = (np.array(picture).clip(0, 65535) >> 8).astype(np.uint8)
+        except Problem:
+            raise
+        except Exception:  # Pillow raises many kinds, all of them about the body
+            raise Problem(400, f"the picture cannot be read; expected {', '.join(FORMATS)}.") from None
+        return self._prepared(pixels)
+
+    def from_base64(self, pictures: object) -> Tensor:
+        if not isinstance(pictures, list) or not pictures:
+            raise Problem(400, "images is no list; expected base64 strings, one for each picture.")
+        self._check_rows(len(pictures))
+        return torch.stack([self.from_picture(_base64(text, f"images[{i}]")) for i, text in enumerate(pictures)])
+
+    def from_bytes(self, elements: list[bytes]) -> Tensor:
+        """Pictures as files, one an element."""
+        if not elements:
+            raise Problem(400, "no pictures came; expected at least one.")
+        self._check_rows(len(elements))
+        return torch.stack([self.from_picture(element) for element in elements])
+
+    def from_form(self, body: bytes, content_type: str) -> Tensor:
+        """Files of a form, each a picture or a .npy file, in order."""
+        files = _files(body, content_type)
+        self._check_rows(len(files))
+        parts = [self.from_npy(f) if f.startswith(NPY) else self.from_picture(f)[None] for f in files]
+        x = torch.cat(parts)
+        self._check_rows(len(x))
+        return x
+
+    @property
+    def shape(self) -> str:
+        return f"(B, {', '.join(map(str, self.declared.shape))})"
+
+    def _prepared(self, pixels: NDArray[np.uint8]) -> Tensor:
+        try:
+            return prepare(torch.from_numpy(pixels), self.declared)
+        except InputError as error:
+            raise Problem(400, str(error)) from None
+
+    def _check_rows(self, rows: int) -> None:
+        if rows > self.max_rows:
+            raise Problem(413, f"{rows} inputs came; at most {self.max_rows} are taken in one request.")
+
+    def _check_pixels(self, width: int, height: int) -> None:
+        if width * height > self.max_pixels:
+            raise Problem(413, f"a picture has {width} × {height} pixels; at most {self.max_pixels:,} are taken.")
+
+
+def _base64(text: object, whose: str) -> bytes:
+    if not isinstance(text, str):
+        raise Problem(400, f"{whose} is no string; expected base64.")
+    try:
+        return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
+    except (binascii.Error, ValueError):
+        raise Problem(400, f"{whose} is no base64.") from None
+
+
+def _files(body: bytes, content_type: str) -> list[bytes]:
+    from python_multipart import create_form_parser
+
+    files: list[bytes] = []
+
+    def on_file(file: Any) -> None:
+        file.file_object.seek(0)
+        files.append(file.file_object.read())
+        file.close()
+
+    ignore: Callable[[Any], None] = lambda field: None  # noqa: E731
+    try:
+        parser = create_form_parser(
+            {"Content-Type": content_type.encode()}, ignore, on_file, config={"MAX_MEMORY_FILE_SIZE": len(body) + 1}
+        )
+        parser.write(body)
+        parser.finalize()
+    except Exception:  # the parser raises many kinds, all of them about the body
+        raise Problem(400, "the form cannot be read; expected multipart/form-data with a boundary.") from None
+    if not files:
+        raise Problem(400, "the form holds no files; expected pictures or .npy files.")
+    return files

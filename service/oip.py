@@ -1,0 +1,214 @@
+"""The Open Inference Protocol v2 on the wire: JSON tensors, and the binary tensor extension on either side."""
+
+import base64
+import binascii
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from dubito.service.problems import Problem
+
+TYPES: dict[str, str] = {
+    "BOOL": "?",
+    **{f"UINT{8 * n}": f"<u{n}" for n in (1, 2, 4, 8)},
+    **{f"INT{8 * n}": f"<i{n}" for n in (1, 2, 4, 8)},
+    "FP16": "<f2",
+    "FP32": "<f4",
+    "FP64": "<f8",
+}
+KINDS = {np.dtype(code): name for name, code in TYPES.items()}
+LENGTH = "inference-header-content-length"
+JSON, OCTETS = "application/json", "application/octet-stream"
+
+Values = NDArray[Any] | list[bytes]  # BYTES come as a list of their elements
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An inference request, parsed."""
+
+    id: str | None
+    parameters: Mapping[str, Any]
+    inputs: dict[str, Values]
+    outputs: dict[str, bool] | None  # name -> binary; None: all of them
+    binary: bool  # what an output is that does not say
+
+
+def parse(body: bytes, header_length: str | None) -> Wanted:
+    """Every length is checked against what is there before anything is read by it."""
+    head, rest = _apart(body, header_length)
+    try:
+        told = orjson.loads(head)
+    except orjson.JSONDecodeError as error:
+        raise Problem(400, f"the request is no JSON: {error}.") from None
+    if not isinstance(told, dict):
+        raise Problem(400, "the request is no JSON object; expected one with `inputs`.")
+    parameters = _parameters(told, "the request")
+    inputs: dict[str, Values] = {}
+    for entry in _entries(told, "inputs"):
+        name = entry["name"]
+        if name in inputs:
+            raise Problem(400, f"input {name[:40]!r} comes twice.")
+        inputs[name], rest = _tensor(entry, rest)
+    if not inputs:
+        raise Problem(400, "inputs is empty; expected a list of tensors.")
+    if len(rest):
+        raise Problem(400, f"{len(rest)} bytes follow the last binary tensor; expected none.")
+    binary = _flag(parameters.get("binary_data_output"), "binary_data_output") or False
+    outputs: dict[str, bool] = {}
+    for entry in _entries(told, "outputs") if told.get("outputs") is not None else ():
+        flag = _flag(_parameters(entry, "an output").get("binary_data"), "binary_data")
+        outputs[entry["name"]] = binary if flag is None else flag
+    id_ = told.get("id")
+    if id_ is not None and not isinstance(id_, str):
+        raise Problem(400, "id is no string.")
+    return Wanted(id_, parameters, inputs, outputs or None, binary)
+
+
+def parse_raw(body: bytes, name: str, shape: tuple[int, ...]) -> Wanted:
+    """A body that is nothing but one input's FP32 numbers, batch 1; all outputs come back binary."""
+    if len(body) != 4 * prod(shape):
+        raise Problem(
+            400, f"the raw body has {len(body)} bytes; one FP32 input of shape {shape} takes {4 * prod(shape)}."
+        )
+    return Wanted(None, {}, {name: np.frombuffer(body, "<f4").reshape(1, *shape)}, None, True)
+
+
+def _apart(body: bytes, header_length: str | None) -> tuple[bytes, memoryview]:
+    if header_length is None:
+        return body, memoryview(b"")
+    n = int(header_length) if header_length.isascii() and header_length.isdigit() and len(header_length) < 16 else -1
+    if not 0 < n <= len(body):
+        raise Problem(
+            400, f"Inference-Header-Content-Length is {header_length[:20]!r}, but the body has {len(body)} bytes."
+        )
+    return body[:n], memoryview(body)[n:]
+
+
+def _entries(told: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    entries = told.get(key)
+    if not isinstance(entries, list):
+        raise Problem(400, f"{key} is missing or no list; expected a list of tensors.")
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise Problem(400, f"an entry of {key} is no object with a name.")
+    return entries
+
+
+def _parameters(told: dict[str, Any], whose: str) -> dict[str, Any]:
+    parameters = told.get("parameters")
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict):
+        raise Problem(400, f"the parameters of {whose} are no object.")
+    return parameters
+
+
+def _flag(value: object, name: str) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise Problem(400, f"{name} is no boolean.")
+
+
+def _tensor(entry: dict[str, Any], rest: memoryview) -> tuple[Values, memoryview]:
+    name, shape, kind = entry["name"][:40], entry.get("shape"), entry.get("datatype")
+    if not isinstance(kind, str) or (kind not in TYPES and kind != "BYTES"):
+        raise Problem(400, f"input {name!r} has datatype {str(kind)[:40]!r}; expected {', '.join(TYPES)} or BYTES.")
+    if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
+        raise Problem(400, f"input {name!r} has no shape; expected a list of sizes.")
+    size = _parameters(entry, "an input").get("binary_data_size")
+    if size is None:
+        return _from_json(entry, name, kind, shape), rest
+    if type(size) is not int or not 0 <= size <= len(rest):
+        raise Problem(400, f"input {name!r} says {str(size)[:20]} bytes; {len(rest)} are left in the body.")
+    if "data" in entry:
+        raise Problem(400, f"input {name!r} has both data and binary_data_size.")
+    return _from_bytes(rest[:size], name, kind, shape), rest[size:]
+
+
+def _from_bytes(raw: memoryview, name: str, kind: str, shape: list[int]) -> Values:
+    if kind == "BYTES":
+        return _elements(raw, name, prod(shape))
+    dtype = np.dtype(TYPES[kind])
+    if len(raw) != prod(shape) * dtype.itemsize:
+        expected = prod(shape) * dtype.itemsize
+        raise Problem(400, f"input {name!r} says {len(raw)} bytes; its shape {shape} of {kind} takes {expected}.")
+    return np.frombuffer(raw, dtype).reshape(shape)
+
+
+def _elements(raw: memoryview, name: str, count: int) -> list[bytes]:
+    """Each a length of four bytes and as many bytes."""
+    found, at = [], 0
+    while at < len(raw):
+        if at + 4 > len(raw):
+            break
+        (size,) = struct.unpack_from("<I", raw, at)
+        if at + 4 + size > len(raw):
+            break
+        found.append(bytes(raw[at + 4 : at + 4 + size]))
+        at += 4 + size
+    if at != len(raw) or len(found) != count:
+        raise Problem(
+            400, f"input {name!r}: {len(raw)} bytes are not {count} elements, each with its length before it."
+        )
+    return found
+
+
+def _from_json(entry: dict[str, Any], name: str, kind: str, shape: list[int]) -> Values:
+    data = entry.get("data")
+    if not isinstance(data, list):
+        raise Problem(400, f"input {name!r} has no data; expected a list, or binary_data_size.")
+    if kind == "FP16":
+        raise Problem(400, f"input {name!r}: FP16 has no JSON form; send it as binary data.")
+    if kind == "BYTES":
+        return _decoded(data, name, prod(shape))
+    try:
+        array = np.array(data, dtype=np.dtype(TYPES[kind]))
+    except (ValueError, TypeError, OverflowError):
+        raise Problem(400, f"the data of input {name!r} are no array of {kind}.") from None
+    if array.size != prod(shape):
+        raise Problem(400, f"input {name!r} has {array.size} numbers; its shape {shape} takes {prod(shape)}.")
+    return array.reshape(shape)
+
+
+def _decoded(data: list[Any], name: str, count: int) -> list[bytes]:
+    """In JSON, base64."""
+    flat = [text for part in data for text in (part if isinstance(part, list) else [part])]
+    try:
+        found = [base64.b64decode(text, validate=True) for text in flat]
+    except (binascii.Error, ValueError, TypeError):
+        raise Problem(400, f"the data of input {name!r} are no base64.") from None
+    if len(found) != count:
+        raise Problem(400, f"input {name!r} has {len(found)} elements; its shape says {count}.")
+    return found
+
+
+def write(
+    model: str, version: str, wanted: Wanted, outputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, Any]
+) -> tuple[bytes, dict[str, str]]:
+    """The reply and its headers."""
+    names = list(outputs) if wanted.outputs is None else list(wanted.outputs)
+    entries, blobs = [], []
+    for name in names:
+        array = np.ascontiguousarray(outputs[name])
+        entry: dict[str, Any] = {"name": name, "shape": array.shape, "datatype": KINDS[array.dtype]}
+        if wanted.binary if wanted.outputs is None else wanted.outputs[name]:
+            blobs.append(array.tobytes())
+            entry["parameters"] = {"binary_data_size": len(blobs[-1])}
+        else:
+            entry["data"] = array.reshape(-1)
+        entries.append(entry)
+    told: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": entries}
+    if wanted.id is not None:
+        told["id"] = wanted.id
+    told["parameters"] = dict(parameters)
+    head = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
+    if not blobs:
+        return head, {"content-type": JSON}
+    return b"".join([head, *blobs]), {"content-type": OCTETS, LENGTH: str(len(head))}

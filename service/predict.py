@@ -1,0 +1,263 @@
+"""The two hot paths, without a framework: `/v1/models/{name}/predict` and `/v2/models/{name}/infer`."""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dubito.models.answers import answers, fits, intervals, oods_of, rules_of
+from dubito.models.prediction import Prediction
+from dubito.models.uncertainty import Classified
+from dubito.service import oip
+from dubito.service.codec import Codec
+from dubito.service.engine import Ask
+from dubito.service.http import Receive, Scope, Send, headers_of, pack, query_of, read_body, reply, unless_gone
+from dubito.service.options import Options, read_options
+from dubito.service.problems import Problem
+from dubito.service.repository import Repository, Served
+from dubito.service.settings import Settings
+
+V1 = re.compile(r"/v1/models/([^/]+)/predict")
+V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
+INPUT = "input"
+OURS = ("samples", "seed", "max_samples", "tolerance", "timeout_ms")  # among the parameters of a v2 request
+DRAWN = "sample_outputs"  # of v2: given only where it is asked for
+HEAVY = 1 << 16  # bytes of a body that is read beside the event loop
+
+
+@dataclass
+class Timing:
+    """Seconds of each stage so far."""
+
+    began: float = field(default_factory=time.monotonic)
+    parsed: float = 0.0
+    answered: float = 0.0
+    inside: dict[str, float] = field(default_factory=dict)  # queue and the passes' own stages
+
+    def stages(self) -> dict[str, float]:
+        encode = time.monotonic() - self.answered
+        return {"parse": self.parsed - self.began, **self.inside, "encode": encode}
+
+    def milliseconds(self) -> dict[str, float]:
+        found = {stage: round(1000 * seconds, 3) for stage, seconds in self.stages().items()}
+        return {**found, "total": round(1000 * (time.monotonic() - self.began), 3)}
+
+
+@dataclass
+class Asked:
+    """A prediction under way, for whoever logs it."""
+
+    served: Served | None = None
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class Predictor:
+    settings: Settings
+    repository: Repository
+
+    async def v1(self, scope: Scope, receive: Receive, send: Send, asked: Asked, name: str) -> None:
+        timing, headers = Timing(), headers_of(scope)
+        self._check_room(name)
+        body = await self._body(headers, receive)
+        kind = headers.get("content-type", oip.JSON).partition(";")[0].strip().lower()
+        told = _object(body) if kind == oip.JSON else {}
+        given = {**query_of(scope), **{k: v for k, v in told.items() if k not in ("inputs", "images")}}
+        options = read_options(given, self.settings)
+
+        def read(codec: Codec) -> Tensor:
+            if kind != oip.JSON:
+                return codec.from_body(kind, body, headers["content-type"])
+            if ("inputs" in told) == ("images" in told):
+                raise Problem(400, "expected `inputs` (nested lists) or `images` (base64), and not both.")
+            return codec.from_lists(told["inputs"]) if "inputs" in told else codec.from_base64(told["images"])
+
+        served, x = await self._inputs(asked, name, options.version, read, len(body))
+        prediction = await self._ask(x, options, "samples" in options.returns, served, timing, receive)
+        rows = answers(prediction, served.model.card)
+        if prediction.outputs is not None:
+            rows = [
+                row | {"samples": mine} for row, mine in zip(rows, _drawn(prediction, served).tolist(), strict=True)
+            ]
+        if "probabilities" not in options.returns:
+            rows = [{key: value for key, value in row.items() if key != "probabilities"} for row in rows]
+        flags = sum(bool(row["ood"] and row["ood"]["flag"]) for row in rows)
+        made = {
+            "model": served.name,
+            "version": served.version,
+            "samples": prediction.samples,
+            "seed": prediction.seed,
+            "predictions": rows,
+            "timing_ms": timing.milliseconds(),
+        }
+        content, packed = pack(orjson.dumps(made), headers.get("accept-encoding", ""))
+        served.series.answered(prediction, flags, timing.stages())
+        await reply(send, 200, content, {"content-type": oip.JSON, **packed})
+
+    async def v2(
+        self, scope: Scope, receive: Receive, send: Send, asked: Asked, name: str, version: str | None
+    ) -> None:
+        timing, headers = Timing(), headers_of(scope)
+        self._check_room(name)
+        body = await self._body(headers, receive)
+        length = headers.get(oip.LENGTH)
+        if length == "0":
+            wanted = oip.parse_raw(body, INPUT, self.repository.get(name, version).declared.shape)
+        else:
+            wanted = oip.parse(body, length)
+        if list(wanted.inputs) != [INPUT]:
+            came = ", ".join(wanted.inputs)[:60]
+            raise Problem(400, f"inputs are {came!r}; this model takes one, called {INPUT!r}.")
+        given = {key: value for key, value in wanted.parameters.items() if key in OURS}
+        if "timeout" in wanted.parameters:  # in microseconds, as the protocol's clients send it
+            given["timeout_ms"] = _milliseconds(wanted.parameters["timeout"])
+        options = read_options(given, self.settings)
+        keep = wanted.outputs is not None and DRAWN in wanted.outputs
+        if keep and options.samples == "auto":
+            raise Problem(400, f'the output {DRAWN!r} is asked for, but samples is "auto": give a number.')
+
+        def read(codec: Codec) -> Tensor:
+            values = wanted.inputs[INPUT]
+            return codec.from_bytes(values) if isinstance(values, list) else codec.from_array(values)
+
+        served, x = await self._inputs(asked, name, version, read, len(body))
+        for output in wanted.outputs or ():
+            if output not in served_outputs(served):
+                known = ", ".join(served_outputs(served))
+                raise Problem(400, f"this model has no output {output[:40]!r}; it has {known}.")
+        prediction = await self._ask(x, options, keep, served, timing, receive)
+        outputs = outputs_of(prediction, served)
+        told = {"samples": prediction.samples, "seed": str(prediction.seed)}
+        content, extra = oip.write(served.name, served.version, wanted, outputs, told)
+        content, packed = pack(content, headers.get("accept-encoding", ""))
+        flags = int(outputs["ood"].sum()) if "ood" in outputs else 0
+        served.series.answered(prediction, flags, timing.stages())
+        await reply(send, 200, content, {**extra, **packed})
+
+    def _check_room(self, name: str) -> None:
+        """Whoever would be refused is refused before its body is read."""
+        self.repository.get(name).batcher.check_room()
+
+    async def _body(self, headers: dict[str, str], receive: Receive) -> bytes:
+        return await read_body(headers, receive, self.settings.body_bytes, self.settings.body_seconds)
+
+    async def _inputs(
+        self, asked: Asked, name: str, version: str | None, read: Callable[[Codec], Tensor], size: int
+    ) -> tuple[Served, Tensor]:
+        """Read for the version that answers once they are read: it may have been switched meanwhile."""
+        while True:
+            served = asked.served = self.repository.get(name, version)
+            codec = Codec(served.declared, self.settings.max_rows, self.settings.image_pixels)
+            x = await asyncio.to_thread(read, codec) if size > HEAVY else read(codec)
+            if not served.retired:
+                asked.rows = len(x)
+                return served, x
+
+    async def _ask(
+        self, x: Tensor, options: Options, keep: bool, served: Served, timing: Timing, receive: Receive
+    ) -> Prediction:
+        """No await stands between choosing the version and its queue, so none is missed when versions are switched."""
+        if keep:
+            self._check_values(x, options, served)
+        timing.parsed = time.monotonic()
+        ask = Ask(x, options.samples, options.seed, options.max_samples, options.tolerance, keep)
+        left = timing.began + options.timeout_ms / 1000 - timing.parsed
+        tickets = served.batcher.put(ask, left)
+        async with unless_gone(receive, tickets):
+            found = await served.batcher.answered(tickets)
+        timing.answered = time.monotonic()
+        waited = max(0.0, tickets[-1].ended - tickets[0].queued - sum(found.seconds.values()))
+        timing.inside = {"queue": waited, **found.seconds}
+        return found.prediction
+
+    def _check_values(self, x: Tensor, options: Options, served: Served) -> None:
+        labels = served.model.card.labels
+        width = 1 if labels is None else len(labels)
+        count = len(x) * max(1, int(options.samples)) * width
+        if count > self.settings.max_values:
+            raise Problem(
+                413,
+                f"the draws of this request are {count:,} numbers; at most {self.settings.max_values:,} are listed.",
+            )
+
+
+def _milliseconds(microseconds: object) -> int:
+    text = str(microseconds)
+    if isinstance(microseconds, bool) or not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise Problem(400, "timeout is no whole number of microseconds.")
+    return max(1, int(text) // 1000)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        told = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Problem(400, f"the body is no JSON: {error}.") from None
+    if not isinstance(told, dict):
+        raise Problem(400, "the body is no JSON object; expected one with `inputs` or `images`.")
+    return told
+
+
+def _drawn(prediction: Prediction, served: Served) -> Tensor:
+    """(B, K, ...): each draw's probabilities, or its means in the targets' own units."""
+    assert prediction.outputs is not None
+    outputs, task = prediction.outputs.float().transpose(0, 1), served.model.manifest.task
+    if task.kind == "classification":
+        return outputs.softmax(-1)
+    return outputs * torch.tensor(task.scale) + torch.tensor(task.shift)
+
+
+def served_outputs(served: Served) -> dict[str, tuple[str, list[int]]]:
+    """Named outputs of the Open Inference Protocol: datatype and shape, −1 where it varies."""
+    card, task = served.model.card, served.model.manifest.task
+    calibrated = card.calibration is not None
+    if task.kind == "classification":
+        C = -1 if card.labels is None else len(card.labels)
+        found = {"probabilities": ("FP32", [-1, C]), "class": ("INT64", [-1])}
+        names = ("max_probability", "entropy", "expected_entropy", "mutual_information")
+        found |= {name: ("FP32", [-1]) for name in names}
+        if calibrated:
+            found["prediction_set"] = ("BOOL", [-1, C])
+        drawn = [-1, -1, C]
+    else:
+        D = task.outputs
+        found = {name: ("FP32", [-1, D]) for name in ("mean", "epistemic_variance", "aleatoric_variance")}
+        if calibrated:
+            found["interval"] = ("FP32", [-1, D, 2])
+        drawn = [-1, -1, D]
+    if calibrated:
+        found |= {"ood": ("BOOL", [-1]), "ood_score": ("FP32", [-1]), "ood_threshold": ("FP32", [-1])}
+    return {**found, "samples": ("INT64", [-1]), DRAWN: ("FP32", drawn)}
+
+
+def outputs_of(prediction: Prediction, served: Served) -> dict[str, NDArray[Any]]:
+    """One row for each input; what a calibration decides is there where there is one."""
+    s, calibration = prediction.summary, served.model.card.calibration
+    rules = rules_of(prediction, calibration)
+    found: dict[str, NDArray[Any]] = {name: tensor.numpy() for name, tensor in vars(s).items()}
+    if isinstance(s, Classified):
+        leading, which = s.probabilities.max(-1)
+        found |= {"class": which.numpy(), "max_probability": leading.numpy()}
+        if calibration is not None:
+            found["prediction_set"] = fits(s, rules).numpy()
+    elif calibration is not None:
+        found["interval"] = intervals(s, rules).float().numpy()
+    if calibration is not None:
+        oods = oods_of(s, rules)
+        found["ood"] = np.array([bool(o and o["flag"]) for o in oods])
+        for key in ("score", "threshold"):
+            found[f"ood_{key}"] = np.array([o[key] if o else np.nan for o in oods], dtype=np.float32)
+    drawn = prediction.settled.samples if prediction.settled is not None else None
+    rows = len(next(iter(found.values())))
+    found["samples"] = np.full(rows, prediction.samples) if drawn is None else drawn.numpy()
+    if prediction.outputs is not None:
+        found[DRAWN] = np.ascontiguousarray(_drawn(prediction, served).numpy())
+    return found

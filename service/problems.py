@@ -1,0 +1,55 @@
+"""What can go wrong with a request, with the status that a client sees; no path and no traceback is ever among it."""
+
+from http import HTTPStatus
+
+from dubito.models.errors import DubitoError, InputError, PredictionError
+
+FAILED = "the model failed on this request; the server's log has the reason under this request's id."
+
+
+class Problem(DubitoError):
+    """An error that knows its HTTP status; `reason` is the word under which the metrics count it."""
+
+    def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None, reason: str = "") -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.headers, self.reason = status, detail, headers or {}, reason
+
+    @property
+    def title(self) -> str:
+        return HTTPStatus(self.status).phrase
+
+
+class Overloaded(Problem):
+    """The queue is full."""
+
+    def __init__(self, queued: int, limit: int, wait: float) -> None:
+        detail = f"{queued:,} rows times samples wait, of at most {limit:,}; try again in {wait:.1f} s."
+        super().__init__(429, detail, {"Retry-After": str(max(1, round(wait)))}, "queue_full")
+
+
+class Late(Problem):
+    """The deadline passed before the answer was there."""
+
+    def __init__(self, seconds: float) -> None:
+        detail = f"no answer within {seconds:.3f} s of queue and compute; ask for fewer samples or a longer timeout_ms."
+        super().__init__(504, detail, reason="deadline")
+
+
+class Gone(Problem):
+    """The model is being unloaded, or its loop has died."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the model is going away; ask again.", {"Retry-After": "1"}, "gone")
+
+
+def problem_of(error: BaseException) -> Problem:
+    """Any error as something that may be shown."""
+    match error:
+        case Problem():
+            return error
+        case InputError():
+            return Problem(400, str(error))
+        case PredictionError():
+            return Problem(422, str(error))
+        case _:
+            return Problem(500, FAILED)

@@ -1,0 +1,104 @@
+"""`dubito serve`: binds the port, loads the models, says where the console is, and ends in order."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from dubito.models.errors import DubitoError
+from dubito.service.app import Server, application
+from dubito.service.logs import start_logging
+from dubito.service.settings import Settings
+
+log = logging.getLogger("dubito")
+
+
+class Front(uvicorn.Server):
+    """uvicorn without its signal handlers: ours turn readiness off first."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(settings: Settings, say: Callable[[str], None]) -> int:
+    """The exit code: 0 where every accepted request was answered."""
+    start_logging(settings.log_level)
+    server = Server(settings)
+    config = uvicorn.Config(
+        application(server),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(settings.drain_seconds) + 1,
+    )
+    with _listen(settings) as listener, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        return runner.run(_serve(server, Front(config), listener, say))
+
+
+def _listen(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise DubitoError(
+            f"cannot listen on {settings.host}, port {settings.port}: {error.strerror or error}; "
+            "take another --port (0 finds a free one) or --host."
+        ) from None
+    return listener
+
+
+async def _serve(server: Server, front: Front, listener: socket.socket, say: Callable[[str], None]) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _stop_or_exit, stop)
+    serving = asyncio.create_task(front.serve([listener]))
+    starting = asyncio.create_task(server.start())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()  # what is wrong with a model ends the server before it was ever ready
+            say(_greeting(server, listener))
+            await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+        log.info("draining")
+        server.draining = True  # readiness is off; whoever still asks is answered
+        await asyncio.sleep(server.settings.linger_seconds)
+    finally:
+        server.draining = front.should_exit = True
+        stopping.cancel()
+        starting.cancel()
+        await asyncio.wait({serving, starting})
+    try:
+        await server.stop()
+    except TimeoutError:
+        log.error("accepted requests were not answered in time")
+        return 1
+    log.info("stopped")
+    return 0
+
+
+def _stop_or_exit(stop: asyncio.Event) -> None:
+    """The first signal drains; whoever sends a second one does not want to wait."""
+    if stop.is_set():
+        os._exit(1)
+    stop.set()
+
+
+def _greeting(server: Server, listener: socket.socket) -> str:
+    assert server.repository is not None
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    names = ", ".join(f"{one.name} (version {one.version})" for one in server.repository.served.values())
+    where = f"http://{shown}:{port}"
+    serving = f"dubito serves {names} on {server.repository.device}."
+    return f"{serving}\nconsole {where}/   API {where}/docs   metrics {where}/metrics"

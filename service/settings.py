@@ -1,0 +1,157 @@
+"""Settings: flags, then the environment (`DUBITO_…`), then a TOML file; each is checked before anything starts."""
+
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from dubito.models.errors import DubitoError
+
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+PREFIX, NAMES_FILE = "DUBITO_", "DUBITO_SETTINGS"
+Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
+
+
+class SettingError(DubitoError):
+    """A setting that cannot be used."""
+
+
+class Settings(BaseSettings):
+    """One field a setting; `dubito serve --print-settings` shows them with the values in force."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, enable_decoding=False)
+
+    models: Annotated[
+        tuple[Path, ...], Field(description="Artifacts, or model repositories: root/name/version/model.safetensors.")
+    ] = ()
+    expected: Annotated[
+        tuple[str, ...], Field(description="Models that must answer before the server is ready; empty: those found.")
+    ] = ()
+    host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
+    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="Where models run.")] = "auto"
+
+    samples: Annotated[int, Field(ge=0, description="Posterior draws K of a request that does not say.")] = 20
+    max_samples: Annotated[PositiveInt, Field(description="Most draws that a request may ask for.")] = 1024
+    max_rows: Annotated[PositiveInt, Field(description="Most inputs of a request.")] = 4096
+    max_values: Annotated[
+        PositiveInt, Field(description="Most numbers (inputs × draws × outputs) of a reply that lists its draws.")
+    ] = 1 << 20
+    buckets: Annotated[
+        tuple[PositiveInt, ...], Field(min_length=1, description="Batches are padded to these sizes, each warmed.")
+    ] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    batch_work: Annotated[
+        PositiveInt, Field(description="Rows × samples that go to the device together; more is split.")
+    ] = 1 << 13
+    queue_work: Annotated[
+        PositiveInt, Field(description="Rows × samples that may wait for a model; beyond it requests get 429.")
+    ] = 1 << 17
+    deadline_ms: Annotated[PositiveInt, Field(description="Queue and compute of a request that does not say.")] = 30_000
+    max_deadline_ms: Annotated[PositiveInt, Field(description="The longest that a request may ask for.")] = 300_000
+    stuck_seconds: Annotated[PositiveFloat, Field(description="A batch that takes longer turns liveness off.")] = 120.0
+
+    body_bytes: Annotated[PositiveInt, Field(description="Largest body, before and after decompression.")] = 32 << 20
+    body_seconds: Annotated[PositiveFloat, Field(description="Time in which a body must have come.")] = 30.0
+    image_pixels: Annotated[PositiveInt, Field(description="Largest picture, seen before it is decoded.")] = 1 << 24
+    api_keys: Annotated[
+        dict[str, Hash], Field(description="Name and SHA-256 of each key (`dubito key` makes one); empty: none asked.")
+    ] = {}
+    rate_per_second: Annotated[
+        PositiveFloat | None, Field(description="Requests of each key, or of each address where there are no keys.")
+    ] = None
+    burst: Annotated[PositiveInt, Field(description="Requests that may come at once before the rate bites.")] = 100
+    cors_origins: Annotated[tuple[str, ...], Field(description="Origins of pages that may ask; empty: none.")] = ()
+    repository_api: Annotated[bool, Field(description="Whether models can be loaded and unloaded over HTTP.")] = True
+
+    linger_seconds: Annotated[
+        Seconds, Field(description="After SIGTERM: time that readiness is off before the port closes.")
+    ] = 0.5
+    drain_seconds: Annotated[PositiveFloat, Field(description="Then: time for accepted requests to end.")] = 30.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Field(description="Requests are logged at info.")
+    ] = "info"
+
+    @field_validator("models", "expected", "cors_origins", "buckets", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        """Text, as an environment variable has it, is a list with commas or JSON."""
+        if not isinstance(value, str):
+            return (value,) if isinstance(value, Path) else value
+        return json.loads(value) if value.startswith("[") else [part.strip() for part in value.split(",") if part]
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _paired(cls, value: object) -> object:
+        """NAME=HASH with commas, or JSON."""
+        if not isinstance(value, str):
+            return value
+        if value.startswith("{"):
+            return json.loads(value)
+        pairs = [part.strip().partition("=") for part in value.split(",") if part]
+        return {name: hash_ for name, _, hash_ in pairs}
+
+    @field_validator("buckets")
+    @classmethod
+    def _sorted(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(set(value)))
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+
+
+def read_settings(file: Path | None = None, **flags: object) -> Settings:
+    """Flags over environment over file over defaults; `DUBITO_SETTINGS` names the file where no flag does."""
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | {NAMES_FILE}
+    for name in os.environ:
+        if name.upper().startswith(PREFIX) and name.upper() not in known:
+            raise SettingError(
+                f"the environment has {name}, which is no setting; `dubito serve --print-settings` lists them."
+            )
+    file = Path(os.environ[NAMES_FILE]) if file is None and NAMES_FILE in os.environ else file
+    if file is not None and not file.is_file():
+        raise SettingError(f"there is no file {file}; expected settings in TOML.")
+
+    class WithFile(Settings):
+        model_config = SettingsConfigDict(toml_file=file)
+
+    try:
+        found = WithFile(**flags)  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            known_names = ", ".join(Settings.model_fields)
+            raise SettingError(f"there is no setting {place!r}; there are: {known_names}.") from None
+        said = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        raise SettingError(f"the setting {place} is {str(first['input'])[:100]!r}; {said}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"{file} is no TOML: {error}.") from None
+    return Settings.model_construct(**dict(found))
+
+
+def as_toml(settings: Settings) -> str:
+    """As a file that gives the same settings again, with what each is for."""
+    lines = []
+    for name, field in Settings.model_fields.items():
+        value = json.loads(settings.model_dump_json(include={name}))[name]
+        lines += [f"# {field.description}"]
+        if value is None:
+            lines += [f"# {name} ="]
+        elif isinstance(value, dict):
+            pairs = ", ".join(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in value.items())
+            lines += [f"{name} = {{ {pairs} }}" if pairs else f"{name} = {{}}"]
+        else:
+            lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}"]
+    return "\n".join(lines)

@@ -1,0 +1,134 @@
+"""Real servers: each `dubito serve` of its own, on a free port."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from dubito.models import bayesianize, build, save
+from dubito.models.manifest import Calibration, Card, Image, Input, Measure, Regression
+
+LIMIT = 90.0  # seconds to start or to stop on a busy machine
+
+
+@dataclass
+class Live:
+    """A server in a process of its own."""
+
+    process: "subprocess.Popen[str]"
+    url: str
+    log: Path
+
+    @property
+    def address(self) -> str:
+        return self.url.removeprefix("http://")
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(LIMIT)
+
+
+Serve = Callable[..., Live]
+
+
+@dataclass
+class Starter:
+    folder: Path
+    running: list[Live] = field(default_factory=list)
+
+    def __call__(self, *arguments: str | Path, **environment: str) -> Live:
+        """`dubito serve ARGUMENTS --port 0`, once it is ready."""
+        log = self.folder / f"serve-{len(self.running)}.log"
+        command = [sys.executable, "-m", "dubito", "serve", *map(str, arguments), "--port", "0"]
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=file, text=True, env=clean | environment, cwd=self.folder
+            )
+        url = _greeting(process, log)
+        self.running.append(Live(process, url, log))
+        return self.running[-1]
+
+    def close(self) -> None:
+        for live in self.running:
+            live.process.kill()  # of no effect on one that has ended
+            live.process.wait()
+            assert live.process.stdout is not None
+            live.process.stdout.close()
+
+
+def _greeting(process: "subprocess.Popen[str]", log: Path) -> str:
+    assert process.stdout is not None
+    watchdog = threading.Timer(LIMIT, process.kill)
+    watchdog.start()
+    said = ""
+    try:
+        for line in process.stdout:
+            said += line
+            if found := re.search(r"console (http://\S+)/", line):
+                return found[1]
+    finally:
+        watchdog.cancel()
+    process.wait()
+    process.stdout.close()
+    raise AssertionError(f"the server did not start: {said}{log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    starter = Starter(tmp_path_factory.mktemp("servers"))
+    yield starter
+    starter.close()
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """One server of the embedded model for all tests that leave it as it is."""
+    starter = Starter(tmp_path_factory.mktemp("live"))
+    yield starter()
+    starter.close()
+
+
+@pytest.fixture(scope="session")
+def make_artifact() -> Callable[..., Path]:
+    return write_artifact
+
+
+def write_artifact(path: Path, *, seed: int = 0, kind: str = "tabular", method: str = "ffg-u") -> Path:
+    """A small model, made in milliseconds: `tabular`, `image` (3 × 8 × 8) or `regression`."""
+    torch.manual_seed(seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = kind == "image"
+    shape = (3, 8, 8) if image else (4,)
+    outputs = 2 if kind == "regression" else 3
+    net = build("mlp", inputs=192 if image else 4, hidden=[16], outputs=outputs)
+    task = Regression(outputs=2, shift=(1.0, -2.0), scale=(2.0, 0.5)) if kind == "regression" else None
+    network = bayesianize(net, method, task=task, inducing=4)
+    measures: tuple[Measure, ...] = (
+        ("epistemic_variance",) if kind == "regression" else ("entropy", "mutual_information", "max_probability")
+    )
+    grid = (0, 1, 8, 20)
+    calibration = Calibration(
+        false_positive_rate=0.05,
+        coverage=0.9,
+        measure=measures[0],
+        thresholds={m: {K: 0.5 + 0.01 * K for K in grid} for m in measures},
+        quantiles={K: (1.5 if kind == "regression" else 0.7) + 0.001 * K for K in grid},
+    )
+    card = Card(
+        input=Input(shape=shape, image=Image(mean=(0.5,) * 3, std=(0.25,) * 3) if image else None),
+        labels=None if kind == "regression" else ("ant", "bee", "cat"),
+        calibration=calibration,
+    )
+    save(network, path, card=card)
+    return path
