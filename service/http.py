@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -18,6 +19,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 WORTH_PACKING = 1024  # bytes
+REFUSED = re.compile(r";q=0(\.0*)?$")  # a coding that is named to say that it is not wanted
+MOST_OPTIONS = 100  # of a query
 
 
 class ClientGone(Exception):
@@ -29,8 +32,11 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 def query_of(scope: Scope) -> dict[str, str]:
-    found = {}
-    for key, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=100):
+    found: dict[str, str] = {}
+    text = scope["query_string"].decode("latin-1")
+    if text.count("&") >= MOST_OPTIONS:
+        raise Problem(400, f"the query has more than {MOST_OPTIONS} options.")
+    for key, value in parse_qsl(text, keep_blank_values=True):
         if key in found:
             raise Problem(400, f"the query has {key[:40]!r} twice.")
         found[key] = value
@@ -87,7 +93,7 @@ def inflate(body: bytes, coding: str, limit: int) -> bytes:
                 raise Problem(
                     413, f"the body unpacks to more than {limit:,} bytes, which is what is taken.", reason="body"
                 )
-            if unpacker.eof:
+            if unpacker.eof and not unpacker.unused_data:
                 return found
     raise Problem(400, f"the body is no whole {coding[:20]} stream.")
 
@@ -132,9 +138,10 @@ async def unless_gone(receive: Receive, tickets: Sequence[Ticket]) -> AsyncItera
 
 def pack(body: bytes, accepted: str) -> tuple[bytes, dict[str, str]]:
     """Compressed where the client asks for it and it may pay."""
-    codings = [word.partition(";")[0].strip() for word in accepted.lower().split(",") if not word.endswith(";q=0")]
     if len(body) < WORTH_PACKING:
         return body, {}
+    words = [word for word in accepted.lower().replace(" ", "").split(",") if not REFUSED.search(word)]
+    codings = [word.partition(";")[0] for word in words]
     if "gzip" in codings:
         return gzip.compress(body, 1), {"content-encoding": "gzip", "vary": "accept-encoding"}
     if "deflate" in codings:

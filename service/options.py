@@ -50,12 +50,12 @@ def read_options(given: Mapping[str, Any], settings: Settings) -> Options:
     returns = given.get("return", ["probabilities"])
     wanted = returns.split(",") if isinstance(returns, str) else returns
     if not isinstance(wanted, list) or any(word not in RETURNS for word in wanted):
-        raise Problem(400, f"return is {_said(returns)}; expected a list of some of: {', '.join(RETURNS)}.")
+        raise Problem(400, f"return is {said(returns)}; expected a list of some of: {', '.join(RETURNS)}.")
     if "samples" in wanted and samples == "auto":
         raise Problem(400, 'return asks for samples, but samples is "auto": give a number.')
     version = given.get("version")
     if version is not None and not isinstance(version, str):
-        raise Problem(400, f'version is {_said(version)}; expected a string such as "1".')
+        raise Problem(400, f'version is {said(version)}; expected a string such as "1".')
     return Options(
         samples,
         None if given.get("seed") is None else _whole(given, "seed", 0, 0, MOST_SEED),
@@ -75,7 +75,7 @@ def _tolerance(value: Any) -> float:
             found = -1.0
         if 0 < found < 1:
             return found
-    raise Problem(400, f"tolerance is {_said(value)}; expected a number between 0 and 1.")
+    raise Problem(400, f"tolerance is {said(value)}; expected a number between 0 and 1.")
 
 
 def _whole(given: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
@@ -84,11 +84,11 @@ def _whole(given: Mapping[str, Any], name: str, default: int, low: int, high: in
         value = int(value)
     if type(value) is not int or not low <= value <= high:
         also = ' or "auto"' if name == "samples" else ""
-        raise Problem(400, f"{name} is {_said(value)}; expected a whole number from {low} to {high}{also}.")
+        raise Problem(400, f"{name} is {said(value)}; expected a whole number from {low} to {high}{also}.")
     return value
 
 
-def _said(value: object) -> str:
+def said(value: object) -> str:
     """What came, at no great length."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -20,7 +20,7 @@ from dubito.service import oip
 from dubito.service.codec import Codec
 from dubito.service.engine import Ask
 from dubito.service.http import Receive, Scope, Send, headers_of, pack, query_of, read_body, reply, unless_gone
-from dubito.service.options import Options, read_options
+from dubito.service.options import Options, read_options, said
 from dubito.service.problems import Problem
 from dubito.service.repository import Repository, Served
 from dubito.service.settings import Settings
@@ -117,7 +117,7 @@ class Predictor:
             came = ", ".join(wanted.inputs)[:60]
             raise Problem(400, f"inputs are {came!r}; this model takes one, called {INPUT!r}.")
         given = {key: value for key, value in wanted.parameters.items() if key in OURS}
-        if "timeout" in wanted.parameters:  # in microseconds, as the protocol's clients send it
+        if wanted.parameters.get("timeout", 0) != 0:  # in microseconds, as the protocol's clients send it; 0: none
             given["timeout_ms"] = _milliseconds(wanted.parameters["timeout"])
         options = read_options(given, self.settings)
         keep = wanted.outputs is not None and DRAWN in wanted.outputs
@@ -192,7 +192,7 @@ class Predictor:
 def _milliseconds(microseconds: object) -> int:
     text = str(microseconds)
     if isinstance(microseconds, bool) or not text.isascii() or not text.isdigit() or len(text) > 15:
-        raise Problem(400, "timeout is no whole number of microseconds.")
+        raise Problem(400, f"timeout is {said(microseconds)}; expected a whole number of microseconds.")
     return max(1, int(text) // 1000)
 
 
@@ -260,4 +260,4 @@ def outputs_of(prediction: Prediction, served: Served) -> dict[str, NDArray[Any]
     found["samples"] = np.full(rows, prediction.samples) if drawn is None else drawn.numpy()
     if prediction.outputs is not None:
         found[DRAWN] = np.ascontiguousarray(_drawn(prediction, served).numpy())
-    return found
+    return {name: found[name] for name in served_outputs(served) if name in found}
