@@ -63,17 +63,18 @@ class Batcher:
     def depth(self) -> int:
         return len(self.queue)
 
-    def check_room(self, more: int = 1) -> None:
-        """Raises Overloaded or Gone. A queue that is empty takes anything."""
+    def check_room(self, more: int, seconds: float) -> None:
+        """Raises Overloaded where the queue is full or would not be through in time, or Gone. An empty queue takes
+        anything."""
         if self.closing or not self.thread.is_alive():
             raise Gone
-        if self.queue and self.work + more > self.max_queue:
-            wait = self.work / self.rate if self.rate else 1.0
+        wait = self.work / self.rate if self.rate else 0.0
+        if self.queue and (self.work + more > self.max_queue or wait > seconds):
             raise Overloaded(self.work, self.max_queue, min(LONGEST_WAIT, max(0.1, wait)))
 
     def put(self, ask: Ask, seconds: float) -> list[Ticket]:
         """Accepted when this returns: answered, failed or late within `seconds`. Oversize requests go in parts."""
-        self.check_room(ask.work)
+        self.check_room(ask.work, seconds)
         asks = [ask] if ask.work <= self.max_work or len(ask.x) == 1 else self._parts(ask)
         tickets = [self._ticket(part, seconds) for part in asks]
         with self.changed:
@@ -178,7 +179,8 @@ class Batcher:
         with self.changed:
             self.closing = True
             self.changed.notify()
-        await asyncio.to_thread(self.thread.join)
+        while self.thread.is_alive():
+            await asyncio.sleep(0.005)
 
 
 def _deliver(batch: list[Ticket], answers: list[Answer]) -> None:

@@ -66,7 +66,7 @@ class Predictor:
 
     async def v1(self, scope: Scope, receive: Receive, send: Send, asked: Asked, name: str) -> None:
         timing, headers = Timing(), headers_of(scope)
-        self._check_room(name)
+        self._check_room(asked, name)
         body = await self._body(headers, receive)
         kind = headers.get("content-type", oip.JSON).partition(";")[0].strip().lower()
         told = _object(body) if kind == oip.JSON else {}
@@ -106,7 +106,7 @@ class Predictor:
         self, scope: Scope, receive: Receive, send: Send, asked: Asked, name: str, version: str | None
     ) -> None:
         timing, headers = Timing(), headers_of(scope)
-        self._check_room(name)
+        self._check_room(asked, name)
         body = await self._body(headers, receive)
         length = headers.get(oip.LENGTH)
         if length == "0":
@@ -142,9 +142,10 @@ class Predictor:
         served.series.answered(prediction, flags, timing.stages())
         await reply(send, 200, content, {**extra, **packed})
 
-    def _check_room(self, name: str) -> None:
+    def _check_room(self, asked: Asked, name: str) -> None:
         """Whoever would be refused is refused before its body is read."""
-        self.repository.get(name).batcher.check_room()
+        asked.served = self.repository.get(name)
+        asked.served.batcher.check_room(1, self.settings.max_deadline_ms / 1000)
 
     async def _body(self, headers: dict[str, str], receive: Receive) -> bytes:
         return await read_body(headers, receive, self.settings.body_bytes, self.settings.body_seconds)

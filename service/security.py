@@ -41,6 +41,7 @@ class Guard:
                     401,
                     "no API key came, or none that is known here; expected one as X-API-Key or Authorization: Bearer.",
                     {"WWW-Authenticate": "Bearer"},
+                    "key",
                 )
             caller = owner
         if self.rate is not None:

@@ -132,3 +132,22 @@ def write_artifact(path: Path, *, seed: int = 0, kind: str = "tabular", method: 
     )
     save(network, path, card=card)
     return path
+
+
+@pytest.fixture(scope="session")
+def fragile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """An artifact of the network in `fragile.py`, and the environment in which a server finds it."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "fragile.py").write_text(Path(__file__).with_name("fragile.py").read_text())
+    info = site / "fragile-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fragile\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[dubito.architectures]\nfragile = fragile:Fragile\n")
+    sys.path.insert(0, str(site))
+    try:
+        network = bayesianize(build("fragile"), "ffg-u", inducing=2)
+        path = site / "fragile.safetensors"
+        save(network, path, card=Card(input=Input(shape=(4,)), labels=("ant", "bee", "cat")))
+    finally:
+        sys.path.remove(str(site))
+    return path, {"PYTHONPATH": str(site)}
