@@ -1,0 +1,247 @@
+"""The batcher and the engine themselves, on a real model: what goes together, what is split, dropped and refused."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dubito.models import load
+from dubito.models.model import Model
+from dubito.service.batcher import Batcher
+from dubito.service.engine import Answered, Ask, Engine
+from dubito.service.problems import Gone, Late, Overloaded
+
+BUCKETS = (1, 2, 4, 8, 16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, make_artifact: Callable[..., Path]) -> Model:
+    return load(make_artifact(tmp_path_factory.mktemp("m") / "m.safetensors", seed=3))
+
+
+def rows(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def ask(x: Tensor, samples: Any = 20, seed: int | None = None, keep: bool = False) -> Ask:
+    return Ask(x, samples, seed, 128, 0.05, keep)
+
+
+@contextmanager
+def passes(model: Model) -> Iterator[list[int]]:
+    """Rows of each pass through the network."""
+    seen: list[int] = []
+    hook = model.network.net.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def same(found: Any, x: Tensor, samples: Any, model: Model) -> bool:
+    assert isinstance(found, Answered), found
+    prediction = found.prediction
+    alone = model.predict(x, samples, prediction.seed)
+    pairs = zip(vars(prediction.summary).values(), vars(alone.summary).values(), strict=True)
+    return prediction.samples == alone.samples and all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)
+
+
+def test_requests_with_different_samples_share_their_passes(model: Model) -> None:
+    """Of 1, 4 and 8 draws: eight draws in all, not thirteen, and one seed for all."""
+    engine = Engine(model, BUCKETS)
+    asks = [ask(rows(2, i), samples) for i, samples in enumerate((1, 4, 8, "auto"))]
+    engine.answer(asks)  # the first of a shape checks itself
+    with passes(model) as seen:
+        found = engine.answer(asks)
+    assert all(same(f, a.x, a.samples, model) for f, a in zip(found, asks, strict=True))
+    assert len({f.prediction.seed for f in found if isinstance(f, Answered)}) == 1
+    settled = found[3].prediction.samples if isinstance(found[3], Answered) else 0
+    drawn_rows = 8 * 1 + 6 * 3 + 4 * 4 + (settled - 8) * 2  # real rows × draws, before padding
+    assert sum(seen) <= 1.5 * drawn_rows + 2 * settled
+
+
+def test_a_seed_is_honoured_to_the_bit_whoever_else_asks(model: Model) -> None:
+    engine = Engine(model, BUCKETS)
+    mine = ask(rows(3), 20, seed=7)
+    (alone,) = engine.answer([mine])
+    others = [ask(rows(5, i), K, seed) for i, (K, seed) in enumerate([(20, None), (3, 7), (20, 7), (0, None), (64, 9)])]
+    found = engine.answer([*others[:3], mine, *others[3:]])
+    assert isinstance(alone, Answered)
+    assert isinstance(found[3], Answered)
+    for a, b in zip(vars(alone.prediction.summary).values(), vars(found[3].prediction.summary).values(), strict=True):
+        assert torch.equal(a, b)
+    for f, a in zip(found, [*others[:3], mine, *others[3:]], strict=True):
+        assert same(f, a.x, a.samples, model)
+
+
+def test_batches_are_padded_to_buckets(model: Model) -> None:
+    engine = Engine(model, BUCKETS)
+    engine.answer([ask(rows(5), 4)])
+    with passes(model) as seen:
+        (found,) = engine.answer([ask(rows(5), 4)])
+    assert seen == [8 * 4]  # five rows as eight, four draws
+    assert same(found, rows(5), 4, model)
+
+
+def test_every_bucket_is_warmed(model: Model) -> None:
+    with passes(model) as seen:
+        Engine(model, BUCKETS).warm(20)
+    assert {size * 20 for size in BUCKETS} <= set(seen)
+
+
+def in_loop(body: Callable[[Batcher], Awaitable[None]], model: Model, **limits: int) -> list[int]:
+    """Runs it with a batcher of this model; rows of the batches that went to the device."""
+    batches: list[int] = []
+
+    async def go() -> None:
+        given = {"max_work": 1000, "max_queue": 10_000, **limits}
+        engine = Engine(model, BUCKETS)
+        batcher = Batcher(
+            engine.answer,
+            max_work=given["max_work"],
+            max_queue=given["max_queue"],
+            device=threading.Lock(),
+            on_batch=batches.append,
+        )
+        try:
+            await body(batcher)
+        finally:
+            await batcher.close()
+
+    asyncio.run(go())
+    return batches
+
+
+def test_what_is_queued_goes_together_up_to_a_batch_of_work(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        batcher.device.acquire()
+        first = batcher.put(ask(rows(1), 20), 30)  # is taken, and waits for the device
+        while batcher.depth:
+            await asyncio.sleep(0.001)
+        tickets = [batcher.put(ask(rows(2, i), 20), 30) for i in range(10)]  # 40 each
+        batcher.device.release()
+        found = [await batcher.answered(t) for t in (first, *tickets)]
+        assert all(same(f, rows(2, i), 20, model) for i, f in enumerate(found[1:]))
+
+    assert in_loop(body, model, max_work=160) == [1, 8, 8, 4]
+
+
+def test_oversize_requests_go_in_parts_with_one_seed(model: Model) -> None:
+    x = rows(50)
+
+    async def body(batcher: Batcher) -> None:
+        found = await batcher.answered(batcher.put(ask(x, 20), 30))
+        assert same(found, x, 20, model)
+        assert len(found.prediction.summary.probabilities) == 50  # type: ignore[union-attr]
+        kept = await batcher.answered(batcher.put(ask(x, 20, seed=4, keep=True), 30))
+        assert kept.prediction.outputs is not None
+        alone = model.predict(x, 20, 4, keep_outputs=True).outputs
+        assert alone is not None
+        assert torch.allclose(kept.prediction.outputs, alone, atol=1e-5)
+        auto = await batcher.answered(batcher.put(ask(x, "auto", seed=4), 30))
+        assert same(auto, x, "auto", model)
+
+    assert max(in_loop(body, model, max_work=200)) == 10
+
+
+def test_who_has_gone_never_reaches_the_device(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        batcher.device.acquire()
+        first = batcher.put(ask(rows(1)), 30)
+        while batcher.depth:
+            await asyncio.sleep(0.001)
+        gone = [batcher.put(ask(rows(3, i)), 30) for i in range(5)]
+        stays = batcher.put(ask(rows(2, 9)), 30)
+        for tickets in gone:
+            batcher.drop(tickets)
+        batcher.device.release()
+        assert same(await batcher.answered(stays), rows(2, 9), 20, model)
+        await batcher.answered(first)
+
+    assert in_loop(body, model) == [1, 2]
+
+
+def test_who_goes_while_the_batch_waits_for_the_device_does_not_reach_it(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        batcher.device.acquire()
+        tickets = batcher.put(ask(rows(7)), 30)
+        while batcher.depth:
+            await asyncio.sleep(0.001)
+        batcher.drop(tickets)
+        batcher.device.release()
+        await batcher.answered(batcher.put(ask(rows(2)), 30))
+
+    assert in_loop(body, model) == [2]
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        await batcher.answered(batcher.put(ask(rows(1)), 30))  # so that its speed is known
+        batcher.device.acquire()
+        first = batcher.put(ask(rows(1)), 30)
+        while batcher.depth:
+            await asyncio.sleep(0.001)
+        waits = [batcher.put(ask(rows(1), 20), 30) for _ in range(5)]  # 100 in all
+        with pytest.raises(Overloaded) as caught:
+            batcher.put(ask(rows(1), 20), 30)
+        assert caught.value.status == 429
+        assert int(caught.value.headers["Retry-After"]) >= 1
+        batcher.device.release()
+        for tickets in (first, *waits):
+            await batcher.answered(tickets)
+
+    in_loop(body, model, max_queue=100)
+
+
+def test_what_cannot_be_in_time_is_refused_rather_than_kept_waiting(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        batcher.device.acquire()
+        first = batcher.put(ask(rows(1)), 30)
+        while batcher.depth:
+            await asyncio.sleep(0.001)
+        second = batcher.put(ask(rows(1)), 30)
+        batcher.rate = 10.0  # twenty wait: two seconds
+        with pytest.raises(Overloaded, match=r"2\.0 s"):
+            batcher.put(ask(rows(1)), 1.0)
+        third = batcher.put(ask(rows(1)), 5.0)
+        batcher.device.release()
+        for tickets in (first, second, third):
+            await batcher.answered(tickets)
+
+    in_loop(body, model)
+
+
+def test_deadlines_hold_in_the_queue_and_on_the_device(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        batcher.device.acquire()
+        began = time.monotonic()
+        tickets = batcher.put(ask(rows(1)), 0.05)
+        with pytest.raises(Late):
+            await batcher.answered(tickets)
+        assert time.monotonic() - began < 5
+        batcher.device.release()
+
+    in_loop(body, model)
+
+
+def test_closing_answers_what_was_accepted_and_takes_no_more(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        batcher.device.acquire()
+        tickets = [batcher.put(ask(rows(2, i)), 30) for i in range(4)]
+        closing = asyncio.create_task(batcher.close())
+        await asyncio.sleep(0.01)
+        with pytest.raises(Gone):
+            batcher.put(ask(rows(1)), 30)
+        batcher.device.release()
+        for i, one in enumerate(tickets):
+            assert same(await batcher.answered(one), rows(2, i), 20, model)
+        await closing
+
+    in_loop(body, model)
