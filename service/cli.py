@@ -72,3 +72,53 @@ def key(
     made = token_urlsafe(32)
     print(f"key (give it to {name}; it is shown only now): {made}")
     print(f'setting: api_keys = {{ "{name}" = "{hash_key(made)}" }}')
+
+
+bench = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure what is running.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("http")
+def bench_http(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A server: http://localhost:8000.", show_default=False)],
+    model: Annotated[str | None, typer.Option(help="Whom to ask.", show_default="the first")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests a second.", show_default="50")] = None,
+    rates: Annotated[str | None, typer.Option(help="Several, one after the other: 50,100,200.")] = None,
+    seconds: Annotated[float, typer.Option(help="How long at each rate.")] = 10.0,
+    samples: Annotated[str | None, typer.Option(help="Draws K, or auto.", show_default="the server's")] = None,
+    rows: Annotated[int, typer.Option(help="Inputs in each request.")] = 1,
+    key: Annotated[str | None, typer.Option(help="API key.", envvar="DUBITO_KEY", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also a plot: FILE.png, .svg or .pdf.", show_default=False)] = None,
+) -> None:
+    """Put load on a server, and say how long its answers take.
+
+    Requests come as from callers who do not know of each other (Poisson), whether or not earlier ones are answered,
+    and latency counts from when each was due. Ctrl-C shows what there is.
+
+    Try: dubito bench http http://localhost:8000 --rates 50,100,200 --seconds 5
+    """
+    import json
+
+    from rich.console import Console
+
+    from dubito.service import load
+
+    wanted = load.rates_of(rate, rates)
+    plans = [load.poisson(one, seconds) for one in wanted]
+    if plot is not None:
+        load.check_plot(plot)
+    name, target = load.predictions(url, model, rows, samples, key)
+    found = load.put_each(target, dict(zip(wanted, plans, strict=True)))
+    title = f"{name}, rows {rows}, samples {samples or 'as the server says'}"
+    if as_json:
+        print(json.dumps({"model": name, "rows": rows, "samples": samples, "runs": [one.summary() for one in found]}))
+    else:
+        Console().print(load.table(found, title))
+    for doubt in load.doubts(found):
+        typer.echo(doubt, err=True)
+    if plot is not None and found:
+        load.plot(found, plot, title)
+        typer.echo(f"wrote {plot}", err=True)
+    if any(one.stopped for one in found):
+        raise typer.Exit(130)
