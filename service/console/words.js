@@ -1,0 +1,52 @@
+// Numbers and verdicts in words.
+
+export function percent(p, digits = 1) {
+  const rounded = (100 * p).toFixed(digits);
+  if (p > 0 && Number(rounded) === 0) return `<${(10 ** -digits).toFixed(digits)} %`;
+  if (p < 1 && Number(rounded) === 100) return `>${(100 - 10 ** -digits).toFixed(digits)} %`;
+  return `${rounded} %`;
+}
+
+export function figure(value) {
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(1).replace("e+", "e").replaceAll("-", "−");
+  const text = size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
+  return text.replace("-", "−");
+}
+
+export function bytes(count) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let unit = 0;
+  while (count >= 1000 && unit < units.length - 1) {
+    count /= 1000;
+    unit += 1;
+  }
+  return `${unit && count < 100 ? count.toFixed(1) : Math.round(count)} ${units[unit]}`;
+}
+
+export const milliseconds = (value) => `${value < 10 ? value.toFixed(2) : value < 100 ? value.toFixed(1) : Math.round(value)} ms`;
+
+export const draws = (k) => (k === 1 ? "1 draw" : `${k} draws`);
+
+export const MEASURES = {
+  entropy: "entropy, all doubt together",
+  mutual_information: "mutual information, the doubt about the weights",
+  max_probability: "one minus the leading probability",
+  epistemic_variance: "variance over the draws, relative to the noise",
+};
+
+/** The largest value that a measure can take among C classes. */
+export function mostOf(measure, C) {
+  if (measure === "max_probability") return 1 - 1 / C;
+  return measure === "epistemic_variance" ? Infinity : Math.log(C);
+}
+
+export function doubtSaid({ total, weights }, C) {
+  const share = total / Math.log(C);
+  if (share < 0.05) return "Hardly any doubt.";
+  const much = share < 0.25 ? "Some doubt" : share < 0.6 ? "Much doubt" : "Close to no idea";
+  if (weights > 0.5 * total) return `${much}, most of it about the weights.`;
+  if (weights > 0.15 * total) return `${much}, mostly in the data, partly about the weights.`;
+  return `${much}, nearly all of it in the data.`;
+}
