@@ -8,6 +8,7 @@ from fastapi.openapi.utils import get_openapi
 from dubito.models.adaptive import AT_MOST, TOLERANCE
 from dubito.service.oip import JSON, LENGTH, OCTETS, TYPES
 from dubito.service.options import MOST_SEED, RETURNS
+from dubito.service.security import OPEN
 from dubito.service.settings import Settings
 
 Json = dict[str, Any]
@@ -136,8 +137,19 @@ SCHEMAS: Json = {
             "model_name": TEXT,
             "model_version": TEXT,
             "id": TEXT,
-            "parameters": {"type": "object"},
-            "outputs": some(thing({"name": TEXT, "datatype": TEXT, "shape": some(WHOLE)})),
+            "parameters": thing({"samples": WHOLE, "seed": {**TEXT, "description": "As text: it has up to 63 bits."}}),
+            "outputs": some(
+                thing(
+                    {
+                        "name": TEXT,
+                        "datatype": {"enum": list(TYPES)},
+                        "shape": some(WHOLE),
+                        "parameters": thing({"binary_data_size": WHOLE}, []),
+                        "data": {**some(ANY), "description": "Flat, row by row; a number that is not finite is null."},
+                    },
+                    ["name", "datatype", "shape"],
+                )
+            ),
         },
         ["model_name", "model_version", "outputs"],
     ),
@@ -160,6 +172,8 @@ def document(app: FastAPI, settings: Settings) -> Json:
     for item in found["paths"].values():
         for operation in item.values():
             operation["responses"].pop("422", None)  # FastAPI's own; names are text, which every path is
+            for parameter in operation.get("parameters", []):
+                parameter["example"] = EXAMPLES[parameter["name"]]
     found["paths"] |= raw_paths(settings)
     if settings.api_keys:
         found["components"]["securitySchemes"] = {
@@ -167,6 +181,8 @@ def document(app: FastAPI, settings: Settings) -> Json:
             "bearer": {"type": "http", "scheme": "bearer"},
         }
         found["security"] = [{"key": []}, {"bearer": []}]
+        for path in OPEN & found["paths"].keys():
+            found["paths"][path]["get"]["security"] = []
     return found
 
 
@@ -214,6 +230,7 @@ def _predict_request(settings: Settings) -> Json:
     }
 
 
+EXAMPLES = {"name": "digits", "version": "1"}
 ZEROS = [[[0.0] * 8 for _ in range(8)]]
 
 
@@ -302,7 +319,7 @@ def _infer(operation: str, names: list[str]) -> Json:
 
 
 def _name(name: str) -> Json:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}, "example": EXAMPLES[name]}
 
 
 def _query(name: str, schema: Json) -> Json:

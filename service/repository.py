@@ -166,6 +166,7 @@ class Repository:
             )
             sizes = model_bytes(engine.model, known["bytes"], known["deterministic"])
             self.served[name] = Served(source, engine.model, declared, known, sizes, batcher, series)
+            self.expected.add(name)  # once more, where it had been unloaded
             log.info("model serves", extra={"model": name, "version": source.version, "device": str(self.device)})
             if old is not None:
                 await self._retire(old)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 ASSETS = {"html": "text/html; charset=utf-8", "js": "text/javascript", "css": "text/css", "json": "application/json"}
 EXTENSIONS = ["binary_tensor_data", "model_repository"]
 UNKNOWN = (404, *OF_ANY)
-HEALTH = {"200": {"description": "Yes."}, "503": {"description": "No."}}
 
 
 def routes(server: "Server") -> FastAPI:
@@ -73,7 +72,9 @@ def _of_people(app: FastAPI, server: "Server") -> None:
     async def healthz() -> Response:
         return _yes_or_no({"live": server.live}, server.live)
 
-    @app.get("/readyz", tags=["health"], summary="Whether every expected model answers", responses=_health("ready"))
+    ready = _health("ready", "missing")
+
+    @app.get("/readyz", tags=["health"], summary="Whether every expected model answers", responses=ready)
     async def readyz() -> Response:
         return _yes_or_no({"ready": server.ready, "missing": server.missing}, server.ready)
 
@@ -145,7 +146,8 @@ def _of_v2(app: FastAPI, server: "Server") -> None:
 def _of_repository(app: FastAPI, server: "Server") -> None:
     row = thing({"name": TEXT, "version": TEXT, "state": TEXT, "reason": TEXT})
     index: Any = answer(some(row), "Every version that lies there.", (400, 408, 413, 415, *OF_ANY), v2=True)
-    asked: Any = {"requestBody": {"required": False, **content(thing({"ready": FLAG}, []))}}
+    every = {"every version": {"value": {"ready": False}}}
+    asked: Any = {"requestBody": {"required": False, **content(thing({"ready": FLAG}, []), examples=every)}}
 
     @app.post("/v2/repository/index", tags=["v2"], summary="The repository", responses=index, openapi_extra=asked)
     async def v2_index(request: Request) -> Response:
@@ -156,7 +158,8 @@ def _of_repository(app: FastAPI, server: "Server") -> None:
         return _json(_repository(server).index(ready_only=ready))
 
     changed: Any = answer(ANY, "Done.", (400, 404, 408, 413, 415, *OF_ANY), v2=True)
-    parameters: Any = {"requestBody": {"required": False, **content({"type": "object"})}}
+    nothing: Any = {"nothing": {"value": {}}}
+    parameters: Any = {"requestBody": {"required": False, **content({"type": "object"}, examples=nothing)}}
 
     @app.post(
         "/v2/repository/models/{name}/load",
@@ -224,7 +227,7 @@ async def _told(request: Request, server: "Server") -> dict[str, Any]:
 
 
 def _health(*names: str) -> Any:
-    schema = {"type": "object", "properties": dict.fromkeys(names, FLAG), "required": list(names)}
+    schema = thing({name: some(TEXT) if name == "missing" else FLAG for name in names})
     return {
         "200": {"description": "Yes.", **content(schema)},
         "503": {"description": "No.", **content(schema)},
