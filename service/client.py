@@ -205,6 +205,8 @@ def checked(url: str) -> str:
 
 def _headers(key: str | None) -> dict[str, str]:
     """Numbers hardly shrink, so packed replies are not asked for."""
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise InputError("the key holds characters that no key has; expected one as `dubito key` makes it.")
     return {"accept-encoding": "identity", **({} if key is None else {"x-api-key": key})}
 
 

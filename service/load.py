@@ -82,7 +82,7 @@ class Load:
         return float((self.status == status).sum() / self.seconds) if self.seconds else 0.0
 
     def summary(self) -> dict[str, Any]:
-        kinds = [int(status) for status in np.unique(self.status)]
+        kinds = sorted((int(status) for status in np.unique(self.status)), key=lambda kind: (kind in WORDS, kind))
         return {
             "rate": self.rate,
             "seconds": round(self.seconds, 3),
@@ -344,8 +344,8 @@ def put_each(target: Target, plans: Mapping[float, Floats]) -> list[Load]:
 
 
 def table(loads: list[Load], title: str) -> Table:
-    made = Table(title=title, caption="rates per second, latencies in ms; late: the generator itself")
-    for column in ("rate", "achieved", "reply", "count", *QUANTILES, "late p99"):
+    made = Table(title=title, caption="latencies in ms; late: the generator itself")
+    for column in ("rate/s", "200/s", "reply", "count", *QUANTILES, "late p99"):
         made.add_column(column, justify="left" if column == "reply" else "right")
     for load in loads:
         told = load.summary()
