@@ -1,0 +1,60 @@
+"""Servers in processes of their own, and the processor time that they have taken."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from socket import create_server
+
+import httpx
+import psutil
+
+LIMIT = 120.0  # seconds to start on a busy machine
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    process: psutil.Process
+    log: Path
+
+    def cpu(self) -> float:
+        """Seconds of user and system time, its children's included."""
+        times = [one.cpu_times() for one in (self.process, *self.process.children(recursive=True))]
+        return sum(t.user + t.system for t in times)
+
+
+@contextmanager
+def running(command: Sequence[str], log: Path, health: str) -> Iterator[Server]:
+    """`python -m COMMAND --port N` until it answers 200 at `health`; what it prints goes to the log."""
+    with create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
+    words = [sys.executable, "-m", *command, "--port", str(port)]
+    with log.open("w") as file, subprocess.Popen(words, stdout=file, stderr=file, env=clean) as process:
+        server = Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid), log)
+        try:
+            _wait(server, process, health)
+            yield server
+        finally:
+            children = server.process.children(recursive=True) if process.poll() is None else []
+            process.terminate()
+            _, alive = psutil.wait_procs([server.process, *children], timeout=10)
+            for one in alive:
+                one.kill()
+
+
+def _wait(server: Server, process: "subprocess.Popen[bytes]", health: str) -> None:
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if httpx.get(server.url + health, timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise SystemExit(f"a server did not start; it said: {server.log.read_text()[-2000:]}")

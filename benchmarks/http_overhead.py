@@ -1,0 +1,176 @@
+"""Server CPU of one request at concurrency 16: ours beside FastAPI with a pydantic body, and LitServe.
+
+All serve the same small network on one 3 × 32 × 32 float32 image. Processor time is that of the server's whole process
+tree over many requests, from a client in a process of its own; medians over rounds in which the servers take turns.
+"Beyond the model" takes off what the model costs in this process: ours by the engine, at the mean batch size that the
+server met; the others by the plain network on one image.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import numpy as np
+import orjson
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks._measure import machine
+from benchmarks._server import Server, running
+from benchmarks._tiny import CLASSES, SHAPE, answer, network
+from dubito.models import bayesianize, load, save
+from dubito.models.manifest import Card, Input
+from dubito.service.client import infer_body
+from dubito.service.engine import Ask, Engine
+from dubito.service.load import Load, Target, post, put
+from dubito.service.settings import Settings
+
+JSON = {"content-type": "application/json"}
+
+
+@dataclass
+class Rival:
+    """One way of asking one server."""
+
+    name: str
+    server: Server
+    target: Target
+    ours: bool
+    cpu: list[float] = field(default_factory=list)  # seconds per request, each round
+    rows: list[float] = field(default_factory=list)  # mean batch, each round
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1500, help="in each round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--concurrency", type=int, default=16)
+    args = parser.parse_args()
+    console = Console()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        artifact = write_artifact(Path(folder) / "tiny.safetensors")
+        rivals = start(stack, artifact, Path(folder), console)
+        measure(rivals, args.requests, args.rounds, args.concurrency)
+        console.print(compare(rivals, artifact, args.concurrency))
+    console.print(machine())
+
+
+def start(stack: ExitStack, artifact: Path, folder: Path, console: Console) -> list[Rival]:
+    x = np.random.default_rng(0).standard_normal((1, *SHAPE), dtype=np.float32)
+    command = ["dubito", "serve", str(artifact), "--set", "samples=1"]
+    ours = stack.enter_context(running(command, folder / "ours.log", "/readyz"))
+    binary, headers = infer_body(x, {})
+    infer, nested = "/v2/models/tiny/infer", orjson.dumps({"inputs": x}, option=orjson.OPT_SERIALIZE_NUMPY)
+    rivals = [
+        Rival("dubito, OIP binary", ours, post(ours.url, infer, binary, headers), True),
+        Rival("dubito, OIP JSON", ours, post(ours.url, infer, flat(x), JSON), True),
+        Rival("dubito, v1 JSON", ours, post(ours.url, "/v1/models/tiny/predict", nested, JSON), True),
+    ]
+    others = {"fastapi": ("FastAPI, pydantic body, JSON", "/docs"), "litserve": ("LitServe, JSON", "/health")}
+    for kind, (name, health) in others.items():
+        if find_spec(kind) is None:
+            console.print(f"{kind} is not installed (pip install '.[bench]'): left out.")
+            continue
+        server = stack.enter_context(running([f"benchmarks._rival_{kind}"], folder / f"{kind}.log", health))
+        rivals.append(Rival(name, server, post(server.url, "/predict", nested, JSON), False))
+    return rivals
+
+
+def flat(x: NDArray[np.float32]) -> bytes:
+    tensor = {"name": "input", "shape": x.shape, "datatype": "FP32", "data": x.reshape(-1)}
+    return orjson.dumps({"inputs": [tensor]}, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def measure(rivals: list[Rival], requests: int, rounds: int, concurrency: int) -> None:
+    """In turn, so that a noisy moment hits everybody; the first round is not counted."""
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        ProcessPoolExecutor(1, mp_context=spawn) as client,
+        Progress(console=Console(stderr=True), transient=True) as bar,
+    ):
+        task = bar.add_task("measuring", total=(rounds + 1) * len(rivals))
+        for turn in range(rounds + 1):
+            for rival in rivals:
+                batches, before = batches_of(rival), rival.server.cpu()
+                found: Load = client.submit(drive, rival.target, requests, concurrency).result()
+                spent = rival.server.cpu() - before
+                if not (found.status == 200).all():
+                    raise SystemExit(f"{rival.name}: not every request was answered: {found.summary()['statuses']}")
+                if turn:
+                    rival.cpu.append(spent / requests)
+                    count, rows = (after - b for after, b in zip(batches_of(rival), batches, strict=True))
+                    rival.rows.append(rows / count if count else 1.0)
+                bar.advance(task)
+
+
+def drive(target: Target, requests: int, concurrency: int) -> Load:
+    """A closed loop, in the client's process."""
+    return put(target, np.zeros(requests), connections=concurrency)
+
+
+def batches_of(rival: Rival) -> tuple[float, float]:
+    """Batches and rows that our server has met."""
+    if not rival.ours:
+        return 0.0, 0.0
+    lines = httpx.get(rival.server.url + "/metrics").text.splitlines()
+    told = {line.partition("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("dubito_batch_size_")}
+    return told["dubito_batch_size_count"], told["dubito_batch_size_sum"]
+
+
+def compare(rivals: list[Rival], artifact: Path, concurrency: int) -> Table:
+    table = Table(title=f"server CPU per request, concurrency {concurrency}, one 3 × 32 × 32 image")
+    for column in ("", "whole, ms", "mean batch", "model, ms", "beyond the model, ms", "rounds from, to"):
+        table.add_column(column, justify="left" if not column else "right")
+    for rival in rivals:
+        rows = statistics.median(rival.rows)
+        model = engine_cpu(artifact, max(1, round(rows))) if rival.ours else network_cpu()
+        whole = statistics.median(rival.cpu)
+        low, high = 1000 * (min(rival.cpu) - model), 1000 * (max(rival.cpu) - model)
+        values = (f"{1000 * whole:.3f}", f"{rows:.1f}", f"{1000 * model:.3f}", f"{1000 * (whole - model):.3f}")
+        table.add_row(rival.name, *values, f"{low:.3f}, {high:.3f}")
+    return table
+
+
+def engine_cpu(artifact: Path, rows: int) -> float:
+    """Seconds of processor time for one of so many requests that are answered together."""
+    engine = Engine(load(artifact), Settings().buckets)
+    asks = [Ask(torch.randn(1, *SHAPE), 1, None, 1, 0.05) for _ in range(rows)]
+    return processor_time(lambda: engine.answer(asks)) / rows
+
+
+def network_cpu() -> float:
+    net, x = network().eval(), torch.randn(1, *SHAPE)
+    return processor_time(lambda: answer(net, x))
+
+
+def processor_time(run: Callable[[], object], rounds: int = 7, times: int = 200) -> float:
+    """Of one call, all threads; the median of several rounds after one that is not counted."""
+    found = []
+    for _ in range(rounds + 1):
+        before = time.process_time()
+        for _ in range(times):
+            run()
+        found.append((time.process_time() - before) / times)
+    return statistics.median(found[1:])
+
+
+def write_artifact(path: Path) -> Path:
+    card = Card(input=Input(shape=SHAPE), labels=tuple(map(str, range(CLASSES))))
+    save(bayesianize(network(), "deterministic"), path, card=card)
+    return path
+
+
+if __name__ == "__main__":
+    main()
