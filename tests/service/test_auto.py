@@ -1,0 +1,35 @@
+"""`samples: "auto"` over HTTP: as good as K = 1024 within its tolerance, for a fraction of the draws."""
+
+from typing import Any
+
+import httpx
+import numpy as np
+
+from benchmarks.auto import inputs
+from dubito.models import load
+from dubito.models.embedded import embedded
+
+Fixture = Any  # the types of conftest.py
+
+
+def test_auto_is_within_its_tolerance_of_1024_draws(live: Fixture) -> None:
+    """For at least 95 % of the digits that the model was tested with, each answer from draws of its own."""
+    x = inputs(load(embedded()))["digits"][:60]
+
+    def ask(samples: object, seed: int) -> list[dict[str, Any]]:
+        body = {"inputs": x.tolist(), "samples": samples, "seed": seed, "timeout_ms": 300_000}
+        reply = httpx.post(f"{live.url}/v1/models/digits/predict", json=body, timeout=300)
+        assert reply.status_code == 200, reply.text
+        rows: list[dict[str, Any]] = reply.json()["predictions"]
+        return rows
+
+    auto, whole = ask("auto", 1), ask(1024, 2)
+    leading = [row["class"] for row in auto]
+    settled = [
+        abs(mine["max_probability"] - theirs["probabilities"][c]) <= 0.05
+        for mine, theirs, c in zip(auto, whole, leading, strict=True)
+    ]
+    drawn = [row["samples"] for row in auto]
+    assert np.mean(settled) >= 0.95
+    assert min(drawn) == 8
+    assert np.mean(drawn) < 20
