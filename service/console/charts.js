@@ -81,7 +81,7 @@ export function settling(svg, steps, k, say, bounds = null) {
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.replaceChildren(
     ...levels.map((v) => shape("path", { class: "grid", d: `M${left} ${y(v)}H${width - right}` })),
-    ...levels.map((v) => shape("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end" }, say(v))),
+    ...levels.map((v) => shape("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end" }, say(v, high - low))),
     ...(K > 2 ? [shape("path", { class: "band", d: `${path([...upper, ...lower.reverse()])}Z` })] : []),
     shape("path", { class: "dots", d: steps.map((s, i) => `M${x(i)} ${y(s.value)}h0`).join("") }),
     shape("path", { class: "later", d: path(steps.map((s, i) => [x(i), y(s.mean)])) }),

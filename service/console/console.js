@@ -14,7 +14,8 @@ const ROWS = 12; // classes shown; of more, the leading ones
 const KEPT = 60; // requests and readings on a sparkline
 const STAGES = ["parse", "queue", "sample", "forward", "summarise", "encode"];
 const BYTES = {
-  artifact: "on disk", resident: "in memory", factors: "of it, cached factors", deterministic: "plain network, for comparison",
+  artifact: "model on disk", resident: "model in memory", factors: "cached factors, of that",
+  deterministic: "plain network, for comparison",
 };
 
 const state = {
@@ -30,12 +31,16 @@ const pad = new Pad($("pad"), $("cursor"), {
 
 // ---- asking
 
+let keyed = false; // whether a key has been tried
+
 function complain(error) {
   if (error?.name === "AbortError") return;
-  $("key").hidden = error?.status !== 401;
-  $("problem").hidden = !error || error.status === 401;
-  $("problem").textContent = error?.message ?? "";
-  if (error?.status === 401) $("key-value").focus();
+  const closed = error?.status === 401;
+  $("key").hidden = !closed;
+  $("problem").hidden = !error || (closed && !keyed);
+  $("problem").textContent = closed ? "This key is not known here." : error?.message ?? "";
+  if (closed) $("key-value").focus();
+  else if (error) $("problem").scrollIntoView({ block: "nearest" });
 }
 
 const later = (wait) => {
@@ -66,6 +71,7 @@ async function predict() {
     measured(answer);
     open();
   } catch (error) {
+    if (error.name !== "AbortError") shut();
     complain(error);
   } finally {
     if (state.underway === underway) document.body.dataset.busy = "false";
@@ -75,7 +81,7 @@ async function predict() {
 /** The set and the verdict for the first k draws: the same seed gives the same draws. */
 async function decide(k) {
   const { answer, decided } = state;
-  if (decided.has(k)) return;
+  if (!answer || state.k !== k || decided.has(k)) return;
   try {
     const found = await api.predict(answer.model.name, answer.input, { samples: k, seed: answer.seed, draws: false });
     if (state.answer !== answer || found.version !== answer.version) return;
@@ -93,23 +99,35 @@ function give(input, said) {
   predict();
 }
 
+function press(button) {
+  for (const one of document.querySelectorAll(".example")) one.setAttribute("aria-pressed", String(one === button));
+}
+
 function drawn() {
-  for (const chosen of document.querySelectorAll(".example[aria-pressed=true]")) chosen.setAttribute("aria-pressed", "false");
+  press(null);
   state.input = { images: [pad.base64()] };
   $("source").textContent = "Drawn here.";
   soon(predict);
 }
 
-function forget() {
-  state.underway?.abort();
-  Object.assign(state, { input: null, answer: null });
-  $("source").textContent = "";
+function shut() {
+  state.answer = null;
   $("told").hidden = true;
   $("waiting").hidden = false;
+  peek();
+}
+
+function forget() {
+  state.underway?.abort();
+  state.input = null;
+  $("source").textContent = "";
+  press(null);
+  shut();
 }
 
 async function upload(file) {
   if (!file) return;
+  press(null);
   const text = await new Promise((done, failed) => {
     const reader = new FileReader();
     reader.onload = () => done(reader.result);
@@ -210,7 +228,7 @@ function thumb(example) {
     button.classList.add("worded");
   }
   button.addEventListener("click", () => {
-    for (const other of document.querySelectorAll(".example")) other.setAttribute("aria-pressed", String(other === button));
+    press(button);
     if (example.pixel) {
       pad.fill((x, y) => example.pixel(x, y, pad.width));
       give({ images: [pad.base64()] }, `Example: ${example.name}.`);
@@ -237,6 +255,7 @@ function open() {
   const K = answer.samples;
   $("waiting").hidden = true;
   $("told").hidden = false;
+  peek();
   $("k").max = String(K);
   $("k").value = String(K);
   const { prediction, model } = answer;
@@ -286,12 +305,14 @@ function show() {
   const used = answer.prediction.samples.slice(0, k), found = columns(used);
   const decision = state.decided.get(k);
   document.body.dataset.deciding = String(!decision);
+  $("verdict").setAttribute("aria-busy", String(!decision)); // one announcement, once it is decided
   if (!decision) atRest(() => decide(k));
   $("k-said").textContent = `${drawsSaid(k)}`;
   $("k").setAttribute("aria-valuetext", drawsSaid(k));
   if (answer.model.task === "classification") showClasses(answer, used, found, decision);
   else showValues(answer, found, decision);
   if (decision) showOod(answer, decision.ood);
+  $("peek").replaceChildren(...["label", "chance", "flag"].map((id) => element("span", {}, $(id).textContent)));
 }
 
 function showClasses(answer, used, found, decision) {
@@ -308,11 +329,11 @@ function showClasses(answer, used, found, decision) {
   }
   const parts = doubt(used);
   showSplit(parts, Math.log(C), `${figure(Math.log(C))} nats: no idea`, (value) => `${figure(value)} nats`, doubtSaid(parts, C));
-  settling($("settle"), steps, k, (v) => percent(v, steps.at(-1).mean > 0.99 ? 1 : 0), [0, 1]);
+  settling($("settle"), steps, k, (v, span) => `${(100 * v).toFixed(span < 0.05 ? 1 : 0)} %`, [0, 1]);
   const { mean, error } = steps[k - 1];
-  const band = Number.isNaN(error) ? "" : ` ± ${(200 * error).toFixed(1)}`;
+  const band = error >= 2.5e-4 ? ` ± ${(200 * error).toFixed(1)}` : "";
   $("settle-said").textContent =
-    `Probability of ${nameOf(model, watched)} after ${drawsSaid(k)}: ${(100 * mean).toFixed(1)}${band} %. `
+    `Probability of ${nameOf(model, watched)} after ${drawsSaid(k)}: ${band ? `${(100 * mean).toFixed(1)}${band} %` : percent(mean)}. `
     + `It stays within one point of its last value from ${drawsSaid(settledAt(steps, 0.01))} on. `
     + "Dots: single draws; band: two standard errors.";
   $("set-row").hidden = false;
@@ -415,7 +436,8 @@ async function poll() {
   if (!document.hidden) {
     try {
       const { process, device } = await api.memory();
-      const here = state.model?.device === "cpu" ? process : device ?? process;
+      const apart = device !== null && state.model.device !== "cpu", here = apart ? device : process;
+      $("whose").textContent = apart ? `on ${state.model.device}` : "the server's process";
       if (here !== null) {
         state.residents = [...state.residents, here].slice(-KEPT);
         $("process").textContent = bytes(here);
@@ -437,6 +459,7 @@ $("fields").addEventListener("keydown", (event) => {
 $("key").addEventListener("submit", (event) => {
   event.preventDefault();
   api.setKey($("key-value").value);
+  keyed = true;
   $("key-value").value = "";
   start();
 });
@@ -466,6 +489,10 @@ new ResizeObserver(() => {
   requestAnimationFrame(() => { if (state.answer) show(); });
 }).observe($("answer"));
 
+let inView = false;
+const peek = () => { $("peek").hidden = inView || !state.answer; }; // on a small screen the answer is below the input
+new IntersectionObserver(([seen]) => { inView = seen.isIntersecting; peek(); }).observe($("verdict"));
+
 let playing = 0;
 const stop = () => { cancelAnimationFrame(playing); playing = 0; $("play").textContent = "Replay"; };
 $("play").addEventListener("click", () => {
@@ -474,7 +501,7 @@ $("play").addEventListener("click", () => {
   $("play").textContent = "Stop";
   const step = (now) => {
     if (state.answer !== answer) { stop(); return; }
-    const k = Math.min(K, 1 + Math.floor(((now - began) / 3000) * K));
+    const k = Math.min(K, 1 + Math.floor(((now - began) / 2000) * K));
     if (k !== state.k) {
       state.k = k;
       $("k").value = String(k);

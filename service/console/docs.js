@@ -26,12 +26,14 @@ function type(schema = {}) {
 }
 
 function range({ minimum, maximum, exclusiveMinimum, exclusiveMaximum }) {
-  const parts = [
-    minimum !== undefined ? `≥ ${minimum}` : "", exclusiveMinimum !== undefined ? `> ${exclusiveMinimum}` : "",
-    maximum !== undefined ? `≤ ${maximum}` : "", exclusiveMaximum !== undefined ? `< ${exclusiveMaximum}` : "",
-  ].filter(Boolean);
+  const say = (value) => (Math.abs(value) <= Number.MAX_SAFE_INTEGER ? value : `about ${value.toExponential(2)}`);
+  const signs = [["≥", minimum], [">", exclusiveMinimum], ["≤", maximum], ["<", exclusiveMaximum]];
+  const parts = signs.filter(([, value]) => value !== undefined).map(([sign, value]) => `${sign} ${say(value)}`);
   return parts.length ? ` ${parts.join(", ")}` : "";
 }
+
+/** Text with `code` in it. */
+const marked = (text) => text.split("`").map((part, i) => (i % 2 ? element("code", {}, part) : part));
 
 /** Each row {name, note, type, text}. */
 function table(rows) {
@@ -39,7 +41,7 @@ function table(rows) {
     "div", {},
     element("dt", {}, name, ...(note ? [" ", element("span", { class: "fine" }, note)] : [])),
     element("dd", {}, ...(schema ? [element("span", { class: "type" }, ...type(schema))] : []),
-      ...(text ? [element("div", {}, text)] : []), ...more),
+      ...(text ? [element("div", {}, ...marked(text))] : []), ...more),
   )));
 }
 

@@ -1,0 +1,341 @@
+"""The console in a real browser against a real server. Pictures for a person to look at: DUBITO_SCREENSHOTS=FOLDER."""
+
+import io
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import orjson
+import pytest
+from PIL import Image
+
+from dubito.models import load, save
+from dubito.service.security import hash_key
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+EXAMPLES = orjson.loads(files("dubito.service").joinpath("console/examples.json").read_bytes())
+HOSTILE = '<img src=x onerror="document.title=1">'
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    if BROWSER is None:
+        pytest.skip("NO BROWSER: the console is not tested here; install chromium (Debian: apt install chromium).")
+    api = pytest.importorskip("playwright.sync_api", reason="NO PLAYWRIGHT: the console is not tested here.")
+    with api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@dataclass
+class Console:
+    """A page, with what went wrong on it and where it sent requests."""
+
+    page: "Page"
+    folder: Path
+    wrong: list[str] = field(default_factory=list)
+    hosts: set[str] = field(default_factory=set)
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).inner_text()
+
+    def answer(self, action: Callable[[], object]) -> dict[str, Any]:
+        """What the server answered to the request that an action caused, once the page shows it."""
+        with self.page.expect_response(re.compile(r"/predict$")) as reply:
+            action()
+        told: dict[str, Any] = reply.value.json()
+        self.page.wait_for_function(
+            "seed => document.querySelector('#who-seed')?.textContent === seed", arg=seed_of(told)
+        )
+        return told
+
+    def example(self, name: str) -> dict[str, Any]:
+        return self.answer(lambda: self.page.get_by_label(f"Example: {name}", exact=True).click())
+
+    def slide(self, k: int) -> None:
+        self.page.locator("#k").fill(str(k))
+        self.page.wait_for_selector("body[data-deciding=false]")
+
+    def photograph(self, name: str) -> None:
+        self.page.screenshot(path=self.folder / f"{name}.png", full_page=True)
+
+
+def seed_of(told: dict[str, Any]) -> str:
+    return str(told["seed"])
+
+
+Visit = Callable[..., Console]
+
+
+@pytest.fixture
+def visit(browser: "Browser", tmp_path: Path) -> Iterator[Visit]:
+    """Opens a page; at the end nothing has gone wrong on any of them, and all stayed on the server."""
+    folder = Path(os.environ.get("DUBITO_SCREENSHOTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    opened: list[tuple[Console, str]] = []
+
+    def go(url: str, *, width: int = 1280, height: int = 900, scheme: Any = "light", errors: bool = False) -> Console:
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
+        )
+        context.set_default_timeout(15_000)
+        console = Console(context.new_page(), folder)
+        if not errors:
+            console.page.on(
+                "console", lambda m: console.wrong.append(m.text) if m.type in ("error", "warning") else None
+            )
+        console.page.on("pageerror", lambda error: console.wrong.append(str(error)))
+        console.page.on("request", lambda request: console.hosts.add(urlsplit(request.url).netloc))
+        console.page.goto(url)
+        opened.append((console, urlsplit(url).netloc))
+        return console
+
+    yield go
+    for console, host in opened:
+        console.page.context.close()
+        assert console.wrong == []
+        assert console.hosts - {""} == {host}  # pictures in data: have no host
+
+
+def test_the_page_answers_as_soon_as_it_is_open(live: Any, visit: Visit) -> None:
+    console = visit(live.url)
+    console.page.wait_for_selector("#who-seed")
+    assert console.text("#label") == "3"
+    assert console.text("#flag") == "In distribution"
+    assert re.fullmatch(
+        r"Answered by digits, version 1, on \w+, with 64 draws of seed \d+\. Keep this seed", console.text("#who")
+    )
+    assert re.fullmatch(r"[\d.]+ ms", console.text("#total"))
+    console.page.wait_for_function("() => /^[0-9.]+ [MG]B$/.test(document.querySelector('#process').textContent)")
+    assert console.page.locator("#bars .class-row").count() == 10
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_flag_changes_between_inputs_like_and_unlike_the_training_data(
+    live: Any, visit: Visit, scheme: str
+) -> None:
+    console = visit(live.url, scheme=scheme)
+    console.page.wait_for_selector("#who-seed")
+    told = console.example("digit 7")
+    row = told["predictions"][0]
+    assert (console.text("#label"), console.text("#flag")) == ("7", "In distribution")
+    assert console.page.locator("#set li").all_inner_texts() == row["prediction_set"] == ["7"]
+    assert float(re.findall(r"[\d.]+", console.text("#gauge-said"))[0]) == pytest.approx(row["ood"]["score"], rel=0.01)
+    console.photograph(f"in-distribution-{scheme}")
+
+    told = console.example("letter K")
+    row = told["predictions"][0]
+    assert row["ood"]["flag"]
+    assert console.text("#flag") == "Out of distribution"
+    assert "above the threshold" in console.text("#gauge-said")
+    assert float(console.text("#chance").removesuffix(" %")) == pytest.approx(100 * row["max_probability"], abs=0.06)
+    nats = [float(console.text(f"#{part}").removesuffix(" nats")) for part in ("in-data", "in-weights")]
+    assert nats == pytest.approx([row["expected_entropy"], row["mutual_information"]], rel=0.01)
+    console.photograph(f"out-of-distribution-{scheme}")
+
+
+def test_every_example_is_what_it_is_offered_as(live: Any) -> None:
+    """The embedded model itself calls them so, whatever the draws."""
+    x = np.array([example["pixels"] for example in EXAMPLES["examples"]], dtype=np.uint16).reshape(-1, 8, 8)
+    file = io.BytesIO()
+    np.save(file, np.rint(x * (255 / EXAMPLES["levels"])).astype(np.uint8))
+    for seed in range(3):
+        url = f"{live.url}/v1/models/digits/predict?samples=64&seed={seed}"
+        rows = httpx.post(url, content=file.getvalue(), headers={"content-type": "application/x-npy"}).json()[
+            "predictions"
+        ]
+        for example, row in zip(EXAMPLES["examples"], rows, strict=True):
+            assert row["ood"]["flag"] == (example["group"] == "out"), example["name"]
+            if example["group"] == "in":
+                assert example["name"].endswith(row["label"])
+
+
+def test_the_slider_shows_the_first_draws_as_the_server_would_answer_them(live: Any, visit: Visit) -> None:
+    console = visit(live.url)
+    console.page.wait_for_selector("#who-seed")
+    told = console.example("letter K")
+    body = {"images": [console.page.evaluate("document.querySelector('#pad').toDataURL()")], "seed": told["seed"]}
+    seen = []
+    for k in (1, 4, 23):
+        console.slide(k)
+        row = httpx.post(f"{live.url}/v1/models/digits/predict", json={**body, "samples": k}).json()["predictions"][0]
+        shown = float(console.text("#chance").removesuffix(" %"))
+        assert shown == pytest.approx(100 * row["max_probability"], abs=0.06)
+        assert console.text("#label") == row["label"]
+        assert f"{row['ood']['threshold']:.3g}" in console.text("#at-threshold")
+        assert console.text("#k-said") == ("1 draw" if k == 1 else f"{k} draws")
+        seen.append(shown)
+    assert len(set(seen)) == 3
+    console.page.locator("#k").focus()
+    console.page.keyboard.press("End")
+    assert console.text("#k-said") == "64 draws"
+    assert float(console.text("#chance").removesuffix(" %")) == pytest.approx(
+        100 * told["predictions"][0]["max_probability"], abs=0.06
+    )
+    console.page.get_by_role("button", name="Replay").click()
+    console.page.wait_for_function("() => document.querySelector('#k').value < 64")
+    console.page.wait_for_function("() => document.querySelector('#k').value == 64")
+
+
+def test_a_digit_is_drawn_by_keyboard_alone(live: Any, visit: Visit) -> None:
+    console = visit(live.url)
+    console.page.wait_for_selector("#who-seed")
+    for _ in range(4):  # skip link, API, model, then the drawing
+        console.page.keyboard.press("Tab")
+    assert console.page.evaluate("document.activeElement.id") == "pad"
+    for key in ("Delete", *["ArrowUp"] * 4, "Space", *["Shift+ArrowDown"] * 6):
+        console.page.keyboard.press(key)
+    console.answer(lambda: console.page.keyboard.press("Shift+ArrowDown"))
+    assert console.text("#source") == "Drawn here."
+    assert console.text("#label") == "1"
+    pixels = console.page.evaluate("[...document.querySelector('#pad').getContext('2d').getImageData(4, 0, 1, 8).data]")
+    assert min(pixels) == 255  # the whole column, top to bottom
+    console.photograph("drawn-by-keyboard")
+
+
+def test_a_stroke_of_the_pointer_is_answered_and_clear_forgets_it(live: Any, visit: Visit) -> None:
+    console = visit(live.url)
+    console.page.wait_for_selector("#who-seed")
+    console.page.get_by_role("button", name="Clear").click()
+    assert console.page.locator("#told").is_hidden()
+    console.page.locator("#pad").scroll_into_view_if_needed()
+    box = console.page.locator("#pad").bounding_box()
+    assert box is not None
+
+    def stroke() -> None:
+        mouse = console.page.mouse
+        mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.05 * box["height"])
+        mouse.down()
+        mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.95 * box["height"], steps=5)
+        mouse.up()
+
+    console.answer(stroke)
+    assert console.text("#label") == "1"
+
+
+def test_a_picture_file_is_sent_as_it_is(live: Any, visit: Visit, tmp_path: Path) -> None:
+    five = next(example["pixels"] for example in EXAMPLES["examples"] if example["name"] == "digit 5")
+    picture = Image.fromarray(np.rint(np.array(five).reshape(8, 8) * 255 / 16).astype(np.uint8))
+    picture.resize((80, 80), Image.Resampling.NEAREST).save(tmp_path / "five.png")
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    console = visit(live.url, errors=True)
+    console.page.wait_for_selector("#who-seed")
+    console.answer(lambda: console.page.set_input_files("#file", tmp_path / "five.png"))
+    assert console.text("#label") == "5"
+    assert console.text("#source").startswith("five.png")
+    console.page.set_input_files("#file", tmp_path / "broken.png")
+    console.page.wait_for_selector("#problem:visible")
+    assert console.text("#problem").startswith("400: the picture cannot be read")
+    assert console.page.locator("#told").is_hidden()  # no answer stands beside an input that it is not about
+
+
+def test_a_seed_is_kept_to_its_last_digit(live: Any, visit: Visit) -> None:
+    console = visit(live.url)
+    console.page.wait_for_selector("#who-seed")
+    seed = str(2**63 - 1)
+    console.page.get_by_label("Seed").fill(seed)
+    first = console.example("noise")
+    assert str(first["seed"]) == console.text("#who-seed") == seed
+    chance = console.text("#chance")
+    console.example("digit 0")
+    console.example("noise")
+    assert console.text("#chance") == chance
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_a_phone_scrolls_only_down(live: Any, visit: Visit, path: str) -> None:
+    console = visit(live.url + path, width=360, height=740)
+    console.page.wait_for_selector("#who-seed" if path == "/" else ".operation")
+    assert console.page.evaluate("document.documentElement.scrollWidth") == 360
+    console.photograph("phone" if path == "/" else "phone-docs")
+
+
+def test_the_api_page_lists_every_operation(live: Any, visit: Visit) -> None:
+    console = visit(f"{live.url}/docs")
+    console.page.wait_for_selector(".operation")
+    document = httpx.get(f"{live.url}/openapi.json").json()
+    methods, paths = (
+        console.page.locator(f".operation:has(.method) .{part}").all_inner_texts() for part in ("method", "path")
+    )
+    known = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    assert set(zip(methods, paths, strict=True)) == known
+    schemas = console.page.locator(".schema").all_inner_texts()
+    assert schemas == list(document["components"]["schemas"])
+    console.photograph("docs")
+
+
+@pytest.fixture(scope="module")
+def others(serve: Any, make_artifact: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server of models of every other kind, one with labels that nobody should believe, behind a key."""
+    root = tmp_path_factory.mktemp("models")
+    for kind in ("image", "regression"):
+        make_artifact(root / kind / "1" / "model.safetensors", kind=kind)
+    hostile = make_artifact(root / "hostile" / "1" / "model.safetensors")
+    model = load(hostile)
+    labels = tuple(f"{HOSTILE}{i}" for i in range(3))
+    save(model.network, hostile, card=model.card.model_copy(update={"labels": labels, "calibration": None}))
+    return serve(root, DUBITO_API_KEYS=f"tester={hash_key('open sesame')}", DUBITO_BUCKETS="1")
+
+
+@pytest.fixture
+def inside(others: Any, visit: Visit) -> Console:
+    """Past the key; the first request is refused, which a browser reports as an error."""
+    console = visit(others.url, errors=True)
+    console.page.wait_for_selector("#key:visible")
+    console.page.keyboard.type("a wrong one")
+    console.page.keyboard.press("Enter")
+    console.page.wait_for_selector("#problem:visible")
+    assert console.text("#problem") == "This key is not known here."
+    console.page.keyboard.type("open sesame")
+    console.page.keyboard.press("Enter")
+    console.page.wait_for_selector("#key", state="hidden")
+    return console
+
+
+def test_labels_are_text_whatever_they_look_like(inside: Console) -> None:
+    inside.page.select_option("#model", "hostile")
+    told = inside.answer(lambda: inside.page.get_by_role("button", name="random").click())
+    assert inside.text("#label") == told["predictions"][0]["label"]
+    assert inside.page.locator(".class-name").all_inner_texts() == [f"{HOSTILE}{i}" for i in range(3)]
+    assert inside.page.locator("img").count() == 0
+    assert inside.page.title() == "dubito console"
+    assert inside.text("#flag") == "Not calibrated"
+    assert inside.page.evaluate("Object.keys(localStorage).length + document.cookie.length") == 0  # nor is the key kept
+
+
+def test_numbers_are_typed_and_regression_answers_with_its_own_fields(inside: Console) -> None:
+    inside.page.select_option("#model", "regression")
+    for i, value in enumerate((0.5, -1, 2, 0)):
+        inside.page.get_by_label(f"Value {i + 1}", exact=True).fill(str(value))
+    told = inside.answer(lambda: inside.page.keyboard.press("Enter"))
+    row = told["predictions"][0]
+    shown = [float(word.replace("−", "-")) for word in inside.text("#label").split(", ")]
+    assert shown == pytest.approx(row["mean"], rel=0.01)
+    assert inside.page.locator(".class-row").count() == 2
+    assert float(inside.text("#in-data")) == pytest.approx(sum(row["aleatoric_variance"]), rel=0.01)
+    assert float(inside.text("#in-weights")) == pytest.approx(sum(row["epistemic_variance"]), rel=0.01)
+    inside.photograph("regression")
+    inside.slide(7)
+    inside.page.get_by_label("Value 2", exact=True).fill("")
+    inside.page.get_by_role("button", name="Predict").click()
+    assert inside.text("#problem") == "Value 2 is no number."
+
+
+def test_pictures_in_colour_have_examples_made_for_them(inside: Console) -> None:
+    inside.page.select_option("#model", "image")
+    told = inside.example("stripes")
+    assert told["model"] == "image"
+    assert inside.text("#label") == told["predictions"][0]["label"]
+    assert inside.page.locator("#ink").is_visible()
