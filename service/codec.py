@@ -19,7 +19,8 @@ from dubito.models.manifest import Input
 from dubito.service.problems import Problem
 
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")
-NPY = b"\x93NUMPY"
+NPY = ("application/x-npy", "application/octet-stream")
+NPY_MAGIC = b"\x93NUMPY"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Codec:
     def from_body(self, kind: str, body: bytes, content_type: str) -> Tensor:
         """A body that is no JSON."""
         match kind:
-            case "application/x-npy" | "application/octet-stream":
+            case _ if kind in NPY:
                 return self.from_npy(body)
             case "multipart/form-data":
                 return self.from_form(body, content_type)
@@ -78,11 +79,15 @@ class Codec:
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(file)
-            if dtype.hasobject or prod(shape) * dtype.itemsize != len(body) - file.tell():
-                raise ValueError("its header does not fit what follows")
-            array = np.load(io.BytesIO(body), allow_pickle=False)
-        except Exception as error:  # numpy raises many kinds, all of them about the body
-            raise Problem(400, f"no .npy file of numbers: {str(error)[:100]}.") from None
+            left = len(body) - file.tell()
+            fits = not dtype.hasobject and prod(shape) * dtype.itemsize == left
+            array = np.load(io.BytesIO(body), allow_pickle=False) if fits else None
+        except Exception:  # numpy raises many kinds, all of them about the body, in words that tell of the server
+            raise Problem(
+                400, "the .npy file cannot be read; expected one of numbers, as numpy.save writes it."
+            ) from None
+        if array is None:
+            raise Problem(400, f"the .npy file has {left} bytes of numbers, which is not what its header says.")
         return self.from_array(array)
 
     def from_pixels(self, array: NDArray[np.uint8]) -> Tensor:
@@ -116,6 +121,8 @@ class Codec:
                     pixels = (np.array(picture).clip(0, 65535) >> 8).astype(np.uint8)
         except Problem:
             raise
+        except Image.DecompressionBombError:  # Pillow's own limit, which it looks at before ours can be
+            raise Problem(413, f"a picture has too many pixels; at most {self.max_pixels:,} are taken.") from None
         except Exception:  # Pillow raises many kinds, all of them about the body
             raise Problem(400, f"the picture cannot be read; expected {', '.join(FORMATS)}.") from None
         return self._prepared(pixels)
@@ -135,9 +142,8 @@ class Codec:
 
     def from_form(self, body: bytes, content_type: str) -> Tensor:
         """Files of a form, each a picture or a .npy file, in order."""
-        files = _files(body, content_type)
-        self._check_rows(len(files))
-        parts = [self.from_npy(f) if f.startswith(NPY) else self.from_picture(f)[None] for f in files]
+        files = _files(body, content_type, self._check_rows)
+        parts = [self.from_npy(f) if f.startswith(NPY_MAGIC) else self.from_picture(f)[None] for f in files]
         x = torch.cat(parts)
         self._check_rows(len(x))
         return x
@@ -170,25 +176,40 @@ def _base64(text: object, whose: str) -> bytes:
         raise Problem(400, f"{whose} is no base64.") from None
 
 
-def _files(body: bytes, content_type: str) -> list[bytes]:
-    from python_multipart import create_form_parser
+def _files(body: bytes, content_type: str, check_count: Callable[[int], None]) -> list[bytes]:
+    from python_multipart.multipart import FormParser, parse_options_header
 
     files: list[bytes] = []
+    ended: list[bool] = []
 
     def on_file(file: Any) -> None:
         file.file_object.seek(0)
         files.append(file.file_object.read())
         file.close()
+        check_count(len(files))
 
-    ignore: Callable[[Any], None] = lambda field: None  # noqa: E731
+    def on_field(field: Any) -> None:
+        name = field.field_name.decode("latin-1")[:40]
+        raise Problem(400, f"the form has a field {name!r}; expected files, and options in the query.")
+
     try:
-        parser = create_form_parser(
-            {"Content-Type": content_type.encode()}, ignore, on_file, config={"MAX_MEMORY_FILE_SIZE": len(body) + 1}
+        _, told = parse_options_header(content_type)
+        parser = FormParser(
+            "multipart/form-data",
+            on_field,
+            on_file,
+            lambda: ended.append(True),
+            told[b"boundary"],
+            config={"MAX_MEMORY_FILE_SIZE": len(body) + 1},
         )
         parser.write(body)
         parser.finalize()
+    except Problem:
+        raise
     except Exception:  # the parser raises many kinds, all of them about the body
         raise Problem(400, "the form cannot be read; expected multipart/form-data with a boundary.") from None
+    if not ended:
+        raise Problem(400, "the form breaks off before its last boundary.")
     if not files:
         raise Problem(400, "the form holds no files; expected pictures or .npy files.")
     return files

@@ -49,7 +49,8 @@ async def read_body(headers: dict[str, str], receive: Receive, limit: int, secon
     if stated.isdigit() and int(stated) > limit:
         raise Problem(413, f"the body has {stated} bytes; at most {limit:,} are taken.", reason="body")
     message = await receive()
-    if message["type"] == "http.request" and not message.get("more_body", False):
+    whole = message["type"] == "http.request" and not message.get("more_body", False)
+    if whole and len(message.get("body", b"")) <= limit:
         body = message.get("body", b"")
     else:
         try:
@@ -57,7 +58,8 @@ async def read_body(headers: dict[str, str], receive: Receive, limit: int, secon
                 body = await _rest(message, receive, limit)
         except TimeoutError:
             raise Problem(408, f"the body did not come within {seconds:g} s.", reason="body") from None
-    return inflate(body, headers.get("content-encoding", "identity"), limit)
+    coding = headers.get("content-encoding", "").strip().lower()
+    return body if coding in ("", "identity") else await asyncio.to_thread(inflate, body, coding, limit)
 
 
 async def _rest(message: MutableMapping[str, Any], receive: Receive, limit: int) -> bytes:
@@ -76,9 +78,7 @@ async def _rest(message: MutableMapping[str, Any], receive: Receive, limit: int)
 
 def inflate(body: bytes, coding: str, limit: int) -> bytes:
     """gzip and deflate bodies; a bomb is noticed before it is unpacked."""
-    match coding.strip().lower():
-        case "identity" | "":
-            return body
+    match coding:
         case "gzip":
             windows = [zlib.MAX_WBITS | 16]
         case "deflate":

@@ -23,6 +23,7 @@ TYPES: dict[str, str] = {
     "FP64": "<f8",
 }
 KINDS = {np.dtype(code): name for name, code in TYPES.items()}
+MOST_ELEMENTS = 1 << 16  # of BYTES
 LENGTH = "inference-header-content-length"
 JSON, OCTETS = "application/json", "application/octet-stream"
 
@@ -144,10 +145,11 @@ def _from_bytes(raw: memoryview, name: str, kind: str, shape: list[int]) -> Valu
 
 def _elements(raw: memoryview, name: str, count: int) -> list[bytes]:
     """Each a length of four bytes and as many bytes."""
-    found, at = [], 0
-    while at < len(raw):
-        if at + 4 > len(raw):
-            break
+    if count > MOST_ELEMENTS:
+        raise Problem(413, f"input {name!r} has {count} elements; at most {MOST_ELEMENTS:,} are taken.")
+    found: list[bytes] = []
+    at = 0
+    while at + 4 <= len(raw) and len(found) < count:
         (size,) = struct.unpack_from("<I", raw, at)
         if at + 4 + size > len(raw):
             break
@@ -168,10 +170,16 @@ def _from_json(entry: dict[str, Any], name: str, kind: str, shape: list[int]) ->
         raise Problem(400, f"input {name!r}: FP16 has no JSON form; send it as binary data.")
     if kind == "BYTES":
         return _decoded(data, name, prod(shape))
+    dtype = np.dtype(TYPES[kind])
     try:
-        array = np.array(data, dtype=np.dtype(TYPES[kind]))
+        array = np.array(data, dtype if dtype.kind == "f" else np.float64)
     except (ValueError, TypeError, OverflowError):
         raise Problem(400, f"the data of input {name!r} are no array of {kind}.") from None
+    if dtype.kind != "f":
+        with np.errstate(invalid="ignore"):
+            given, array = array, array.astype(dtype)
+        if (given != array).any():  # a fraction, or too large
+            raise Problem(400, f"the data of input {name!r} are no array of {kind}.")
     if array.size != prod(shape):
         raise Problem(400, f"input {name!r} has {array.size} numbers; its shape {shape} takes {prod(shape)}.")
     return array.reshape(shape)

@@ -17,7 +17,7 @@ from dubito.models.answers import answers, fits, intervals, oods_of, rules_of
 from dubito.models.prediction import Prediction
 from dubito.models.uncertainty import Classified
 from dubito.service import oip
-from dubito.service.codec import Codec
+from dubito.service.codec import NPY, Codec
 from dubito.service.engine import Ask
 from dubito.service.http import Receive, Scope, Send, headers_of, pack, query_of, read_body, reply, unless_gone
 from dubito.service.options import Options, read_options, said
@@ -30,7 +30,7 @@ V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 INPUT = "input"
 OURS = ("samples", "seed", "max_samples", "tolerance", "timeout_ms")  # among the parameters of a v2 request
 DRAWN = "sample_outputs"  # of v2: given only where it is asked for
-HEAVY = 1 << 16  # bytes of a body that is read beside the event loop
+HEAVY = 1 << 16  # bytes of a body or reply that is worked on beside the event loop
 
 
 @dataclass
@@ -80,7 +80,8 @@ class Predictor:
                 raise Problem(400, "expected `inputs` (nested lists) or `images` (base64), and not both.")
             return codec.from_lists(told["inputs"]) if "inputs" in told else codec.from_base64(told["images"])
 
-        served, x = await self._inputs(asked, name, options.version, read, len(body))
+        light = len(body) <= HEAVY and ("inputs" in told or kind in NPY)
+        served, x = await self._inputs(asked, name, options.version, read, light)
         prediction = await self._ask(x, options, "samples" in options.returns, served, timing, receive)
         rows = answers(prediction, served.model.card)
         if prediction.outputs is not None:
@@ -98,7 +99,7 @@ class Predictor:
             "predictions": rows,
             "timing_ms": timing.milliseconds(),
         }
-        content, packed = pack(orjson.dumps(made), headers.get("accept-encoding", ""))
+        content, packed = await _packed(orjson.dumps(made), headers)
         served.series.answered(prediction, flags, timing.stages())
         await reply(send, 200, content, {"content-type": oip.JSON, **packed})
 
@@ -128,7 +129,8 @@ class Predictor:
             values = wanted.inputs[INPUT]
             return codec.from_bytes(values) if isinstance(values, list) else codec.from_array(values)
 
-        served, x = await self._inputs(asked, name, version, read, len(body))
+        light = len(body) <= HEAVY and not isinstance(wanted.inputs[INPUT], list)
+        served, x = await self._inputs(asked, name, version, read, light)
         for output in wanted.outputs or ():
             if output not in served_outputs(served):
                 known = ", ".join(served_outputs(served))
@@ -137,7 +139,7 @@ class Predictor:
         outputs = outputs_of(prediction, served)
         told = {"samples": prediction.samples, "seed": str(prediction.seed)}
         content, extra = oip.write(served.name, served.version, wanted, outputs, told)
-        content, packed = pack(content, headers.get("accept-encoding", ""))
+        content, packed = await _packed(content, headers)
         flags = int(outputs["ood"].sum()) if "ood" in outputs else 0
         served.series.answered(prediction, flags, timing.stages())
         await reply(send, 200, content, {**extra, **packed})
@@ -151,13 +153,16 @@ class Predictor:
         return await read_body(headers, receive, self.settings.body_bytes, self.settings.body_seconds)
 
     async def _inputs(
-        self, asked: Asked, name: str, version: str | None, read: Callable[[Codec], Tensor], size: int
+        self, asked: Asked, name: str, version: str | None, read: Callable[[Codec], Tensor], light: bool
     ) -> tuple[Served, Tensor]:
-        """Read for the version that answers once they are read: it may have been switched meanwhile."""
+        """Read for the version that answers once they are read: it may have been switched meanwhile.
+
+        What is not light is read beside the event loop; a picture may unpack to many times its size.
+        """
         while True:
             served = asked.served = self.repository.get(name, version)
             codec = Codec(served.declared, self.settings.max_rows, self.settings.image_pixels)
-            x = await asyncio.to_thread(read, codec) if size > HEAVY else read(codec)
+            x = read(codec) if light else await asyncio.to_thread(read, codec)
             if not served.retired:
                 asked.rows = len(x)
                 return served, x
@@ -188,6 +193,11 @@ class Predictor:
                 413,
                 f"the draws of this request are {count:,} numbers; at most {self.settings.max_values:,} are listed.",
             )
+
+
+async def _packed(content: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:
+    accepted = headers.get("accept-encoding", "")
+    return pack(content, accepted) if len(content) <= HEAVY else await asyncio.to_thread(pack, content, accepted)
 
 
 def _milliseconds(microseconds: object) -> int:
