@@ -284,10 +284,14 @@ function shownClasses(p) {
 const nameOf = (model, i) => model.labels?.[i] ?? String(i);
 
 function layRows({ rows, model }, classes) {
+  const held = model.calibration ? `, made to hold ${percent(model.calibration.coverage, 0)}` : "";
   $("bars-title").textContent = classes ? "Class probabilities" : "Values";
   $("bars-said").textContent = classes
     ? "Bar: mean over the draws. Fine ticks: each draw. Line: 5 to 95 % of them."
-    : "Shade: interval. Fine ticks: each draw. Line: 5 to 95 % of them. Mark: mean.";
+    : `Shade: interval${held}. Mark: mean. Fine ticks: each draw. Line: 5 to 95 % of them.`;
+  $("in-data-said").textContent = classes
+    ? "The input is ambiguous to every draw: more training data would not help."
+    : "Noise of the targets themselves: more training data would not help.";
   $("bars").replaceChildren(...rows.map((i) => {
     const name = classes ? nameOf(model, i) : `output ${i + 1}`;
     return element("div", { class: "class-row", "data-index": i },
@@ -400,7 +404,7 @@ function showOod({ model }, ood) {
     ? "Unlike what the model was trained on: do not rely on this answer." : "Like what the model was trained on.";
   const most = Math.min(mostOf(ood.measure, model.labels?.length ?? 2), Math.max(3 * threshold, 1.1 * score)) || 1;
   gauge($("gauge"), { score, threshold, most });
-  $("at-threshold").style.left = `${Math.min(100, (100 * threshold) / most)}%`;
+  $("at-threshold").style.left = `clamp(4.5rem, ${(100 * threshold) / most}%, 100% - 6rem)`; // clear of the scale's ends
   $("at-threshold").textContent = `threshold ${figure(threshold)}`;
   $("gauge-most").textContent = figure(most);
   $("gauge-said").textContent = `Score ${figure(score)}, ${ood.flag ? "above" : "not above"} the threshold ${figure(threshold)}.`;
