@@ -36,6 +36,7 @@ class Server:
         self.repository: Repository | None = None
         self.predictor: Predictor | None = None
         self.started = self.draining = False
+        self.under_way = 0  # predictions
         self.routes = routes(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,10 +81,16 @@ class Server:
             raise Problem(405, "this path takes POST.", {"Allow": "POST"})
         if self.predictor is None:
             raise Problem(503, "the server is starting; /readyz says when it is ready.", {"Retry-After": "1"})
-        if v1:
-            await self.predictor.v1(scope, receive, send, asked, v1[1])
-        elif v2:
-            await self.predictor.v2(scope, receive, send, asked, v2[1], v2[2])
+        if self.under_way >= self.settings.max_requests:
+            raise Problem(429, f"{self.under_way} predictions are under way.", {"Retry-After": "1"}, "queue_full")
+        self.under_way += 1
+        try:
+            if v1:
+                await self.predictor.v1(scope, receive, send, asked, v1[1])
+            elif v2:
+                await self.predictor.v2(scope, receive, send, asked, v2[1], v2[2])
+        finally:
+            self.under_way -= 1
 
     def _finish(self, scope: Scope, id_: str, asked: Asked, status: int, seconds: float) -> None:
         if asked.served is not None:

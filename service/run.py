@@ -15,6 +15,7 @@ from dubito.service.app import Server, application
 from dubito.service.logs import start_logging
 from dubito.service.settings import Settings
 
+KEEP_ALIVE = 65  # seconds that an idle connection stays: longer than the minute of usual proxies
 log = logging.getLogger("dubito")
 
 
@@ -36,6 +37,7 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
         access_log=False,
         server_header=False,
         lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(settings.drain_seconds) + 1,
     )
     with _listen(settings) as listener, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:

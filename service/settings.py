@@ -37,6 +37,7 @@ class Settings(BaseSettings):
 
     samples: Annotated[int, Field(ge=0, description="Posterior draws K of a request that does not say.")] = 20
     max_samples: Annotated[PositiveInt, Field(description="Most draws that a request may ask for.")] = 1024
+    max_requests: Annotated[PositiveInt, Field(description="Predictions under way at once; more get 429.")] = 2048
     max_rows: Annotated[PositiveInt, Field(description="Most inputs of a request.")] = 4096
     max_values: Annotated[
         PositiveInt, Field(description="Most numbers (inputs × draws × outputs) of a reply that lists its draws.")
