@@ -357,7 +357,7 @@ def _check_regression(client: Any, path: Path, x: Array) -> None:
 
 
 def test_a_repository_that_may_not_be_changed(serve: Serve) -> None:
-    server = serve("--set", "repository_api=false")
+    server = serve("--set", "repository_api=false", "--set", "buckets=1")
     with triton.InferenceServerClient(server.address) as client:
         for change in (client.load_model, client.unload_model):
             with pytest.raises(InferenceServerException, match=r"\[503\] .*repository_api is off"):
