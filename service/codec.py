@@ -19,17 +19,19 @@ from dubito.models.manifest import Input
 from dubito.service.problems import Problem
 
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")
+TOGETHER = 16  # times the pixels of the largest picture are taken in one request
 NPY = ("application/x-npy", "application/octet-stream")
 NPY_MAGIC = b"\x93NUMPY"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Codec:
-    """What one model takes, and how much of it."""
+    """What one model takes, and how much of it in one request."""
 
     declared: Input
     max_rows: int
-    max_pixels: int
+    max_pixels: int  # of a picture
+    pixels: int = 0  # of the pictures so far
 
     def from_body(self, kind: str, body: bytes, content_type: str) -> Tensor:
         """A body that is no JSON."""
@@ -165,6 +167,10 @@ class Codec:
     def _check_pixels(self, width: int, height: int) -> None:
         if width * height > self.max_pixels:
             raise Problem(413, f"a picture has {width} × {height} pixels; at most {self.max_pixels:,} are taken.")
+        self.pixels += width * height
+        if self.pixels > TOGETHER * self.max_pixels:
+            most = TOGETHER * self.max_pixels
+            raise Problem(413, f"the pictures have more than {most:,} pixels, which is what a request may have.")
 
 
 def _base64(text: object, whose: str) -> bytes:

@@ -21,7 +21,7 @@ from dubito.service.codec import NPY, Codec
 from dubito.service.engine import Ask
 from dubito.service.http import Receive, Scope, Send, headers_of, pack, query_of, read_body, reply, unless_gone
 from dubito.service.options import Options, read_options, said
-from dubito.service.problems import Problem
+from dubito.service.problems import Late, Problem
 from dubito.service.repository import Repository, Served
 from dubito.service.settings import Settings
 
@@ -177,8 +177,11 @@ class Predictor:
         ask = Ask(x, options.samples, options.seed, options.max_samples, options.tolerance, keep)
         left = timing.began + options.timeout_ms / 1000 - timing.parsed
         tickets = served.batcher.put(ask, left)
-        async with unless_gone(receive, tickets):
-            found = await served.batcher.answered(tickets)
+        try:
+            async with unless_gone(receive, tickets):
+                found = await served.batcher.answered(tickets)
+        except Late:
+            raise Late(options.timeout_ms / 1000) from None  # as it was asked for, whatever reading took of it
         timing.answered = time.monotonic()
         waited = max(0.0, tickets[-1].ended - tickets[0].queued - sum(found.seconds.values()))
         timing.inside = {"queue": waited, **found.seconds}

@@ -595,19 +595,21 @@ def test_odd_names(http: httpx.Client, name: str) -> None:
 
 
 def test_bodies_over_the_limit(serve: Serve) -> None:
-    server = serve("--set", "buckets=1", "--set", "body_bytes=4000", "--set", "max_rows=3", "--set", "max_samples=50")
+    limits = {"body_bytes": 8000, "max_rows": 20, "max_samples": 50, "image_pixels": 1000, "buckets": 1}
+    server = serve(*(word for key, value in limits.items() for word in ("--set", f"{key}={value}")))
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for path in (V1, V2, "/v2/repository/index", "/v2/repository/models/digits/load"):
-            for content in (bytes(4001), iter([bytes(3000), bytes(3000)])):
+            for content in (bytes(8001), iter([bytes(6000), bytes(6000)])):
                 said = answered(client.post(path, content=content), 413)
-                assert "4,000" in said or "4000" in said
-        packed = client.post(V1, content=gzip.compress(bytes(4001)), headers={"content-encoding": "gzip"})
-        answered(packed, 413)
-        rows = client.post(
-            V1, content=npy(np.zeros((4, 1, 8, 8), "<f4")), headers={"content-type": "application/x-npy"}
-        )
-        assert "4 inputs came; at most 3" in answered(rows, 413)
-        assert "at most 3" in answered(client.post(V1, json={"images": [""] * 4}), 413)
-        assert "at most 3" in answered(client.post(V1, files=[("f", ("x", GREY))] * 4), 413)
+                assert "at most 8,000" in said or "more than 8,000" in said
+        packed = client.post(V1, content=gzip.compress(bytes(8001)), headers={"content-encoding": "gzip"})
+        assert "unpacks to more than 8,000" in answered(packed, 413)
+        rows = npy(np.zeros((21, 1, 8, 8), "<f4"))
+        assert "21 inputs came; at most 20" in send(client, rows, "application/x-npy", 413)
+        assert "at most 20" in answered(client.post(V1, json={"images": [""] * 21}), 413)
+        assert "at most 20" in answered(client.post(V1, files=[("f", ("x", GREY))] * 21), 413)
         assert "from 0 to 50" in answered(client.post(V1, json={"inputs": [], "samples": 51}), 400)
+        large = base64.b64encode(png_of(30, 30, zlib.compress(bytes(30 * 31)))).decode()
+        answered(client.post(V1, json={"images": [large] * 17}), 200)
+        assert "more than 16,000 pixels" in answered(client.post(V1, json={"images": [large] * 18}), 413)
         check_good(client)

@@ -416,7 +416,7 @@ def test_pictures_for_a_model_that_takes_none(place: Place) -> None:
         {"json": {"images": [base64.b64encode(file.getvalue()).decode()]}},
         {"files": {"file": ("x.png", file.getvalue())}},
     ):
-        reply = place.http.post("/v1/models/plants/predict", **request)  # type: ignore[arg-type]
+        reply = place.http.post("/v1/models/plants/predict", **request)
         assert reply.status_code == 415
         assert reply.json()["detail"] == "this model takes tensors of shape (B, 4), not pictures."
 
