@@ -1,9 +1,9 @@
 """Twice what the server can do: how many requests are refused, how fast, and what those who are accepted wait.
 
 The capacity is measured first, by a closed loop that the queue can hold. Then requests come at twice that rate,
-whatever becomes of them. Refusals should take the server less than 5 ms; an accepted request waits at most for the queue and the
-batch before it, so for their work over the rate at which work is done. Times are given as the client sees them, from
-when each request was due, and as the server logs them; on few cores the client takes time from the server.
+whatever becomes of them. Refusals should take the server less than 5 ms; an accepted request waits at most for the
+queue and the batch before it, so for their work over the rate at which work is done. Times are given as the client sees
+them, from when each request was due, and as the server logs them; on few cores the client takes time from the server.
 """
 
 import argparse
