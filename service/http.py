@@ -28,7 +28,12 @@ class ClientGone(Exception):
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    """Decoded once for each request."""
+    found: dict[str, str] | None = scope.get("dubito.headers")
+    if found is None:
+        found = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        scope["dubito.headers"] = found
+    return found
 
 
 def query_of(scope: Scope) -> dict[str, str]:

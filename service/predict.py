@@ -255,11 +255,11 @@ def served_outputs(served: Served) -> dict[str, tuple[str, list[int]]]:
 def outputs_of(prediction: Prediction, served: Served) -> dict[str, NDArray[Any]]:
     """One row for each input; what a calibration decides is there where there is one."""
     s, calibration = prediction.summary, served.model.card.calibration
-    rules = rules_of(prediction, calibration)
+    rules = [] if calibration is None else rules_of(prediction, calibration)
     found: dict[str, NDArray[Any]] = {name: tensor.numpy() for name, tensor in vars(s).items()}
     if isinstance(s, Classified):
-        leading, which = s.probabilities.max(-1)
-        found |= {"class": which.numpy(), "max_probability": leading.numpy()}
+        p = found["probabilities"]  # numpy, here and below: for a few numbers it is much cheaper than torch
+        found |= {"class": p.argmax(-1), "max_probability": p.max(-1)}
         if calibration is not None:
             found["prediction_set"] = fits(s, rules).numpy()
     elif calibration is not None:
