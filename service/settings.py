@@ -156,3 +156,11 @@ def as_toml(settings: Settings) -> str:
         else:
             lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}"]
     return "\n".join(lines)
+
+
+def as_table() -> str:
+    """The reference in docs/operations.md: every setting, what it does and what it is without being told."""
+    rows = ["| setting | default | |", "|---|---|---|"]
+    for name, value in Settings.model_construct().model_dump(mode="json").items():
+        rows.append(f"| `{name}` | `{json.dumps(value)}` | {Settings.model_fields[name].description} |")
+    return "\n".join(rows)
