@@ -43,10 +43,9 @@ Json = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def server(serve: Serve, make_artifact: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Live:
-    """One of its own, whose second model may be unloaded."""
-    return serve(
-        embedded(), make_artifact(tmp_path_factory.mktemp("openapi") / "prices.safetensors", kind="regression")
-    )
+    """One of its own, whose second model may be unloaded; quick to start, and to answer whatever is asked for."""
+    second = make_artifact(tmp_path_factory.mktemp("openapi") / "prices.safetensors", kind="regression")
+    return serve(embedded(), second, "--set", "buckets=1,2", "--set", "max_samples=64")
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +160,7 @@ def test_no_reply_is_undocumented(server: Live, document: Json, mode: Generation
             continue  # paths are text, so that no wrong one can be made
         hard = "predict" in operation.path or "infer" in operation.path
         with httpx.Client(base_url=server.url, timeout=60) as client:
-            ask(operation, mode, 60 if hard else 15, seen, client)
+            ask(operation, mode, 40 if hard else 8, seen, client)
     statuses = {label: {status for at, status in seen if at == label} for label, _ in seen}
     for label, found_statuses in statuses.items():
         if mode == GenerationMode.POSITIVE:
