@@ -19,7 +19,7 @@ from dubito.models.mixture import Mixture
 from dubito.models.network import BayesianNetwork
 from dubito.models.options import Options, Overrides, check_used, describe, naming, one_of, options_for, pair
 from dubito.models.prediction import evaluating, predict
-from dubito.models.start import CONVERTIBLE, SPREAD_U, Start, geometry_of, inducing_for, posterior_for, weight_of
+from dubito.models.start import CONVERTIBLE, Start, geometry_of, inducing_for, posterior_for, weight_of
 from dubito.models.weight_space import WeightSpace
 
 
@@ -32,7 +32,7 @@ def bayesianize(
     unsupported: Literal["error", "leave"] = "error",
     start: Start = "network",
     hierarchy: int | tuple[int, int] | None = None,
-    spread: float = SPREAD_U,
+    spread: float | None = None,
     task: Task | None = None,
     data: Iterable[tuple[Tensor, Tensor]] | None = None,
     **options: Any,
@@ -44,13 +44,13 @@ def bayesianize(
     module name, glob or layer type; a name beats a glob, a glob beats a type, and later entries beat earlier ones.
     A layer that holds weights but cannot be converted is an error, or left deterministic with `unsupported="leave"`.
     `hierarchy` puts global inducing weights of that size above those of the layers [Ritter21, appendix H].
-    `spread` is how far apart the members of Ensemble-U start, in standard deviations of V's prior: members that start
-    at one network stay near it, and near each other, unless it is large.
+    `spread` is how wide q(V) starts: its standard deviation, or how far apart the members of Ensemble-U are. What
+    starts narrow around a trained network may stay near it, and doubt little.
     With `data` (batches of inputs and labels) the accuracy before and after is printed, for regression the error.
     """
     one_of("start", start, get_args(Start))
     one_of("unsupported", unsupported, ("error", "leave"))
-    if not 0 < spread < math.inf:
+    if spread is not None and not 0 < spread < math.inf:
         raise ConversionError(f"spread is {spread}; expected a positive number.")
     M_out, M_in = pair(inducing)
     base = Options(method, M_out, M_in).changed(options)  # type: ignore[arg-type]  # checked there
@@ -117,7 +117,7 @@ def assemble(
     hierarchy: Hierarchy | None,
     task: Task | None,
     start: Start,
-    spread: float = SPREAD_U,
+    spread: float | None = None,
 ) -> BayesianNetwork:
     """A copy of `net` with the layers that the entries describe: the part that conversion and loading share."""
     found = dict(net.named_modules())

@@ -21,9 +21,9 @@ from dubito.models.weight_space import WeightSpace
 
 Start = Literal["network", "prior"]
 
-V_STD = math.sqrt(1e-3)  # of q(V) at the start
+V_STD = math.sqrt(1e-3)  # of q(V) at the start, where no spread is asked for
 W_STD = 1e-4  # of q(W) at the start
-SPREAD_U, SPREAD_W = 0.1, 0.05  # how far ensemble members start from each other, in units of V's prior and of W's own
+SPREAD_U, SPREAD_W = 0.1, 0.05  # how far ensemble members start from each other; the second in units of W's own
 
 CONVERTIBLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -54,7 +54,7 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def posterior_for(
-    entry: Layer, geometry: Geometry, module: nn.Module, start: Start, spread: float
+    entry: Layer, geometry: Geometry, module: nn.Module, start: Start, spread: float | None
 ) -> tuple[nn.Module, Tensor | None]:
     """The posterior, and for inducing weights the V that its mean weight comes from."""
     W = weight_of(module)
@@ -94,9 +94,12 @@ def _apart(members: int, like: Tensor) -> Tensor:
 
 
 def inducing_for(
-    entry: InducingLayer, d_out: int, d_in: int, W: Tensor | None, like: Tensor, spread: float
+    entry: InducingLayer, d_out: int, d_in: int, W: Tensor | None, like: Tensor, spread: float | None
 ) -> tuple[Inducing, Tensor]:
     """From the prior, or with W given, from its truncated SVD; and the V that the mean weight comes from."""
+    std, distance = (V_STD, SPREAD_U) if spread is None else (spread, spread)
+    if spread is not None and entry.sigma_max is not None and spread >= entry.sigma_max:
+        raise ConversionError(f"spread is {spread} and sigma_max {entry.sigma_max}; expected a spread below its cap.")
     Z_r = like.new_empty(entry.M_out, d_out).normal_() / math.sqrt(entry.M_out)
     Z_c = like.new_empty(entry.M_in, d_in).normal_() / math.sqrt(entry.M_in)
     V = like.new_empty(entry.M_out, entry.M_in).normal_()
@@ -109,11 +112,11 @@ def inducing_for(
         blank.directions = like.new_zeros(entry.directions, d_in)
     match entry.method:
         case "ffg-u":
-            blank.law = MeanField(V, V_STD, entry.sigma_max)
+            blank.law = MeanField(V, std, entry.sigma_max)
         case "fcg-u":
-            blank.law = FullCovariance(V, V_STD, entry.sigma_max)
+            blank.law = FullCovariance(V, std, entry.sigma_max)
         case "ensemble-u":
-            blank.law = Mixture(V + spread * apart)
+            blank.law = Mixture(V + distance * apart)
     return blank, V
 
 

@@ -56,12 +56,21 @@ def test_the_mean_weight_starts_as_the_best_fit_of_rank_M(method: str, inducing:
 
 def test_members_start_as_far_from_each_other_as_asked() -> None:
     """Around the network's weights, so that their mean stays where it is."""
-    far, near = (bayesianize(small(), "ensemble-u", inducing=3, members=40, spread=s) for s in (0.5, 0.1))
+    far, near = (bayesianize(small(), "ensemble-u", inducing=3, members=40, spread=s) for s in (0.5, None))
     for name in far.layers:
-        points = [n.layers[name].q.factors().q_V.points for n in (far, near)]  # type: ignore[union-attr]
+        points = [n.layers[name].q.factors().q_V.points for n in (far, near)]  # type: ignore[attr-defined]
         assert points[0].std(0).mean() == pytest.approx(0.5, rel=0.1)
         assert points[1].std(0).mean() == pytest.approx(0.1, rel=0.1)
         torch.testing.assert_close(points[0].mean(0), points[1].mean(0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_gaussian_starts_as_wide_as_asked() -> None:
+    wide, narrow = (bayesianize(small(), "ffg-u", inducing=3, sigma_max=1.0, spread=s) for s in (0.5, None))
+    for name in wide.layers:
+        q, other = (n.layers[name].q.factors().q_V for n in (wide, narrow))  # type: ignore[attr-defined]
+        torch.testing.assert_close(q.spread, torch.full((3, 3), 0.5))
+        assert other.spread.max() < 0.04
+        assert torch.equal(q.centre, other.centre)
 
 
 def test_the_start_is_exact_for_any_D() -> None:
@@ -157,6 +166,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "start": ({"method": "ffg-u", "start": "trained"}, "start is 'trained'; expected one of network, prior"),
     "unsupported": ({"method": "ffg-u", "unsupported": "raise"}, "unsupported is 'raise'"),
     "members all the same": ({"method": "ensemble-u", "spread": 0.0}, "spread is 0.0; expected a positive number"),
+    "wider than its cap": ({"method": "ffg-u", "spread": 0.1}, "layer '0': spread is 0.1 and sigma_max 0.1; expected"),
     "no data": ({"method": "ffg-u", "data": []}, "holds no examples"),
     "hierarchy of nothing": ({"method": "ffg-u", "hierarchy": 0}, "size 0"),
     "another q under a hierarchy": (
