@@ -31,7 +31,12 @@ METHODS: dict[str, list[str]] = {
     "ensemble-w": ["posterior.method=ensemble-w", "posterior.options={members=3}", "fit.samples=3", *PLAIN],
     "ffg-w": ["posterior.method=ffg-w", "posterior.options={}"],
     "ffg-u": [],
-    "ensemble-u": ["posterior.method=ensemble-u", "posterior.options={inducing=32, members=4, lam_max=0.02}"],
+    "ensemble-u": [
+        "posterior.method=ensemble-u",
+        "posterior.options={inducing=32, members=4, lam_max=0.1, spread=0.4}",
+        "fit.likelihood_epochs=5",
+        "fit.warmup_epochs=10",
+    ],
 }
 COLUMNS = (
     "accuracy",
