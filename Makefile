@@ -7,7 +7,7 @@ BENCH ?= $(filter-out _% $(NEED_DATA),$(basename $(notdir $(wildcard benchmarks/
 DATA ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve lint test test-slow bench embedded lock clean
+.PHONY: help setup serve lint test test-slow bench embedded reference lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -40,6 +40,9 @@ bench: $(READY) ## every benchmark that needs no data, or one: make bench BENCH=
 embedded: $(READY) ## train the embedded default model anew
 	$(BIN)/dubito train digits --fresh --device cpu --out models/digits.safetensors
 	rm -rf models/digits*.log.csv models/digits*.tensorboard
+
+reference: $(READY) ## write the table of settings into docs/operations.md
+	$(BIN)/python docs/reference.py
 
 lock: $(READY) ## pin the versions that the image holds, for both kinds of machine
 	$(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --upgrade --quiet --no-header --no-annotate \

@@ -141,12 +141,9 @@ def test_nothing_of_the_build_is_kept(image: tuple[Builder, str]) -> None:
     container = buildah("from", "--pull=never", name)
     root = Path(buildah("mount", container))
     assert not (root / "etc/pip.conf").exists()
-    writable = subprocess.run(
-        ["find", root / "opt", root / "models", *"( -uid 10001 -o -perm -o+w ) -not -type l".split()],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    owned_or_open = ["(", "-uid", "10001", "-o", "-perm", "-o+w", ")", "-not", "-type", "l"]
+    find = ["find", str(root / "opt"), str(root / "models"), *owned_or_open]
+    writable = subprocess.run(find, capture_output=True, text=True, check=True)
     assert writable.stdout == ""
 
 
