@@ -123,6 +123,8 @@ def _tensor(entry: dict[str, Any], rest: memoryview) -> tuple[Values, memoryview
         raise Problem(400, f"input {name!r} has datatype {str(kind)[:40]!r}; expected {', '.join(TYPES)} or BYTES.")
     if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
         raise Problem(400, f"input {name!r} has no shape; expected a list of sizes.")
+    if 0 in shape:
+        raise Problem(400, f"input {name!r} has shape {shape}; expected at least one row.")
     size = _parameters(entry, "an input").get("binary_data_size")
     if size is None:
         return _from_json(entry, name, kind, shape), rest

@@ -161,6 +161,7 @@ def test_shapes_and_sizes_that_lie(http: httpx.Client, shape: list[int], kind: s
         [HUGE] * 8,
         [1 << 32, 1 << 32],
         [0, HUGE],
+        [0, HUGE, HUGE],
         [1, 1, 8, 8, 0],
         [],
         [64],
@@ -182,6 +183,9 @@ def test_absurd_shapes(http: httpx.Client, shape: Any) -> None:
     post(http, header(shape=shape), X.tobytes(), 400)
     told = header(shape=shape, data=X.ravel().tolist())
     del told["inputs"][0]["parameters"]
+    answered(http.post(V2, content=dumped(told)), 400)
+    post(http, header(shape=shape, size=0), b"", 400)
+    told["inputs"][0]["data"] = []
     answered(http.post(V2, content=dumped(told)), 400)
     for size in (0, 256):
         post(http, header(shape=shape, datatype="BYTES", size=size), bytes(size), 400, 413)
