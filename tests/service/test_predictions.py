@@ -5,6 +5,8 @@ import base64
 import io
 import json
 import re
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -436,10 +438,11 @@ def test_no_reply_tells_where_things_lie(place: Place) -> None:
     texts = [place.http.get(path).text for path in paths]
     texts += [place.http.post("/v2/repository/index").text]
     texts += [place.http.post("/v2/repository/models/%2e%2e%2fplants/load").text]
+    places = [
+        place for place in map(str, (sys.prefix, Path.cwd(), Path.home(), tempfile.gettempdir())) if len(place) > 1
+    ]
     for text in texts:
-        assert not re.search(
-            r"safetensors\b(?<!dubito_safetensors)|/tmp|/home|/root|/work|Traceback|site-packages", text
-        )
+        assert not any(word in text for word in (".safetensors", "Traceback", "site-packages", *places))
 
 
 def test_every_field_can_be_asked_for(place: Place) -> None:
