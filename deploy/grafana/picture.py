@@ -117,8 +117,8 @@ def text_of(value: float, unit: str, decimals: int | None = None) -> str:
             return f"{1e6 * value:.3g} µs"
         case "s" if 0 < abs(value) < 1:
             return f"{1e3 * value:.3g} ms"
-    suffix = {"s": " s", "reqps": " req/s", "cps": " /s"}.get(unit, unit.partition(":")[2])
-    return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}") + suffix
+    suffix = {"s": "s", "reqps": "req/s"}.get(unit, unit.partition(":")[2])
+    return f"{value:,.0f} {suffix}".rstrip() if abs(value) >= 100 else f"{value:.3g} {suffix}".rstrip()
 
 
 def _scaled(value: float, base: int, names: tuple[str, ...]) -> str:
@@ -178,7 +178,7 @@ def bargauge(panel: Panel, found: list[Line], span: Span, width: float, height: 
     """A bar for each series, as long as its last value."""
     defaults = panel["fieldConfig"]["defaults"]
     top = max((line.last for line in found if line.points), default=0.0) or 1.0
-    each = min(52.0, height / max(1, len(found)))
+    each = min(60.0, height / max(1, len(found)))
     names = min(0.5 * width, 7 * max((len(line.name) for line in found), default=0) + 10)
     room = width - names - 76
     drawn = []
