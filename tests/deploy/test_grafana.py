@@ -228,6 +228,21 @@ def test_the_data_source_is_the_provisioned_one(dashboard: Json, picture: Module
     assert source["jsonData"]["timeInterval"] == every == f"{picture.SCRAPE}s"
 
 
+def test_addresses_and_folders_are_those_of_the_compose_file() -> None:
+    services = yaml.safe_load((REPO / "docker-compose.yml").read_text())["services"]
+    mounted = [tuple(volume.split(":")[:2]) for volume in services["grafana"]["volumes"]]
+    [provider] = yaml.safe_load((GRAFANA / "provisioning" / "dashboards" / "dubito.yml").read_text())["providers"]
+    assert ("./deploy/grafana/dashboards", provider["options"]["path"]) in mounted
+    assert ("./deploy/grafana/provisioning", "/etc/grafana/provisioning") in mounted
+    [source] = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert "prometheus" in services
+    [job] = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["dubito:8000"]}]
+    for name in ("dubito", "dubito-cpu"):  # whichever profile runs answers to this name
+        assert services[name]["networks"]["default"]["aliases"] == ["dubito"]
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
