@@ -34,6 +34,7 @@ def running(command: Sequence[str], log: Path, health: str) -> Iterator[Server]:
     with create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
+    clean["OMP_NUM_THREADS"] = "1"  # on two cores, threads that wait for each other are all one would see
     words = [sys.executable, "-m", *command, "--port", str(port)]
     with log.open("w") as file, subprocess.Popen(words, stdout=file, stderr=file, env=clean) as process:
         server = Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid), log)

@@ -2,8 +2,9 @@
 
 All serve the same small network on one 3 × 32 × 32 float32 image. Processor time is that of the server's whole process
 tree over many requests, from a client in a process of its own; medians over rounds in which the servers take turns.
-"Beyond the model" takes off what the model costs in this process: ours by the engine, at the mean batch size that the
-server met; the others by the plain network on one image.
+"Beyond the model" takes off what the model costs: ours by the processor time that the server itself counts for its
+engine (`dubito_engine_cpu_seconds_total`), the others by the plain network on one image. All run torch on one thread,
+and none logs its requests.
 """
 
 import argparse
@@ -30,12 +31,10 @@ from rich.table import Table
 from benchmarks._measure import machine
 from benchmarks._server import Server, running
 from benchmarks._tiny import CLASSES, SHAPE, answer, network
-from dubito.models import bayesianize, load, save
+from dubito.models import bayesianize, save
 from dubito.models.manifest import Card, Input
 from dubito.service.client import infer_body
-from dubito.service.engine import Ask, Engine
 from dubito.service.load import Load, Target, post, put
-from dubito.service.settings import Settings
 
 JSON = {"content-type": "application/json"}
 
@@ -50,6 +49,7 @@ class Rival:
     ours: bool
     cpu: list[float] = field(default_factory=list)  # seconds per request, each round
     rows: list[float] = field(default_factory=list)  # mean batch, each round
+    model: list[float] = field(default_factory=list)  # seconds per request, each round
 
 
 def main() -> None:
@@ -63,13 +63,13 @@ def main() -> None:
         artifact = write_artifact(Path(folder) / "tiny.safetensors")
         rivals = start(stack, artifact, Path(folder), console)
         measure(rivals, args.requests, args.rounds, args.concurrency)
-        console.print(compare(rivals, artifact, args.concurrency))
+        console.print(compare(rivals, args.concurrency))
     console.print(machine())
 
 
 def start(stack: ExitStack, artifact: Path, folder: Path, console: Console) -> list[Rival]:
     x = np.random.default_rng(0).standard_normal((1, *SHAPE), dtype=np.float32)
-    command = ["dubito", "serve", str(artifact), "--set", "samples=1"]
+    command = ["dubito", "serve", str(artifact), "--set", "samples=1", "--set", "log_level=warning"]
     ours = stack.enter_context(running(command, folder / "ours.log", "/readyz"))
     binary, headers = infer_body(x, {})
     infer, nested = "/v2/models/tiny/infer", orjson.dumps({"inputs": x}, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -96,6 +96,7 @@ def flat(x: NDArray[np.float32]) -> bytes:
 def measure(rivals: list[Rival], requests: int, rounds: int, concurrency: int) -> None:
     """In turn, so that a noisy moment hits everybody; the first round is not counted."""
     spawn = multiprocessing.get_context("spawn")
+    plain = network_cpu()
     with (
         ProcessPoolExecutor(1, mp_context=spawn) as client,
         Progress(console=Console(stderr=True), transient=True) as bar,
@@ -103,15 +104,16 @@ def measure(rivals: list[Rival], requests: int, rounds: int, concurrency: int) -
         task = bar.add_task("measuring", total=(rounds + 1) * len(rivals))
         for turn in range(rounds + 1):
             for rival in rivals:
-                batches, before = batches_of(rival), rival.server.cpu()
+                met, before = told_by(rival), rival.server.cpu()
                 found: Load = client.submit(drive, rival.target, requests, concurrency).result()
                 spent = rival.server.cpu() - before
                 if not (found.status == 200).all():
                     raise SystemExit(f"{rival.name}: not every request was answered: {found.summary()['statuses']}")
                 if turn:
                     rival.cpu.append(spent / requests)
-                    count, rows = (after - b for after, b in zip(batches_of(rival), batches, strict=True))
+                    count, rows, engine = (after - b for after, b in zip(told_by(rival), met, strict=True))
                     rival.rows.append(rows / count if count else 1.0)
+                    rival.model.append(engine / requests if rival.ours else plain)
                 bar.advance(task)
 
 
@@ -120,34 +122,26 @@ def drive(target: Target, requests: int, concurrency: int) -> Load:
     return put(target, np.zeros(requests), connections=concurrency)
 
 
-def batches_of(rival: Rival) -> tuple[float, float]:
-    """Batches and rows that our server has met."""
+def told_by(rival: Rival) -> tuple[float, ...]:
+    """Batches, rows and seconds of the engine that our server has counted."""
+    names = ("dubito_batch_size_count", "dubito_batch_size_sum", "dubito_engine_cpu_seconds_total")
     if not rival.ours:
-        return 0.0, 0.0
+        return (0.0, 0.0, 0.0)
     lines = httpx.get(rival.server.url + "/metrics").text.splitlines()
-    told = {line.partition("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("dubito_batch_size_")}
-    return told["dubito_batch_size_count"], told["dubito_batch_size_sum"]
+    told = {line.partition("{")[0]: float(line.split()[-1]) for line in lines if line.startswith(names)}
+    return tuple(told[name] for name in names)
 
 
-def compare(rivals: list[Rival], artifact: Path, concurrency: int) -> Table:
+def compare(rivals: list[Rival], concurrency: int) -> Table:
     table = Table(title=f"server CPU per request, concurrency {concurrency}, one 3 × 32 × 32 image")
     for column in ("", "whole, ms", "mean batch", "model, ms", "beyond the model, ms", "rounds from, to"):
         table.add_column(column, justify="left" if not column else "right")
     for rival in rivals:
-        rows = statistics.median(rival.rows)
-        model = engine_cpu(artifact, max(1, round(rows))) if rival.ours else network_cpu()
-        whole = statistics.median(rival.cpu)
-        low, high = 1000 * (min(rival.cpu) - model), 1000 * (max(rival.cpu) - model)
-        values = (f"{1000 * whole:.3f}", f"{rows:.1f}", f"{1000 * model:.3f}", f"{1000 * (whole - model):.3f}")
-        table.add_row(rival.name, *values, f"{low:.3f}, {high:.3f}")
+        beyond = [1000 * (whole - model) for whole, model in zip(rival.cpu, rival.model, strict=True)]
+        whole, model = (1000 * statistics.median(values) for values in (rival.cpu, rival.model))
+        values = (f"{whole:.3f}", f"{statistics.median(rival.rows):.1f}", f"{model:.3f}")
+        table.add_row(rival.name, *values, f"{statistics.median(beyond):.3f}", f"{min(beyond):.3f}, {max(beyond):.3f}")
     return table
-
-
-def engine_cpu(artifact: Path, rows: int) -> float:
-    """Seconds of processor time for one of so many requests that are answered together."""
-    engine = Engine(load(artifact), Settings().buckets)
-    asks = [Ask(torch.randn(1, *SHAPE), 1, None, 1, 0.05) for _ in range(rows)]
-    return processor_time(lambda: engine.answer(asks)) / rows
 
 
 def network_cpu() -> float:

@@ -1,9 +1,10 @@
 """Twice what the server can do: how many requests are refused, how fast, and what those who are accepted wait.
 
 The capacity is measured first, by a closed loop that the queue can hold. Then requests come at twice that rate,
-whatever becomes of them. Refusals should take the server less than 5 ms; an accepted request waits at most for the
-queue and the batch before it, so for their work over the rate at which work is done. Times are given as the client sees
-them, from when each request was due, and as the server logs them; on few cores the client takes time from the server.
+whatever becomes of them. Refusals should take the server less than 5 ms; what is under way, an accepted request itself
+included, is bounded, so it waits at most for that work over the rate at which work is done. Times are given as the
+client sees them, from when each request was due, and as the server logs them; on few cores the client takes time from
+the server.
 """
 
 import argparse
@@ -45,9 +46,9 @@ def main() -> None:
     console.print(f"capacity: {capacity:.0f} requests a second (closed loop, {args.queue} connections, K = {K})")
     console.print(report(found, logged, f"{args.times:g} times the capacity, {rate}/s for {args.seconds:g} s"))
     refused = float((found.status == 429).mean())
-    bound = (args.queue + args.batch) / found.achieved()
+    bound = args.queue / found.achieved()
     console.print(f"refused: {100 * refused:.1f} % of {len(found.due)}; answered: {found.achieved():.0f} a second")
-    console.print(f"bound for accepted requests: ({args.queue} + {args.batch}) requests / that = {1000 * bound:.0f} ms")
+    console.print(f"bound for accepted requests: {args.queue} requests / that = {1000 * bound:.0f} ms")
     for doubt in doubts([found]):
         console.print(doubt)
     console.print(machine())

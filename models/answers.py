@@ -1,24 +1,29 @@
 """A prediction in words: per input, the fields that the command line and the REST reply share."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.manifest import Calibration, Card, Measure, at_or_below
 from dubito.models.prediction import Prediction
 from dubito.models.uncertainty import Classified, Regressed
 
+Columns = dict[str, NDArray[Any]]  # by name, one row per input
+
 
 def answers(prediction: Prediction, card: Card) -> list[dict[str, Any]]:
     """One dictionary per input; what needs calibration is None where there is none."""
-    summary, settled = prediction.summary, prediction.settled
-    rules = rules_of(prediction, card.calibration)
-    rows = _classes(summary, rules, card) if isinstance(summary, Classified) else _values(summary, rules)
-    if settled is not None:
-        rows = [row | {"samples": K} for row, K in zip(rows, settled.samples.tolist(), strict=True)]
-    return rows
+    rules = Rulebook(card.calibration).of(prediction)
+    settled = prediction.settled
+    return rows_of(
+        columns_of(prediction.summary, rules), rules, card, None if settled is None else settled.samples.tolist()
+    )
 
 
 @dataclass(frozen=True)
@@ -29,17 +34,28 @@ class Rule:
     quantile: float | None  # conformal scores within it fit
 
 
-def rules_of(prediction: Prediction, calibration: Calibration | None) -> list[Rule]:
-    """By the draws that each input got."""
-    settled = prediction.settled
-    n = len(next(iter(scores(prediction.summary).values())))
-    if settled is None:
-        return [rule_for(calibration, prediction.samples)] * n
-    auto = None if calibration is None else calibration.auto
-    drawn: list[int] = settled.samples.tolist()
-    if auto is None or (auto.tolerance, auto.max_samples) != (settled.tolerance, settled.max_samples):
-        return [rule_for(calibration, K) for K in drawn]
-    return [auto_rule(calibration, K) for K in drawn]
+class Rulebook:
+    """A calibration's rules, each looked up once."""
+
+    def __init__(self, calibration: Calibration | None) -> None:
+        self.calibration = calibration
+        self._known: dict[object, Rule] = {}
+
+    def of(self, prediction: Prediction) -> list[Rule]:
+        """By the draws that each input got."""
+        settled = prediction.settled
+        if settled is None:
+            return [self.rule(prediction.samples)] * len(next(iter(vars(prediction.summary).values())))
+        return [self.rule(K, settled.tolerance, settled.max_samples) for K in settled.samples.tolist()]
+
+    def rule(self, K: int, tolerance: float | None = None, max_samples: int | None = None) -> Rule:
+        """For K draws; with a tolerance and a limit, for K draws after which `auto` with them had settled."""
+        key = (K, tolerance, max_samples)
+        if key not in self._known:
+            auto = None if self.calibration is None or tolerance is None else self.calibration.auto
+            fits_auto = auto is not None and (auto.tolerance, auto.max_samples) == (tolerance, max_samples)
+            self._known[key] = auto_rule(self.calibration, K) if fits_auto else rule_for(self.calibration, K)
+        return self._known[key]
 
 
 def rule_for(calibration: Calibration | None, K: int) -> Rule:
@@ -84,76 +100,80 @@ def threshold_for(calibration: Calibration, K: int) -> tuple[Measure, int, float
     return None if chosen is None else (measure, *chosen)
 
 
-def _classes(s: Classified, rules: list[Rule], card: Card) -> list[dict[str, Any]]:
-    oods, fit = oods_of(s, rules), fits(s, rules).tolist()
-    rows = []
-    for i, p in enumerate(s.probabilities.tolist()):
-        leading = max(range(len(p)), key=p.__getitem__)
-        fitting = None
-        if rules[i].quantile is not None:
-            fitting = [label_of(card, c) for c, one in enumerate(fit[i]) if one]
-        rows.append(
-            {
-                "label": label_of(card, leading),
-                "class": leading,
-                "probabilities": p,
-                "max_probability": p[leading],
-                "entropy": float(s.entropy[i]),
-                "expected_entropy": float(s.expected_entropy[i]),
-                "mutual_information": float(s.mutual_information[i]),
-                "prediction_set": fitting,
-                "ood": oods[i],
-            }
-        )
-    return rows
-
-
-def fits(s: Classified, rules: list[Rule]) -> Tensor:
-    """(B, C): conformal, a class fits where 1 − p is within the quantile; none may fit, and none does without one."""
-    return 1 - s.probabilities.cpu().double() <= _quantiles(rules)[:, None]
-
-
-def intervals(s: Regressed, rules: list[Rule]) -> Tensor:
-    """(B, D, 2): the mean, less and plus as many standard deviations as the quantile says."""
-    std = (s.epistemic_variance + s.aleatoric_variance).cpu().double().sqrt()
-    mean, reach = s.mean.cpu().double(), _quantiles(rules)[:, None] * std
-    return torch.stack([mean - reach, mean + reach], -1)
-
-
-def _quantiles(rules: list[Rule]) -> Tensor:
-    """(B,): NaN where there is none."""
-    found = [float("nan") if rule.quantile is None else rule.quantile for rule in rules]
-    return torch.tensor(found, dtype=torch.float64)
-
-
-def _values(s: Regressed, rules: list[Rule]) -> list[dict[str, Any]]:
-    oods, within = oods_of(s, rules), intervals(s, rules).tolist()
-    rows = []
-    for i, mean in enumerate(s.mean.tolist()):
-        interval = None if rules[i].quantile is None else within[i]
-        rows.append(
-            {
-                "mean": mean,
-                "epistemic_variance": s.epistemic_variance[i].tolist(),
-                "aleatoric_variance": s.aleatoric_variance[i].tolist(),
-                "interval": interval,
-                "ood": oods[i],
-            }
-        )
-    return rows
-
-
-def oods_of(summary: Classified | Regressed, rules: list[Rule]) -> list[dict[str, Any] | None]:
-    """Per input; None where its measure was not calibrated."""
-    doubts = {measure: values.tolist() for measure, values in scores(summary).items()}
-    found: list[dict[str, Any] | None] = []
-    for i, rule in enumerate(rules):
-        if rule.ood is None or rule.ood[0] not in doubts:
-            found.append(None)
-            continue
-        measure, samples, threshold = rule.ood
-        score = doubts[measure][i]
-        found.append(
-            {"flag": score > threshold, "score": score, "threshold": threshold, "measure": measure, "samples": samples}
-        )
+def columns_of(summary: Classified | Regressed, rules: Sequence[Rule]) -> Columns:
+    """All that is known of each input, on the host; what its rules decide is there where any of them decides it."""
+    found: Columns = {name: tensor.cpu().numpy() for name, tensor in vars(summary).items()}
+    quantiles = [rule.quantile for rule in rules]
+    calibrated = any(quantile is not None for quantile in quantiles)
+    within = np.array([np.nan if quantile is None else quantile for quantile in quantiles]) if calibrated else None
+    if isinstance(summary, Classified):
+        p = found["probabilities"]
+        found |= {"class": p.argmax(-1), "max_probability": p.max(-1)}
+        if within is not None:  # conformal: a class fits where 1 − p is within the quantile; none may fit
+            found["prediction_set"] = 1 - p.astype(np.float64) <= within[:, None]
+    elif within is not None:
+        std = np.sqrt((found["epistemic_variance"] + found["aleatoric_variance"]).astype(np.float64))
+        mean, reach = found["mean"].astype(np.float64), within[:, None] * std
+        found["interval"] = np.stack([mean - reach, mean + reach], -1)
+    if any(rule.ood is not None for rule in rules):
+        found |= _oods(summary, rules)
     return found
+
+
+def _oods(summary: Classified | Regressed, rules: Sequence[Rule]) -> Columns:
+    """Score, threshold and flag of each input, by its own measure; NaN and False where it has none."""
+    doubts = scores(summary)
+    score = np.full(len(rules), np.nan)
+    for measure in {rule.ood[0] for rule in rules if rule.ood is not None} & set(doubts):
+        mine = np.array([rule.ood is not None and rule.ood[0] == measure for rule in rules])
+        score[mine] = doubts[measure].cpu().numpy()[mine]
+    threshold = np.array([np.nan if rule.ood is None else rule.ood[2] for rule in rules])
+    flags = score > threshold
+    return {"ood": flags, "ood_score": score.astype(np.float32), "ood_threshold": threshold.astype(np.float32)}
+
+
+def rows_of(
+    columns: Columns, rules: Sequence[Rule], card: Card, drawn: list[int] | None = None
+) -> list[dict[str, Any]]:
+    """Columns as one dictionary per input; `drawn` tells how many draws each took, where they differ."""
+    lists = {name: column.tolist() for name, column in columns.items()}
+    make = _class if "probabilities" in lists else _value
+    rows = [make(lists, i, rule, card) for i, rule in enumerate(rules)]
+    if drawn is not None:
+        rows = [row | {"samples": K} for row, K in zip(rows, drawn, strict=True)]
+    return rows
+
+
+def _class(lists: dict[str, list[Any]], i: int, rule: Rule, card: Card) -> dict[str, Any]:
+    fitting = None
+    if rule.quantile is not None:
+        fitting = [label_of(card, c) for c, fits in enumerate(lists["prediction_set"][i]) if fits]
+    return {
+        "label": label_of(card, lists["class"][i]),
+        "class": lists["class"][i],
+        "probabilities": lists["probabilities"][i],
+        "max_probability": lists["max_probability"][i],
+        "entropy": lists["entropy"][i],
+        "expected_entropy": lists["expected_entropy"][i],
+        "mutual_information": lists["mutual_information"][i],
+        "prediction_set": fitting,
+        "ood": _ood(lists, i, rule),
+    }
+
+
+def _value(lists: dict[str, list[Any]], i: int, rule: Rule, card: Card) -> dict[str, Any]:
+    return {
+        "mean": lists["mean"][i],
+        "epistemic_variance": lists["epistemic_variance"][i],
+        "aleatoric_variance": lists["aleatoric_variance"][i],
+        "interval": None if rule.quantile is None else lists["interval"][i],
+        "ood": _ood(lists, i, rule),
+    }
+
+
+def _ood(lists: dict[str, list[Any]], i: int, rule: Rule) -> dict[str, Any] | None:
+    if rule.ood is None or math.isnan(lists["ood_score"][i]):
+        return None
+    measure, samples, threshold = rule.ood
+    score = lists["ood_score"][i]
+    return {"flag": lists["ood"][i], "score": score, "threshold": threshold, "measure": measure, "samples": samples}

@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from dubito.models.errors import DubitoError
 from dubito.service.http import ClientGone, Receive, Scope, Send, body_of, headers_of, reply
+from dubito.service.logs import write_line
 from dubito.service.metrics import Metrics, Sizes, device_bytes
 from dubito.service.predict import V1, V2, Asked, Predictor
 from dubito.service.problems import Problem, problem_of
@@ -51,7 +52,8 @@ class Server:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", id_.encode()), *SAFE]
+                safe = SAFE if asked.served is None else SAFE[:1]  # a prediction is no page
+                message["headers"] = [*message["headers"], (b"x-request-id", id_.encode()), *safe]
                 if self.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
@@ -97,10 +99,11 @@ class Server:
             outcome = "ok" if status < 400 else "gone" if status == 499 else "refused" if status < 500 else "failed"
             asked.served.series.request[outcome].observe(seconds)
         if log.isEnabledFor(logging.INFO):
-            extra = {"request": id_, "method": scope["method"], "path": scope["path"][:200], "status": status}
+            told = {"message": "request", "request": id_, "method": scope["method"], "path": scope["path"][:200]}
+            told |= {"status": status, "ms": round(1000 * seconds, 3)}
             if asked.served is not None:
-                extra |= {"model": asked.served.name, "version": asked.served.version, "rows": asked.rows}
-            log.info("request", extra={**extra, "ms": round(1000 * seconds, 3)})
+                told |= {"model": asked.served.name, "version": asked.served.version, "rows": asked.rows}
+            write_line(told)
 
     async def start(self) -> None:
         """Every model loaded and warmed; raises what is wrong with the first that cannot be."""

@@ -23,9 +23,10 @@ class Ticket:
 
     ask: Ask
     future: "asyncio.Future[Answered]"
-    timer: asyncio.TimerHandle  # of the deadline
+    timer: asyncio.TimerHandle | None = None  # of the deadline
     queued: float = field(default_factory=time.monotonic)
     ended: float = 0.0
+    taken: bool = False  # by the device
 
 
 class Batcher:
@@ -38,17 +39,20 @@ class Batcher:
         max_work: int,
         max_queue: int,
         device: threading.Lock,
-        on_batch: Callable[[int], None] = lambda rows: None,
+        on_batch: Callable[[int, float], None] = lambda rows, cpu: None,
     ) -> None:
-        """`device` is held while answering: models that share a device take turns."""
+        """`device` is held while answering: models that share a device take turns.
+
+        `on_batch` is told of each batch: its rows, and the processor time of this thread for it.
+        """
         self.answer, self.max_work, self.max_queue, self.on_batch = answer, max_work, max_queue, on_batch
         self.device = device
         self.queue: deque[Ticket] = deque()
-        self.work = 0  # rows times samples in the queue
+        self.work = 0  # rows times samples that were accepted and are not done
         self.running: list[Ticket] = []
         self.since: float | None = None  # when the running batch began
         self.rate = 0.0  # work per second, as seen lately
-        self.closing = False
+        self.closing = self.dead = False
         self.changed = threading.Condition()
         self.loop = asyncio.get_running_loop()
         self.thread = threading.Thread(target=self._run, name="inference", daemon=True)
@@ -57,25 +61,25 @@ class Batcher:
     def alive(self, stuck_seconds: float) -> bool:
         """Whether the thread is there and gets on."""
         since = self.since
-        return self.thread.is_alive() and (since is None or time.monotonic() - since < stuck_seconds)
+        return not self.dead and (since is None or time.monotonic() - since < stuck_seconds)
 
     @property
     def depth(self) -> int:
         return len(self.queue)
 
     def check_room(self, more: int, seconds: float) -> None:
-        """Raises Overloaded where the queue is full or would not be through in time, or Gone. An empty queue takes
-        anything."""
-        if self.closing or not self.thread.is_alive():
+        """Raises Overloaded where too much is under way or would not be through in time, or Gone. Whoever is alone may
+        ask for anything."""
+        if self.closing or self.dead:
             raise Gone
         wait = self.work / self.rate if self.rate else 0.0
-        if self.queue and (self.work + more > self.max_queue or wait > seconds):
+        if self.work and (self.work + more > self.max_queue or wait > seconds):
             raise Overloaded(self.work, self.max_queue, min(LONGEST_WAIT, max(0.1, wait)))
 
     def put(self, ask: Ask, seconds: float) -> list[Ticket]:
         """Accepted when this returns: answered, failed or late within `seconds`. Oversize requests go in parts."""
         self.check_room(ask.work, seconds)
-        asks = [ask] if ask.work <= self.max_work or len(ask.x) == 1 else self._parts(ask)
+        asks = [ask] if ask.work <= self.max_work or ask.rows == 1 else self._parts(ask)
         tickets = [self._ticket(part, seconds) for part in asks]
         with self.changed:
             self.queue.extend(tickets)
@@ -86,12 +90,14 @@ class Batcher:
     def _parts(self, ask: Ask) -> list[Ask]:
         """Each fits a batch; one seed for all, so that all rows of the request see the same functions."""
         seed = randbits(SEED_BITS) if ask.seed is None else ask.seed
-        rows = max(1, self.max_work * len(ask.x) // ask.work)
-        return [replace(ask, x=x, seed=seed) for x in ask.x.split(rows)]
+        rows = max(1, self.max_work * ask.rows // ask.work)
+        return [replace(ask, x=ask.x[at : at + rows], seed=seed) for at in range(0, ask.rows, rows)]
 
     def _ticket(self, ask: Ask, seconds: float) -> Ticket:
         future = self.loop.create_future()
-        return Ticket(ask, future, self.loop.call_later(max(0.0, seconds), _expire, future, seconds))
+        ticket = Ticket(ask, future)
+        ticket.timer = self.loop.call_later(max(0.0, seconds), self._expire, ticket, seconds)
+        return ticket
 
     async def answered(self, tickets: Sequence[Ticket]) -> Answered:
         """The answer, or Late or whatever the model made of the request; whoever is cancelled takes it along."""
@@ -100,13 +106,27 @@ class Batcher:
         finally:
             self.drop(tickets)
 
-    @staticmethod
-    def drop(tickets: Sequence[Ticket]) -> None:
-        """Nobody waits for them any more: those that are queued never reach the device."""
+    def drop(self, tickets: Sequence[Ticket]) -> None:
+        """Nobody waits for them any more: those that are queued never reach the device, and no longer count."""
         for ticket in tickets:
-            ticket.timer.cancel()
-            if not ticket.future.cancel() and not ticket.future.cancelled():
+            if ticket.timer is not None:
+                ticket.timer.cancel()
+            if ticket.future.cancel():
+                self._forgo(ticket)
+            elif not ticket.future.cancelled():
                 ticket.future.exception()  # looked at, so that it is not reported as forgotten
+
+    def _expire(self, ticket: Ticket, seconds: float) -> None:
+        if not ticket.future.done():
+            ticket.future.set_exception(Late(seconds))
+            self._forgo(ticket)
+
+    def _forgo(self, ticket: Ticket) -> None:
+        """Its work will not be done, unless it has been begun."""
+        with self.changed:
+            if not ticket.taken:
+                ticket.taken = True
+                self.work -= ticket.ask.work
 
     def _run(self) -> None:
         """The inference thread."""
@@ -114,9 +134,12 @@ class Batcher:
             while (batch := self._take()) is not None:
                 if batch:
                     self._serve(batch)
+                    with self.changed:
+                        self.work -= sum(ticket.ask.work for ticket in batch)
         except BaseException:
             log.critical("the inference loop has died", exc_info=True)
         finally:
+            self.dead = True
             self._tell(self._drop_all)
 
     def _take(self) -> list[Ticket] | None:
@@ -130,8 +153,8 @@ class Batcher:
             work = 0
             while self.queue and (not batch or work + self.queue[0].ask.work <= self.max_work):
                 ticket = self.queue.popleft()
-                self.work -= ticket.ask.work
-                if not ticket.future.done():
+                if not ticket.taken:  # else nobody waits for it any more
+                    ticket.taken = True
                     batch.append(ticket)
                     work += ticket.ask.work
             self.running = batch
@@ -144,19 +167,21 @@ class Batcher:
             if not batch:
                 self.since = None
                 return
+            cpu = time.thread_time()
             try:
                 answers = self.answer([ticket.ask for ticket in batch])
             except Broken:
                 raise
             except Exception as error:
                 answers = [error] * len(batch)
+            cpu = time.thread_time() - cpu
         ended = time.monotonic()
         for ticket in batch:
             ticket.ended = ended
         rate = sum(ticket.ask.work for ticket in batch) / max(1e-6, ended - started)
         self.rate = 0.8 * self.rate + 0.2 * rate if self.rate else rate
         self.running, self.since = [], None
-        self.on_batch(sum(len(ticket.ask.x) for ticket in batch))
+        self.on_batch(sum(ticket.ask.rows for ticket in batch), cpu)
         self._tell(lambda: _deliver(batch, answers))
 
     def _tell(self, what: Callable[[], None]) -> None:
@@ -185,15 +210,9 @@ class Batcher:
 
 def _deliver(batch: list[Ticket], answers: list[Answer]) -> None:
     for ticket, found in zip(batch, answers, strict=True):
-        ticket.timer.cancel()
         if ticket.future.done():
             continue
         if isinstance(found, Exception):
             ticket.future.set_exception(found)
         else:
             ticket.future.set_result(found)
-
-
-def _expire(future: "asyncio.Future[Answered]", seconds: float) -> None:
-    if not future.done():
-        future.set_exception(Late(seconds))

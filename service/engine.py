@@ -1,44 +1,53 @@
 """Many requests answered together: those that may share draws share passes, and none is hurt by another's failure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.adaptive import answer_each
+from dubito.models.answers import Columns, Rule, Rulebook, columns_of
 from dubito.models.model import Model
-from dubito.models.prediction import Job, Prediction, Settled, predict
+from dubito.models.prediction import Job, predict
 from dubito.models.stopwatch import Stopwatch
-from dubito.models.uncertainty import Classified, Regressed
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, as one is made for each request
 class Ask:
     """One request, parsed: inputs in the model's input space, and how to answer them."""
 
-    x: Tensor  # (B, ...) float32, on the host
+    x: NDArray[np.float32]  # (B, ...), read only
     samples: int | Literal["auto"]
     seed: int | None  # None: any draws will do, another request's too
     max_samples: int  # of "auto"
     tolerance: float
     keep: bool = False  # the draws themselves are wanted
 
-    @property
-    def work(self) -> int:
-        """Rows times samples, at most."""
-        return len(self.x) * max(1, self.most)
+    rows: int = field(init=False)
+    most: int = field(init=False)  # draws
+    work: int = field(init=False)  # rows times samples, at most
 
-    @property
-    def most(self) -> int:
-        return self.max_samples if self.samples == "auto" else self.samples
+    def __post_init__(self) -> None:
+        self.rows = len(self.x)
+        self.most = self.max_samples if self.samples == "auto" else self.samples
+        self.work = self.rows * max(1, self.most)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Answered:
-    prediction: Prediction  # on the host
+    """What is known about each input of a request, on the host."""
+
+    columns: Columns  # `samples` among them: the draws of each
+    rules: Sequence[Rule]  # by which the columns were decided, one for each input
+    samples: int  # drawn, the most of any input
+    seed: int
     seconds: Mapping[str, float]  # of the passes that it came from, by stage
+    settled: bool = False  # by "auto": inputs differ in their draws
+    outputs: Tensor | None = None  # (K, B, ...) where they were to be kept
 
 
 Answer = Answered | Exception
@@ -54,6 +63,7 @@ class Engine:
     def __init__(self, model: Model, buckets: Sequence[int]) -> None:
         self.model, self.buckets = model, buckets
         self.T = 1.0 if model.card.calibration is None else model.card.calibration.temperature
+        self.rulebook = Rulebook(model.card.calibration)
 
     def answer(self, asks: Sequence[Ask]) -> list[Answer]:
         """In order. Requests of one group share a pass; where a group fails, each of its requests is tried alone."""
@@ -70,8 +80,8 @@ class Engine:
         declared = self.model.card.input
         assert declared is not None
         for rows in self.buckets:
-            x = torch.zeros(rows, *declared.shape)
-            once = self._job(x, 0, None).samples_at_once(rows)
+            x = np.zeros((rows, *declared.shape), np.float32)
+            once = self._job(torch.from_numpy(x), 0, None).samples_at_once(rows)
             K = min(samples, once + samples % once)  # whole passes, and what is left over
             (found,) = self.answer([Ask(x, K, None, max(1, K), 0.5)])
             if isinstance(found, Exception):
@@ -97,39 +107,65 @@ class Engine:
         return [a for ask in asks for a in self._answer_group([ask])]
 
     def _together(self, asks: list[Ask]) -> list[Answered]:
-        first, model = asks[0], self.model
-        x = torch.cat([ask.x for ask in asks]) if len(asks) > 1 else first.x
+        first = asks[0]
+        x = torch.from_numpy(np.concatenate([ask.x for ask in asks]))
         watch = Stopwatch(self._device)
-        normals, members = model.factors.normals, max(1, model.factors.members)
-        if first.keep or first.samples == 0 or normals == 0:
-            samples = members if first.samples == "auto" else first.samples
-            whole = predict(
-                model.network,
-                model.factors,
-                x,
-                samples,
-                first.seed,
-                keep_outputs=first.keep,
-                temperature=self.T,
-                buckets=self.buckets,
-                watch=watch,
-            )
-            outputs = None if whole.outputs is None else whole.outputs.cpu()  # kept for a request alone
-            made = [Prediction(part, whole.samples, whole.seed, outputs) for part in _split(whole.summary, asks)]
-        else:
-            made = self._drawn(asks, self._job(x, first.seed, watch))
+        if first.keep or first.samples == 0 or self.model.factors.normals == 0:
+            return self._repeatable(asks, x, watch)
+        most = [ask.most for ask in asks for _ in range(ask.rows)]
+        settle = [ask.tolerance if ask.samples == "auto" else 0.0 for ask in asks for _ in range(ask.rows)]
+        job = self._job(x, first.seed, watch)
+        summary, drawn = answer_each(job, torch.tensor(most), torch.tensor(settle))
+        taken: list[int] = drawn.tolist()
+        rules: list[Rule] = []
+        for ask in asks:
+            given = (ask.tolerance, ask.max_samples) if ask.samples == "auto" else (None, None)
+            rules += [self.rulebook.rule(K, *given) for K in taken[len(rules) : len(rules) + ask.rows]]
+        return self._apart(asks, columns_of(summary, rules), rules, taken, job.seed, watch)
+
+    def _repeatable(self, asks: list[Ask], x: Tensor, watch: Stopwatch) -> list[Answered]:
+        """Passes that every request of the group asks for alike."""
+        first, model = asks[0], self.model
+        samples = max(1, model.factors.members) if first.samples == "auto" else first.samples
+        found = predict(
+            model.network,
+            model.factors,
+            x,
+            samples,
+            first.seed,
+            keep_outputs=first.keep,
+            temperature=self.T,
+            buckets=self.buckets,
+            watch=watch,
+        )
+        rules = self.rulebook.of(found)
+        columns = columns_of(found.summary, rules)
+        outputs = None if found.outputs is None else found.outputs.cpu()  # kept for a request alone
+        drawn = [found.samples] * len(rules)
+        asks = [replace(ask, samples=found.samples) for ask in asks]  # there was nothing to settle
+        return self._apart(asks, columns, rules, drawn, found.seed, watch, outputs)
+
+    def _apart(
+        self,
+        asks: list[Ask],
+        columns: Columns,
+        rules: list[Rule],
+        drawn: list[int],
+        seed: int,
+        watch: Stopwatch,
+        outputs: Tensor | None = None,
+    ) -> list[Answered]:
+        """To each its own rows."""
+        columns["samples"] = np.array(drawn)
         watch.lap("summarise")
         seconds = watch.seconds()
-        return [Answered(prediction, seconds) for prediction in made]
-
-    def _drawn(self, asks: list[Ask], job: Job) -> list[Prediction]:
-        most = torch.cat([torch.full((len(ask.x),), ask.most) for ask in asks])
-        tolerance = torch.cat([torch.full((len(a.x),), a.tolerance if a.samples == "auto" else 0.0) for a in asks])
-        summary, drawn = answer_each(job, most, tolerance)
-        made = []
-        for ask, part, K in zip(asks, _split(summary, asks), drawn.split([len(a.x) for a in asks]), strict=True):
-            settled = Settled(K, ask.tolerance, ask.max_samples) if ask.samples == "auto" else None
-            made.append(Prediction(part, int(K.max()), job.seed, None, settled))
+        made, at = [], 0
+        for ask in asks:
+            end = at + ask.rows
+            mine = {name: column[at:end] for name, column in columns.items()}
+            settled = ask.samples == "auto"
+            made.append(Answered(mine, rules[at:end], max(drawn[at:end]), seed, seconds, settled, outputs))
+            at = end
         return made
 
     def _job(self, x: Tensor, seed: int | None, watch: Stopwatch | None) -> Job:
@@ -141,27 +177,17 @@ class Engine:
         return next(self.model.network.parameters()).device
 
 
-def _split(summary: Classified | Regressed, asks: list[Ask]) -> list[Classified | Regressed]:
-    kind, sizes = type(summary), [len(ask.x) for ask in asks]
-    columns = [tensor.cpu().split(sizes) for tensor in vars(summary).values()]
-    return [kind(*parts) for parts in zip(*columns, strict=True)]
-
-
 def joined(parts: Sequence[Answered]) -> Answered:
     """The parts of one request as one answer."""
+    first = parts[0]
     if len(parts) == 1:
-        return parts[0]
-    predictions = [part.prediction for part in parts]
-    first = predictions[0]
-    columns = zip(*(vars(p.summary).values() for p in predictions), strict=True)
-    summary = type(first.summary)(*(torch.cat(column) for column in columns))
-    settled = None
-    if first.settled is not None:
-        drawn = torch.cat([p.settled.samples for p in predictions if p.settled is not None])
-        settled = Settled(drawn, first.settled.tolerance, first.settled.max_samples)
-    outputs = None
-    if first.outputs is not None:
-        outputs = torch.cat([p.outputs for p in predictions if p.outputs is not None], 1)
-    seconds = {stage: sum(part.seconds.get(stage, 0.0) for part in parts) for stage in parts[0].seconds}
-    made = Prediction(summary, max(p.samples for p in predictions), first.seed, outputs, settled)
-    return Answered(made, seconds)
+        return first
+    return Answered(
+        {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns},
+        [rule for part in parts for rule in part.rules],
+        max(part.samples for part in parts),
+        first.seed,
+        {stage: sum(part.seconds.get(stage, 0.0) for part in parts) for stage in first.seconds},
+        first.settled,
+        None if first.outputs is None else torch.cat([part.outputs for part in parts if part.outputs is not None], 1),
+    )

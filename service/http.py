@@ -4,14 +4,13 @@ import asyncio
 import gzip
 import re
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qsl
 
 import orjson
 
-from dubito.service.batcher import Batcher, Ticket
 from dubito.service.problems import Problem
 
 Scope = MutableMapping[str, Any]
@@ -19,6 +18,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 WORTH_PACKING = 1024  # bytes
+PATIENCE = 0.05  # seconds
 REFUSED = re.compile(r";q=0(\.0*)?$")  # a coding that is named to say that it is not wanted
 MOST_OPTIONS = 100  # of a query
 
@@ -118,27 +118,31 @@ def body_of(problem: Problem, *, v2: bool) -> tuple[bytes, str]:
     return orjson.dumps(told), "application/problem+json"
 
 
-@asynccontextmanager
-async def unless_gone(receive: Receive, tickets: Sequence[Ticket]) -> AsyncIterator[None]:
-    """While the client is there; where it goes away, its tickets are dropped and ClientGone is raised."""
-    gone = False
+class Leaving:
+    """Notices a client that goes away while its answer is awaited, and does `leave` then.
 
-    async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
+    Looked for only once the answer takes a while: most are there before a client could have gone.
+    """
+
+    def __init__(self, receive: Receive, leave: Callable[[], None]) -> None:
+        self.gone = False
+        self._receive, self._leave = receive, leave
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(PATIENCE, self._start)
+
+    def _start(self) -> None:
+        self._task = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
             pass
-        gone = True
-        Batcher.drop(tickets)
+        self.gone = True
+        self._leave()
 
-    watcher = asyncio.ensure_future(watch())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if gone:
-            raise ClientGone from None
-        raise
-    finally:
-        watcher.cancel()
+    def stop(self) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
 
 def pack(body: bytes, accepted: str) -> tuple[bytes, dict[str, str]]:

@@ -1,19 +1,22 @@
 """What Prometheus sees; label values are names of models that are served, and a few words of ours."""
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from torch import Tensor
 
 from dubito.models.model import Model
-from dubito.models.prediction import Prediction
-from dubito.models.uncertainty import Classified
+from dubito.service.engine import Answered
 
 SECONDS = tuple(0.0005 * 2**i for i in range(16))  # 0.5 ms to 16 s
 ROWS = tuple(2**i for i in range(11))
@@ -23,22 +26,56 @@ OUTCOMES = ("ok", "refused", "failed", "gone")
 REASONS = ("queue_full", "deadline", "rate", "key", "body", "gone")
 
 
+class Counts:
+    """A histogram of one series; the library's own takes a lock and several times as long."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class Histograms(Collector):
+    """One metric, its series by labels. Each series is added to by one thread only."""
+
+    def __init__(self, name: str, what: str, labels: list[str], bounds: tuple[float, ...]) -> None:
+        self.name, self.what, self.labels, self.bounds = name, what, labels, bounds
+        self.series: dict[tuple[str, ...], Counts] = {}
+
+    def of(self, *values: str) -> Counts:
+        return self.series.setdefault(values, Counts(self.bounds))
+
+    def forget(self, model: str) -> None:
+        for values in [values for values in self.series if values[0] == model]:
+            del self.series[values]
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self.name, self.what, labels=self.labels)
+        for values, counts in list(self.series.items()):
+            below = accumulate(counts.counts)
+            ends = [*map(floatToGoString, self.bounds), "+Inf"]
+            family.add_metric(values, list(zip(ends, below, strict=True)), counts.sum)
+        yield family
+
+
 class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-
-        def histogram(name: str, what: str, labels: list[str], buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, what, labels, buckets=buckets, registry=registry)
-
-        self.request = histogram("dubito_request_seconds", "Predictions, whole.", ["model", "outcome"], SECONDS)
-        self.stage = histogram("dubito_stage_seconds", "Stages of predictions.", ["model", "stage"], SECONDS)
-        self.rows = histogram("dubito_batch_size", "Rows that went to the device together.", ["model"], ROWS)
-        self.samples = histogram("dubito_samples", "Posterior draws of a request.", ["model"], ROWS)
+        self.request = Histograms("dubito_request_seconds", "Predictions, whole.", ["model", "outcome"], SECONDS)
+        self.stage = Histograms("dubito_stage_seconds", "Stages of predictions.", ["model", "stage"], SECONDS)
+        self.rows = Histograms("dubito_batch_size", "Rows that went to the device together.", ["model"], ROWS)
+        self.samples = Histograms("dubito_samples", "Posterior draws of a request.", ["model"], ROWS)
+        self.entropy = Histograms("dubito_entropy", "Predictive entropy, in nats.", ["model"], NATS)
+        self.histograms = (self.request, self.stage, self.rows, self.samples, self.entropy)
+        for histogram in self.histograms:
+            registry.register(histogram)
         self.rejected = Counter("dubito_rejected", "Requests refused.", ["reason"], registry=registry)
         self.ood = Counter("dubito_ood", "Inputs flagged as out of distribution.", ["model"], registry=registry)
         self.inputs = Counter("dubito_inputs", "Inputs answered.", ["model"], registry=registry)
-        self.entropy = histogram("dubito_entropy", "Predictive entropy, in nats.", ["model"], NATS)
+        self.cpu = Counter("dubito_engine_cpu_seconds", "Processor time of inference.", ["model"], registry=registry)
         for reason in REASONS:
             self.rejected.labels(reason)
 
@@ -47,37 +84,36 @@ class Metrics:
 
     def forget(self, model: str) -> None:
         """An unloaded model leaves no series behind."""
-        for metric in (self.rows, self.samples, self.ood, self.inputs, self.entropy):
+        for histogram in self.histograms:
+            histogram.forget(model)
+        for counter in (self.ood, self.inputs, self.cpu):
             with suppress(KeyError):
-                metric.remove(model)
-        for stage in STAGES:
-            with suppress(KeyError):
-                self.stage.remove(model, stage)
-        for outcome in OUTCOMES:
-            with suppress(KeyError):
-                self.request.remove(model, outcome)
+                counter.remove(model)
 
 
 class Series:
     """One model's, looked up once."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
-        self.request = {outcome: metrics.request.labels(model, outcome) for outcome in OUTCOMES}
-        self.stage = {stage: metrics.stage.labels(model, stage) for stage in STAGES}
-        self.rows, self.samples = metrics.rows.labels(model), metrics.samples.labels(model)
+        self.request = {outcome: metrics.request.of(model, outcome) for outcome in OUTCOMES}
+        self.stage = {stage: metrics.stage.of(model, stage) for stage in STAGES}
+        self.rows, self.samples = metrics.rows.of(model), metrics.samples.of(model)
         self.ood, self.inputs = metrics.ood.labels(model), metrics.inputs.labels(model)
-        self.entropy = metrics.entropy.labels(model)
+        self.entropy, self.cpu = metrics.entropy.of(model), metrics.cpu.labels(model)
 
-    def answered(self, prediction: Prediction, flags: int, seconds: Mapping[str, float]) -> None:
+    def batch(self, rows: int, cpu: float) -> None:
+        self.rows.observe(rows)
+        self.cpu.inc(cpu)
+
+    def answered(self, found: Answered, seconds: Mapping[str, float]) -> None:
         for stage, spent in seconds.items():
             self.stage[stage].observe(spent)
-        summary = prediction.summary
-        self.samples.observe(prediction.samples)
-        if isinstance(summary, Classified):
-            for value in summary.entropy.tolist():
+        self.samples.observe(found.samples)
+        if "entropy" in found.columns:
+            for value in found.columns["entropy"].tolist():
                 self.entropy.observe(value)
-        self.inputs.inc(len(next(iter(vars(summary).values()))))
-        if flags:
+        self.inputs.inc(len(found.rules))
+        if "ood" in found.columns and (flags := int(np.count_nonzero(found.columns["ood"]))):
             self.ood.inc(flags)
 
 

@@ -5,6 +5,7 @@ import binascii
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -22,15 +23,18 @@ TYPES: dict[str, str] = {
     "FP32": "<f4",
     "FP64": "<f8",
 }
-KINDS = {np.dtype(code): name for name, code in TYPES.items()}
 MOST_ELEMENTS = 1 << 16  # of BYTES
+DTYPES = {name: np.dtype(code) for name, code in TYPES.items()}
+KINDS = {np.dtype(code): name for name, code in TYPES.items()}
+SHORT = 4096  # bytes of a header that is remembered
+LARGEST = 1 << 40  # of one side of a tensor; beyond it a header lies
 LENGTH = "inference-header-content-length"
 JSON, OCTETS = "application/json", "application/octet-stream"
 
 Values = NDArray[Any] | list[bytes]  # BYTES come as a list of their elements
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, as one is made for each request
 class Wanted:
     """An inference request, parsed."""
 
@@ -43,24 +47,72 @@ class Wanted:
 
 def parse(body: bytes, header_length: str | None) -> Wanted:
     """Every length is checked against what is there before anything is read by it."""
-    head, rest = _apart(body, header_length)
+    if header_length is None:
+        told = _told(body)
+        head, rest = _header(told), memoryview(b"")
+    else:
+        n = _length(header_length, len(body))
+        rest = memoryview(body)[n:]
+        head = _header_of(body[:n]) if n <= SHORT else _header(_told(body[:n]))
+    inputs: dict[str, Values] = {}
+    for spec in head.inputs:
+        if spec.name in inputs:
+            raise Problem(400, f"input {spec.name[:40]!r} comes twice.")
+        if spec.size is None:
+            inputs[spec.name] = _from_json(spec)
+            continue
+        if spec.size > len(rest):
+            raise Problem(400, f"input {spec.name[:40]!r} says {spec.size} bytes; {len(rest)} are left in the body.")
+        inputs[spec.name] = _from_bytes(rest[: spec.size], spec)
+        rest = rest[spec.size :]
+    if len(rest):
+        raise Problem(400, f"{len(rest)} bytes follow the last binary tensor; expected none.")
+    return Wanted(head.id, head.parameters, inputs, head.outputs, head.binary)
+
+
+@dataclass(slots=True)
+class Spec:
+    """What a request says of one input."""
+
+    name: str
+    kind: str
+    shape: list[int]
+    size: int | None  # in bytes, behind the header; None: the data are here
+    data: Any
+
+
+@dataclass(slots=True)
+class Header:
+    """The JSON of a request, checked; its binary tensors not yet read."""
+
+    id: str | None
+    parameters: dict[str, Any]
+    inputs: list[Spec]
+    outputs: dict[str, bool] | None
+    binary: bool
+
+
+@lru_cache(maxsize=256)
+def _header_of(head: bytes) -> Header:
+    """Clients say the same again and again; nothing changes a header once it is read."""
+    return _header(_told(head))
+
+
+def _told(head: bytes) -> dict[str, Any]:
     try:
         told = orjson.loads(head)
     except orjson.JSONDecodeError as error:
         raise Problem(400, f"the request is no JSON: {error}.") from None
     if not isinstance(told, dict):
         raise Problem(400, "the request is no JSON object; expected one with `inputs`.")
+    return told
+
+
+def _header(told: dict[str, Any]) -> Header:
     parameters = _parameters(told, "the request")
-    inputs: dict[str, Values] = {}
-    for entry in _entries(told, "inputs"):
-        name = entry["name"]
-        if name in inputs:
-            raise Problem(400, f"input {name[:40]!r} comes twice.")
-        inputs[name], rest = _tensor(entry, rest)
+    inputs = [_spec(entry) for entry in _entries(told, "inputs")]
     if not inputs:
         raise Problem(400, "inputs is empty; expected a list of tensors.")
-    if len(rest):
-        raise Problem(400, f"{len(rest)} bytes follow the last binary tensor; expected none.")
     binary = _flag(parameters.get("binary_data_output"), "binary_data_output") or False
     outputs: dict[str, bool] = {}
     for entry in _entries(told, "outputs") if told.get("outputs") is not None else ():
@@ -69,7 +121,7 @@ def parse(body: bytes, header_length: str | None) -> Wanted:
     id_ = told.get("id")
     if id_ is not None and not isinstance(id_, str):
         raise Problem(400, "id is no string.")
-    return Wanted(id_, parameters, inputs, outputs or None, binary)
+    return Header(id_, parameters, inputs, outputs or None, binary)
 
 
 def parse_raw(body: bytes, name: str, shape: tuple[int, ...]) -> Wanted:
@@ -81,15 +133,11 @@ def parse_raw(body: bytes, name: str, shape: tuple[int, ...]) -> Wanted:
     return Wanted(None, {}, {name: np.frombuffer(body, "<f4").reshape(1, *shape)}, None, True)
 
 
-def _apart(body: bytes, header_length: str | None) -> tuple[bytes, memoryview]:
-    if header_length is None:
-        return body, memoryview(b"")
+def _length(header_length: str, size: int) -> int:
     n = int(header_length) if header_length.isascii() and header_length.isdigit() and len(header_length) < 16 else -1
-    if not 0 < n <= len(body):
-        raise Problem(
-            400, f"Inference-Header-Content-Length is {header_length[:20]!r}, but the body has {len(body)} bytes."
-        )
-    return body[:n], memoryview(body)[n:]
+    if not 0 < n <= size:
+        raise Problem(400, f"Inference-Header-Content-Length is {header_length[:20]!r}, but the body has {size} bytes.")
+    return n
 
 
 def _entries(told: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -117,32 +165,33 @@ def _flag(value: object, name: str) -> bool | None:
     raise Problem(400, f"{name} is no boolean.")
 
 
-def _tensor(entry: dict[str, Any], rest: memoryview) -> tuple[Values, memoryview]:
+def _spec(entry: dict[str, Any]) -> Spec:
     name, shape, kind = entry["name"][:40], entry.get("shape"), entry.get("datatype")
     if not isinstance(kind, str) or (kind not in TYPES and kind != "BYTES"):
         raise Problem(400, f"input {name!r} has datatype {str(kind)[:40]!r}; expected {', '.join(TYPES)} or BYTES.")
-    if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
+    if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and 0 <= n < LARGEST for n in shape):
         raise Problem(400, f"input {name!r} has no shape; expected a list of sizes.")
     if 0 in shape:
         raise Problem(400, f"input {name!r} has shape {shape}; expected at least one row.")
     size = _parameters(entry, "an input").get("binary_data_size")
-    if size is None:
-        return _from_json(entry, name, kind, shape), rest
-    if type(size) is not int or not 0 <= size <= len(rest):
-        raise Problem(400, f"input {name!r} says {str(size)[:20]} bytes; {len(rest)} are left in the body.")
-    if "data" in entry:
+    if size is not None and (type(size) is not int or size < 0):
+        raise Problem(400, f"input {name!r} says {str(size)[:20]} bytes; expected how many follow the header.")
+    if size is not None and "data" in entry:
         raise Problem(400, f"input {name!r} has both data and binary_data_size.")
-    return _from_bytes(rest[:size], name, kind, shape), rest[size:]
+    return Spec(entry["name"], kind, shape, size, entry.get("data"))
 
 
-def _from_bytes(raw: memoryview, name: str, kind: str, shape: list[int]) -> Values:
-    if kind == "BYTES":
-        return _elements(raw, name, prod(shape))
-    dtype = np.dtype(TYPES[kind])
-    if len(raw) != prod(shape) * dtype.itemsize:
-        expected = prod(shape) * dtype.itemsize
-        raise Problem(400, f"input {name!r} says {len(raw)} bytes; its shape {shape} of {kind} takes {expected}.")
-    return np.frombuffer(raw, dtype).reshape(shape)
+def _from_bytes(raw: memoryview, spec: Spec) -> Values:
+    if spec.kind == "BYTES":
+        return _elements(raw, spec.name[:40], prod(spec.shape))
+    dtype = DTYPES[spec.kind]
+    expected = prod(spec.shape) * dtype.itemsize
+    if len(raw) != expected:
+        raise Problem(
+            400,
+            f"input {spec.name[:40]!r} says {len(raw)} bytes; its shape {spec.shape} of {spec.kind} takes {expected}.",
+        )
+    return np.frombuffer(raw, dtype).reshape(spec.shape)
 
 
 def _elements(raw: memoryview, name: str, count: int) -> list[bytes]:
@@ -164,17 +213,17 @@ def _elements(raw: memoryview, name: str, count: int) -> list[bytes]:
     return found
 
 
-def _from_json(entry: dict[str, Any], name: str, kind: str, shape: list[int]) -> Values:
-    data = entry.get("data")
+def _from_json(spec: Spec) -> Values:
+    name, kind, shape, data = spec.name[:40], spec.kind, spec.shape, spec.data
     if not isinstance(data, list):
         raise Problem(400, f"input {name!r} has no data; expected a list, or binary_data_size.")
     if kind == "FP16":
         raise Problem(400, f"input {name!r}: FP16 has no JSON form; send it as binary data.")
     if kind == "BYTES":
         return _decoded(data, name, prod(shape))
-    dtype = np.dtype(TYPES[kind])
+    dtype = DTYPES[kind]
     try:
-        array = np.array(data, dtype if dtype.kind == "f" else np.float64)
+        array = _array(data, dtype if dtype.kind == "f" else np.dtype(np.float64))
     except (ValueError, TypeError, OverflowError):
         raise Problem(400, f"the data of input {name!r} are no array of {kind}.") from None
     if dtype.kind != "f":
@@ -185,6 +234,16 @@ def _from_json(entry: dict[str, Any], name: str, kind: str, shape: list[int]) ->
     if array.size != prod(shape):
         raise Problem(400, f"input {name!r} has {array.size} numbers; its shape {shape} takes {prod(shape)}.")
     return array.reshape(shape)
+
+
+def _array(data: list[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A flat list, which is the usual form, is read faster by another way."""
+    if data and type(data[0]) is float:
+        try:
+            return np.fromiter(data, dtype, len(data))
+        except (ValueError, TypeError):  # not flat after all
+            pass
+    return np.array(data, dtype)
 
 
 def _decoded(data: list[Any], name: str, count: int) -> list[bytes]:
@@ -200,24 +259,28 @@ def _decoded(data: list[Any], name: str, count: int) -> list[bytes]:
 
 
 def write(
-    model: str, version: str, wanted: Wanted, outputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, Any]
+    model: str,
+    version: str,
+    wanted: Wanted,
+    outputs: Mapping[str, NDArray[Any]],
+    kinds: Mapping[str, str],
+    parameters: Mapping[str, Any],
 ) -> tuple[bytes, dict[str, str]]:
     """The reply and its headers."""
-    names = list(outputs) if wanted.outputs is None else list(wanted.outputs)
-    entries, blobs = [], []
-    for name in names:
-        array = np.ascontiguousarray(outputs[name])
-        entry: dict[str, Any] = {"name": name, "shape": array.shape, "datatype": KINDS[array.dtype]}
-        if wanted.binary if wanted.outputs is None else wanted.outputs[name]:
-            blobs.append(array.tobytes())
-            entry["parameters"] = {"binary_data_size": len(blobs[-1])}
+    entries, blobs, asked = [], [], wanted.outputs
+    for name in outputs if asked is None else asked:
+        array = outputs[name]
+        if wanted.binary if asked is None else asked[name]:
+            blob = array.tobytes()
+            blobs.append(blob)
+            size = {"binary_data_size": len(blob)}
+            entries.append({"name": name, "shape": array.shape, "datatype": kinds[name], "parameters": size})
         else:
-            entry["data"] = array.reshape(-1)
-        entries.append(entry)
-    told: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": entries}
+            data = np.ascontiguousarray(array).reshape(-1)
+            entries.append({"name": name, "shape": array.shape, "datatype": kinds[name], "data": data})
+    told: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": entries, "parameters": parameters}
     if wanted.id is not None:
         told["id"] = wanted.id
-    told["parameters"] = dict(parameters)
     head = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
     if not blobs:
         return head, {"content-type": JSON}

@@ -5,31 +5,28 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import orjson
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from dubito.models.answers import answers, fits, intervals, oods_of, rules_of
-from dubito.models.prediction import Prediction
-from dubito.models.uncertainty import Classified
+from dubito.models.answers import Columns, rows_of
 from dubito.service import oip
-from dubito.service.codec import NPY, Codec
-from dubito.service.engine import Ask
-from dubito.service.http import Receive, Scope, Send, headers_of, pack, query_of, read_body, reply, unless_gone
+from dubito.service.codec import NPY, Codec, Inputs
+from dubito.service.engine import Answered, Ask
+from dubito.service.http import ClientGone, Leaving, Receive, Scope, Send, headers_of, pack, query_of, read_body, reply
 from dubito.service.options import Options, read_options, said
 from dubito.service.problems import Late, Problem
-from dubito.service.repository import Repository, Served
+from dubito.service.repository import DRAWS, Repository, Served
 from dubito.service.settings import Settings
 
 V1 = re.compile(r"/v1/models/([^/]+)/predict")
 V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 INPUT = "input"
 OURS = ("samples", "seed", "max_samples", "tolerance", "timeout_ms")  # among the parameters of a v2 request
-DRAWN = "sample_outputs"  # of v2: given only where it is asked for
 HEAVY = 1 << 16  # bytes of a body or reply that is worked on beside the event loop
 
 
@@ -64,6 +61,11 @@ class Predictor:
     settings: Settings
     repository: Repository
 
+    @cached_property
+    def usual(self) -> Options:
+        """Of a request that gives none."""
+        return read_options({}, self.settings)
+
     async def v1(self, scope: Scope, receive: Receive, send: Send, asked: Asked, name: str) -> None:
         timing, headers = Timing(), headers_of(scope)
         self._check_room(asked, name)
@@ -71,9 +73,9 @@ class Predictor:
         kind = headers.get("content-type", oip.JSON).partition(";")[0].strip().lower()
         told = _object(body) if kind == oip.JSON else {}
         given = {**query_of(scope), **{k: v for k, v in told.items() if k not in ("inputs", "images")}}
-        options = read_options(given, self.settings)
+        options = read_options(given, self.settings) if given else self.usual
 
-        def read(codec: Codec) -> Tensor:
+        def read(codec: Codec) -> Inputs:
             if kind != oip.JSON:
                 return codec.from_body(kind, body, headers["content-type"])
             if ("inputs" in told) == ("images" in told):
@@ -82,25 +84,23 @@ class Predictor:
 
         light = len(body) <= HEAVY and ("inputs" in told or kind in NPY)
         served, x = await self._inputs(asked, name, options.version, read, light)
-        prediction = await self._ask(x, options, "samples" in options.returns, served, timing, receive)
-        rows = answers(prediction, served.model.card)
-        if prediction.outputs is not None:
-            rows = [
-                row | {"samples": mine} for row, mine in zip(rows, _drawn(prediction, served).tolist(), strict=True)
-            ]
+        found = await self._ask(x, options, "samples" in options.returns, served, timing, receive)
+        drawn = found.columns["samples"].tolist() if found.settled else None
+        rows = rows_of(found.columns, found.rules, served.model.card, drawn)
+        if found.outputs is not None:
+            rows = [row | {"samples": mine} for row, mine in zip(rows, _draws(found, served).tolist(), strict=True)]
         if "probabilities" not in options.returns:
             rows = [{key: value for key, value in row.items() if key != "probabilities"} for row in rows]
-        flags = sum(bool(row["ood"] and row["ood"]["flag"]) for row in rows)
         made = {
             "model": served.name,
             "version": served.version,
-            "samples": prediction.samples,
-            "seed": prediction.seed,
+            "samples": found.samples,
+            "seed": found.seed,
             "predictions": rows,
             "timing_ms": timing.milliseconds(),
         }
         content, packed = await _packed(orjson.dumps(made), headers)
-        served.series.answered(prediction, flags, timing.stages())
+        served.series.answered(found, timing.stages())
         await reply(send, 200, content, {"content-type": oip.JSON, **packed})
 
     async def v2(
@@ -120,28 +120,27 @@ class Predictor:
         given = {key: value for key, value in wanted.parameters.items() if key in OURS}
         if wanted.parameters.get("timeout", 0) != 0:  # in microseconds, as the protocol's clients send it; 0: none
             given["timeout_ms"] = _milliseconds(wanted.parameters["timeout"])
-        options = read_options(given, self.settings)
-        keep = wanted.outputs is not None and DRAWN in wanted.outputs
+        options = read_options(given, self.settings) if given else self.usual
+        keep = wanted.outputs is not None and DRAWS in wanted.outputs
         if keep and options.samples == "auto":
-            raise Problem(400, f'the output {DRAWN!r} is asked for, but samples is "auto": give a number.')
+            raise Problem(400, f'the output {DRAWS!r} is asked for, but samples is "auto": give a number.')
 
-        def read(codec: Codec) -> Tensor:
+        def read(codec: Codec) -> Inputs:
             values = wanted.inputs[INPUT]
             return codec.from_bytes(values) if isinstance(values, list) else codec.from_array(values)
 
         light = len(body) <= HEAVY and not isinstance(wanted.inputs[INPUT], list)
         served, x = await self._inputs(asked, name, version, read, light)
         for output in wanted.outputs or ():
-            if output not in served_outputs(served):
-                known = ", ".join(served_outputs(served))
+            if output not in served.outputs:
+                known = ", ".join(served.outputs)
                 raise Problem(400, f"this model has no output {output[:40]!r}; it has {known}.")
-        prediction = await self._ask(x, options, keep, served, timing, receive)
-        outputs = outputs_of(prediction, served)
-        told = {"samples": prediction.samples, "seed": str(prediction.seed)}
-        content, extra = oip.write(served.name, served.version, wanted, outputs, told)
+        found = await self._ask(x, options, keep, served, timing, receive)
+        told = {"samples": found.samples, "seed": str(found.seed)}
+        outputs = outputs_of(found, served)
+        content, extra = oip.write(served.name, served.version, wanted, outputs, served.kinds, told)
         content, packed = await _packed(content, headers)
-        flags = int(outputs["ood"].sum()) if "ood" in outputs else 0
-        served.series.answered(prediction, flags, timing.stages())
+        served.series.answered(found, timing.stages())
         await reply(send, 200, content, {**extra, **packed})
 
     def _check_room(self, asked: Asked, name: str) -> None:
@@ -153,8 +152,8 @@ class Predictor:
         return await read_body(headers, receive, self.settings.body_bytes, self.settings.body_seconds)
 
     async def _inputs(
-        self, asked: Asked, name: str, version: str | None, read: Callable[[Codec], Tensor], light: bool
-    ) -> tuple[Served, Tensor]:
+        self, asked: Asked, name: str, version: str | None, read: Callable[[Codec], Inputs], light: bool
+    ) -> tuple[Served, Inputs]:
         """Read for the version that answers once they are read: it may have been switched meanwhile.
 
         What is not light is read beside the event loop; a picture may unpack to many times its size.
@@ -164,12 +163,12 @@ class Predictor:
             codec = Codec(served.declared, self.settings.max_rows, self.settings.image_pixels)
             x = read(codec) if light else await asyncio.to_thread(read, codec)
             if not served.retired:
-                asked.rows = len(x)
+                asked.rows = x.shape[0]
                 return served, x
 
     async def _ask(
-        self, x: Tensor, options: Options, keep: bool, served: Served, timing: Timing, receive: Receive
-    ) -> Prediction:
+        self, x: Inputs, options: Options, keep: bool, served: Served, timing: Timing, receive: Receive
+    ) -> Answered:
         """No await stands between choosing the version and its queue, so none is missed when versions are switched."""
         if keep:
             self._check_values(x, options, served)
@@ -177,17 +176,23 @@ class Predictor:
         ask = Ask(x, options.samples, options.seed, options.max_samples, options.tolerance, keep)
         left = timing.began + options.timeout_ms / 1000 - timing.parsed
         tickets = served.batcher.put(ask, left)
+        leaving = Leaving(receive, lambda: served.batcher.drop(tickets))
         try:
-            async with unless_gone(receive, tickets):
-                found = await served.batcher.answered(tickets)
+            found = await served.batcher.answered(tickets)
         except Late:
             raise Late(options.timeout_ms / 1000) from None  # as it was asked for, whatever reading took of it
+        except asyncio.CancelledError:
+            if leaving.gone:
+                raise ClientGone from None
+            raise
+        finally:
+            leaving.stop()
         timing.answered = time.monotonic()
         waited = max(0.0, tickets[-1].ended - tickets[0].queued - sum(found.seconds.values()))
         timing.inside = {"queue": waited, **found.seconds}
-        return found.prediction
+        return found
 
-    def _check_values(self, x: Tensor, options: Options, served: Served) -> None:
+    def _check_values(self, x: Inputs, options: Options, served: Served) -> None:
         labels = served.model.card.labels
         width = 1 if labels is None else len(labels)
         count = len(x) * max(1, int(options.samples)) * width
@@ -220,58 +225,20 @@ def _object(body: bytes) -> dict[str, Any]:
     return told
 
 
-def _drawn(prediction: Prediction, served: Served) -> Tensor:
+def _draws(found: Answered, served: Served) -> Tensor:
     """(B, K, ...): each draw's probabilities, or its means in the targets' own units."""
-    assert prediction.outputs is not None
-    outputs, task = prediction.outputs.float().transpose(0, 1), served.model.manifest.task
+    assert found.outputs is not None
+    outputs, task = found.outputs.float().transpose(0, 1), served.model.manifest.task
     if task.kind == "classification":
         return outputs.softmax(-1)
     return outputs * torch.tensor(task.scale) + torch.tensor(task.shift)
 
 
-def served_outputs(served: Served) -> dict[str, tuple[str, list[int]]]:
-    """Named outputs of the Open Inference Protocol: datatype and shape, −1 where it varies."""
-    card, task = served.model.card, served.model.manifest.task
-    calibrated = card.calibration is not None
-    if task.kind == "classification":
-        C = -1 if card.labels is None else len(card.labels)
-        found = {"probabilities": ("FP32", [-1, C]), "class": ("INT64", [-1])}
-        names = ("max_probability", "entropy", "expected_entropy", "mutual_information")
-        found |= {name: ("FP32", [-1]) for name in names}
-        if calibrated:
-            found["prediction_set"] = ("BOOL", [-1, C])
-        drawn = [-1, -1, C]
-    else:
-        D = task.outputs
-        found = {name: ("FP32", [-1, D]) for name in ("mean", "epistemic_variance", "aleatoric_variance")}
-        if calibrated:
-            found["interval"] = ("FP32", [-1, D, 2])
-        drawn = [-1, -1, D]
-    if calibrated:
-        found |= {"ood": ("BOOL", [-1]), "ood_score": ("FP32", [-1]), "ood_threshold": ("FP32", [-1])}
-    return {**found, "samples": ("INT64", [-1]), DRAWN: ("FP32", drawn)}
-
-
-def outputs_of(prediction: Prediction, served: Served) -> dict[str, NDArray[Any]]:
-    """One row for each input; what a calibration decides is there where there is one."""
-    s, calibration = prediction.summary, served.model.card.calibration
-    rules = [] if calibration is None else rules_of(prediction, calibration)
-    found: dict[str, NDArray[Any]] = {name: tensor.numpy() for name, tensor in vars(s).items()}
-    if isinstance(s, Classified):
-        p = found["probabilities"]  # numpy, here and below: for a few numbers it is much cheaper than torch
-        found |= {"class": p.argmax(-1), "max_probability": p.max(-1)}
-        if calibration is not None:
-            found["prediction_set"] = fits(s, rules).numpy()
-    elif calibration is not None:
-        found["interval"] = intervals(s, rules).float().numpy()
-    if calibration is not None:
-        oods = oods_of(s, rules)
-        found["ood"] = np.array([bool(o and o["flag"]) for o in oods])
-        for key in ("score", "threshold"):
-            found[f"ood_{key}"] = np.array([o[key] if o else np.nan for o in oods], dtype=np.float32)
-    drawn = prediction.settled.samples if prediction.settled is not None else None
-    rows = len(next(iter(found.values())))
-    found["samples"] = np.full(rows, prediction.samples) if drawn is None else drawn.numpy()
-    if prediction.outputs is not None:
-        found[DRAWN] = np.ascontiguousarray(_drawn(prediction, served).numpy())
-    return {name: found[name] for name in served_outputs(served) if name in found}
+def outputs_of(found: Answered, served: Served) -> Columns:
+    """The named outputs, in the order and the types that metadata names; a calibration's where there is one."""
+    columns = found.columns
+    if found.outputs is not None:
+        columns = {**columns, DRAWS: _draws(found, served).numpy()}
+    if "interval" in columns:
+        columns = {**columns, "interval": columns["interval"].astype(np.float32)}
+    return {name: columns[name] for name in served.outputs if name in columns}

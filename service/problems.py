@@ -23,7 +23,7 @@ class Overloaded(Problem):
     """The queue is full."""
 
     def __init__(self, queued: int, limit: int, wait: float) -> None:
-        detail = f"{queued:,} rows times samples wait, of at most {limit:,}; try again in {wait:.1f} s."
+        detail = f"{queued:,} rows times samples are under way, of at most {limit:,}; try again in {wait:.1f} s."
         super().__init__(429, detail, {"Retry-After": str(max(1, round(wait)))}, "queue_full")
 
 

@@ -23,6 +23,7 @@ from dubito.service.problems import Problem
 from dubito.service.settings import Settings
 
 FILE = "model.safetensors"
+DRAWS = "sample_outputs"  # an output that is given only where it is asked for
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 VERSION = re.compile(r"[0-9]{1,18}")
 log = logging.getLogger("dubito")
@@ -49,6 +50,8 @@ class Served:
     bytes: dict[str, int]
     batcher: Batcher
     series: Series
+    outputs: dict[str, tuple[str, list[int]]]  # of the Open Inference Protocol
+    kinds: dict[str, str]  # datatypes of the outputs
     retired: bool = False  # another one answers now
 
     @property
@@ -58,6 +61,29 @@ class Served:
     @property
     def version(self) -> str:
         return self.source.version
+
+
+def outputs_of(model: Model) -> dict[str, tuple[str, list[int]]]:
+    """Named outputs of the Open Inference Protocol: datatype and shape, −1 where it varies."""
+    card, task = model.card, model.manifest.task
+    calibrated = card.calibration is not None
+    if task.kind == "classification":
+        C = -1 if card.labels is None else len(card.labels)
+        found = {"probabilities": ("FP32", [-1, C]), "class": ("INT64", [-1])}
+        names = ("max_probability", "entropy", "expected_entropy", "mutual_information")
+        found |= {name: ("FP32", [-1]) for name in names}
+        if calibrated:
+            found["prediction_set"] = ("BOOL", [-1, C])
+        draws = [-1, -1, C]
+    else:
+        D = task.outputs
+        found = {name: ("FP32", [-1, D]) for name in ("mean", "epistemic_variance", "aleatoric_variance")}
+        if calibrated:
+            found["interval"] = ("FP32", [-1, D, 2])
+        draws = [-1, -1, D]
+    if calibrated:
+        found |= {"ood": ("BOOL", [-1]), "ood_score": ("FP32", [-1]), "ood_threshold": ("FP32", [-1])}
+    return {**found, "samples": ("INT64", [-1]), DRAWS: ("FP32", draws)}
 
 
 def find(paths: Sequence[Path]) -> dict[tuple[str, str], Source]:
@@ -162,10 +188,12 @@ class Repository:
                 max_work=self.settings.batch_work,
                 max_queue=self.settings.queue_work,
                 device=self.turn,
-                on_batch=series.rows.observe,
+                on_batch=series.batch,
             )
             sizes = model_bytes(engine.model, known["bytes"], known["deterministic"])
-            self.served[name] = Served(source, engine.model, declared, known, sizes, batcher, series)
+            outputs = outputs_of(engine.model)
+            kinds = {name: kind for name, (kind, _) in outputs.items()}
+            self.served[name] = Served(source, engine.model, declared, known, sizes, batcher, series, outputs, kinds)
             self.expected.add(name)  # once more, where it had been unloaded
             log.info("model serves", extra={"model": name, "version": source.version, "device": str(self.device)})
             if old is not None:

@@ -14,9 +14,9 @@ from dubito.models.errors import DubitoError
 from dubito.service import openapi
 from dubito.service.http import body_of
 from dubito.service.openapi import ANY, FLAG, OF_ANY, TEXT, answer, content, errors, ref, some, thing
-from dubito.service.predict import DRAWN, INPUT, served_outputs
+from dubito.service.predict import INPUT
 from dubito.service.problems import Problem
-from dubito.service.repository import Repository, Served
+from dubito.service.repository import DRAWS, Repository, Served
 
 if TYPE_CHECKING:
     from dubito.service.app import Server
@@ -284,11 +284,10 @@ def about(served: Served, server: "Server") -> dict[str, Any]:
 
 
 def metadata_of(served: Served) -> dict[str, Any]:
-    outputs = served_outputs(served)
     return {
         "name": served.name,
         "versions": [served.version],
         "platform": "dubito_safetensors",
         "inputs": [{"name": INPUT, "datatype": "FP32", "shape": [-1, *served.declared.shape]}],
-        "outputs": [{"name": n, "datatype": kind, "shape": s} for n, (kind, s) in outputs.items() if n != DRAWN],
+        "outputs": [{"name": n, "datatype": kind, "shape": s} for n, (kind, s) in served.outputs.items() if n != DRAWS],
     }

@@ -1,6 +1,7 @@
 """`dubito serve`: binds the port, loads the models, says where the console is, and ends in order."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ import uvicorn
 
 from dubito.models.errors import DubitoError
 from dubito.service.app import Server, application
-from dubito.service.logs import start_logging
+from dubito.service.logs import flush_lines, start_logging
 from dubito.service.settings import Settings
 
 KEEP_ALIVE = 65  # seconds that an idle connection stays: longer than the minute of usual proxies
@@ -70,6 +71,8 @@ async def _serve(server: Server, front: Front, listener: socket.socket, say: Cal
         await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()  # what is wrong with a model ends the server before it was ever ready
+            gc.collect()
+            gc.freeze()  # what is here now stays: later collections need not look at it
             say(_greeting(server, listener))
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         log.info("draining")
@@ -80,6 +83,7 @@ async def _serve(server: Server, front: Front, listener: socket.socket, say: Cal
         stopping.cancel()
         starting.cancel()
         await asyncio.wait({serving, starting})
+        gc.unfreeze()
     try:
         await server.stop()
     except TimeoutError:
@@ -92,6 +96,7 @@ async def _serve(server: Server, front: Front, listener: socket.socket, say: Cal
 def _stop_or_exit(stop: asyncio.Event) -> None:
     """The first signal drains; whoever sends a second one does not want to wait."""
     if stop.is_set():
+        flush_lines()
         os._exit(1)
     stop.set()
 

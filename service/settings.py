@@ -49,7 +49,7 @@ class Settings(BaseSettings):
         PositiveInt, Field(description="Rows × samples that go to the device together; more is split.")
     ] = 1 << 13
     queue_work: Annotated[
-        PositiveInt, Field(description="Rows × samples that may wait for a model; beyond it requests get 429.")
+        PositiveInt, Field(description="Rows × samples that a model may have under way; beyond it requests get 429.")
     ] = 1 << 17
     deadline_ms: Annotated[PositiveInt, Field(description="Queue and compute of a request that does not say.")] = 30_000
     max_deadline_ms: Annotated[PositiveInt, Field(description="The longest that a request may ask for.")] = 300_000

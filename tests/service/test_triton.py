@@ -20,7 +20,7 @@ from dubito.models import load
 from dubito.models.embedded import embedded
 from dubito.models.prediction import Prediction
 from dubito.models.uncertainty import Classified, Regressed
-from dubito.service.predict import DRAWN
+from dubito.service.repository import DRAWS
 from tests.service.conftest import Live, Serve
 
 Array = NDArray[Any]
@@ -114,7 +114,7 @@ def test_json_and_binary(client: Any, x: Array, expected: Prediction, binary_in:
 
 
 def test_some_outputs_binary_and_some_json(client: Any, x: Array, expected: Prediction) -> None:
-    binary = {"entropy": False, "probabilities": True, "class": False, "ood": True, DRAWN: True, "samples": False}
+    binary = {"entropy": False, "probabilities": True, "class": False, "ood": True, DRAWS: True, "samples": False}
     result = client.infer(
         "digits",
         [tensor(x)],
@@ -126,7 +126,7 @@ def test_some_outputs_binary_and_some_json(client: Any, x: Array, expected: Pred
     assert isinstance(expected.summary, Classified)
     for name in ("entropy", "probabilities"):
         np.testing.assert_allclose(result.as_numpy(name), vars(expected.summary)[name].numpy(), atol=1e-5)
-    drawn = result.as_numpy(DRAWN)
+    drawn = result.as_numpy(DRAWS)
     assert drawn.shape == (3, 20, 10)
     np.testing.assert_allclose(drawn.mean(1), expected.summary.probabilities.numpy(), atol=1e-5)
 
@@ -344,13 +344,13 @@ def _check_regression(client: Any, path: Path, x: Array) -> None:
     assert isinstance(expected.summary, Regressed)
     outputs = [o["name"] for o in client.get_model_metadata("prices")["outputs"]]
     assert outputs[:4] == ["mean", "epistemic_variance", "aleatoric_variance", "interval"]
-    names = [*outputs, DRAWN]
+    names = [*outputs, DRAWS]
     for binary in (True, False):
         wanted = [triton.InferRequestedOutput(name, binary_data=binary) for name in names]
         result = client.infer("prices", [tensor(x)], outputs=wanted, parameters={"samples": 8, "seed": 1})
         for name, values in vars(expected.summary).items():
             np.testing.assert_allclose(result.as_numpy(name), values.numpy(), atol=1e-5)
-        drawn, interval = result.as_numpy(DRAWN), result.as_numpy("interval")
+        drawn, interval = result.as_numpy(DRAWS), result.as_numpy("interval")
         assert (drawn.shape, interval.shape) == ((2, 8, 2), (2, 2, 2))
         np.testing.assert_allclose(drawn.mean(1), expected.summary.mean.numpy(), atol=1e-5)
         np.testing.assert_allclose(interval.mean(-1), expected.summary.mean.numpy(), atol=1e-5)
