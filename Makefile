@@ -25,7 +25,7 @@ serve: $(READY) ## serve the embedded model with its console: make serve ARGS="m
 lint: $(READY) ## ruff and strict mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy .types/dubito tests $(wildcard benchmarks)
+	$(BIN)/mypy .types/dubito tests $(wildcard benchmarks) deploy/grafana/picture.py docs/reference.py
 
 test: lint ## lint, then every test that takes seconds
 	$(BIN)/pytest -n 2 --durations=10 -rs

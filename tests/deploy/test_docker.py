@@ -25,8 +25,7 @@ def lint(dockerfile: Path) -> str:
 
 
 def validate(compose: Path) -> int:
-    command = [BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", compose]
-    return run(*command).returncode
+    return run(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", compose).returncode
 
 
 def changed(tmp_path: Path, name: str, old: str, new: str) -> Path:
@@ -142,7 +141,7 @@ def test_the_dockerfile_copies_every_room() -> None:
 @pytest.mark.parametrize("platform", ["x86_64-manylinux_2_28", "aarch64-manylinux_2_28"])
 def test_the_lock_resolves_for_both_kinds_of_machine(platform: str, tmp_path: Path) -> None:
     """Each pin has a wheel for it; asks the package index, and downloads none of the gigabytes."""
-    command = [BIN / "uv", "pip", "install", "--dry-run", "--no-deps", "--only-binary=:all:", "--target", tmp_path]
-    found = run(*command, "--python-version=3.11", f"--python-platform={platform}", "--requirement", LOCK)
+    words = ["pip", "install", "--dry-run", "--no-deps", "--only-binary=:all:", "--python-version=3.11"]
+    found = run(BIN / "uv", *words, f"--python-platform={platform}", "--target", tmp_path, "--requirement", LOCK)
     assert found.returncode == 0, found.stderr
     assert "torch==2.15.0" in found.stderr
