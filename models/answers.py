@@ -39,7 +39,7 @@ class Rulebook:
 
     def __init__(self, calibration: Calibration | None) -> None:
         self.calibration = calibration
-        self._known: dict[object, Rule] = {}
+        self._known: dict[tuple[int, bool], Rule] = {}
 
     def of(self, prediction: Prediction) -> list[Rule]:
         """By the draws that each input got."""
@@ -50,12 +50,12 @@ class Rulebook:
 
     def rule(self, K: int, tolerance: float | None = None, max_samples: int | None = None) -> Rule:
         """For K draws; with a tolerance and a limit, for K draws after which `auto` with them had settled."""
-        key = (K, tolerance, max_samples)
-        if key not in self._known:
-            auto = None if self.calibration is None or tolerance is None else self.calibration.auto
-            fits_auto = auto is not None and (auto.tolerance, auto.max_samples) == (tolerance, max_samples)
-            self._known[key] = auto_rule(self.calibration, K) if fits_auto else rule_for(self.calibration, K)
-        return self._known[key]
+        auto = None if self.calibration is None else self.calibration.auto
+        settled = auto is not None and (auto.tolerance, auto.max_samples) == (tolerance, max_samples)
+        if (K, settled) not in self._known:
+            made = auto_rule(self.calibration, K) if settled else rule_for(self.calibration, K)
+            self._known[K, settled] = made
+        return self._known[K, settled]
 
 
 def rule_for(calibration: Calibration | None, K: int) -> Rule:
