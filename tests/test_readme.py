@@ -43,7 +43,9 @@ def test_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     environment["PATH"] = f"{Path(sys.prefix) / 'bin'}:{environment['PATH']}"
     # shares the script's first line; a server that the README starts ends with it
-    trap = """trap 'echo "README.md, line $LINENO: $BASH_COMMAND" >&2' ERR; trap 'kill $(jobs -p) 2>&-; wait' EXIT; """
+    trap = (
+        """trap 'echo "README.md, line $LINENO: $BASH_COMMAND" >&2' ERR; trap 'kill $(jobs -p) 2>&- || wait' EXIT; """
+    )
     command = ["bash", "-euo", "pipefail", "-c", trap + commands]
     answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert answer.returncode == 0, answer.stdout + answer.stderr
