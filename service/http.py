@@ -103,6 +103,16 @@ def inflate(body: bytes, coding: str, limit: int) -> bytes:
     raise Problem(400, f"the body is no whole {coding[:20]} stream.")
 
 
+def json_object(body: bytes, expected: str = "") -> dict[str, Any]:
+    try:
+        told = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Problem(400, f"the body is no JSON: {error}.") from None
+    if not isinstance(told, dict):
+        raise Problem(400, f"the body is no JSON object{expected}.")
+    return told
+
+
 async def reply(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
     raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
     raw.append((b"content-length", str(len(body)).encode()))

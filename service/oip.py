@@ -13,6 +13,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from dubito.service.http import json_object
 from dubito.service.problems import Problem
 
 TYPES: dict[str, str] = {
@@ -29,6 +30,7 @@ KINDS = {np.dtype(code): name for name, code in TYPES.items()}
 SHORT = 4096  # bytes of a header that is remembered
 LARGEST = 1 << 40  # of one side of a tensor; beyond it a header lies
 LENGTH = "inference-header-content-length"
+EXPECTED = "; expected one with `inputs`"
 JSON, OCTETS = "application/json", "application/octet-stream"
 
 Values = NDArray[Any] | list[bytes]  # BYTES come as a list of their elements
@@ -48,12 +50,11 @@ class Wanted:
 def parse(body: bytes, header_length: str | None) -> Wanted:
     """Every length is checked against what is there before anything is read by it."""
     if header_length is None:
-        told = _told(body)
-        head, rest = _header(told), memoryview(b"")
+        head, rest = _header(json_object(body, EXPECTED)), memoryview(b"")
     else:
         n = _length(header_length, len(body))
         rest = memoryview(body)[n:]
-        head = _header_of(body[:n]) if n <= SHORT else _header(_told(body[:n]))
+        head = _header_of(body[:n]) if n <= SHORT else _header(json_object(body[:n], EXPECTED))
     inputs: dict[str, Values] = {}
     for spec in head.inputs:
         if spec.name in inputs:
@@ -95,17 +96,7 @@ class Header:
 @lru_cache(maxsize=256)
 def _header_of(head: bytes) -> Header:
     """Clients say the same again and again; nothing changes a header once it is read."""
-    return _header(_told(head))
-
-
-def _told(head: bytes) -> dict[str, Any]:
-    try:
-        told = orjson.loads(head)
-    except orjson.JSONDecodeError as error:
-        raise Problem(400, f"the request is no JSON: {error}.") from None
-    if not isinstance(told, dict):
-        raise Problem(400, "the request is no JSON object; expected one with `inputs`.")
-    return told
+    return _header(json_object(head, EXPECTED))
 
 
 def _header(told: dict[str, Any]) -> Header:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import orjson
@@ -17,7 +16,19 @@ from dubito.models.answers import Columns, rows_of
 from dubito.service import oip
 from dubito.service.codec import NPY, Codec, Inputs
 from dubito.service.engine import Answered, Ask
-from dubito.service.http import ClientGone, Leaving, Receive, Scope, Send, headers_of, pack, query_of, read_body, reply
+from dubito.service.http import (
+    ClientGone,
+    Leaving,
+    Receive,
+    Scope,
+    Send,
+    headers_of,
+    json_object,
+    pack,
+    query_of,
+    read_body,
+    reply,
+)
 from dubito.service.options import Options, read_options, said
 from dubito.service.problems import Late, Problem
 from dubito.service.repository import DRAWS, Repository, Served
@@ -71,7 +82,7 @@ class Predictor:
         self._check_room(asked, name)
         body = await self._body(headers, receive)
         kind = headers.get("content-type", oip.JSON).partition(";")[0].strip().lower()
-        told = _object(body) if kind == oip.JSON else {}
+        told = json_object(body, "; expected one with `inputs` or `images`") if kind == oip.JSON else {}
         given = {**query_of(scope), **{k: v for k, v in told.items() if k not in ("inputs", "images")}}
         options = read_options(given, self.settings) if given else self.usual
 
@@ -213,16 +224,6 @@ def _milliseconds(microseconds: object) -> int:
     if isinstance(microseconds, bool) or not text.isascii() or not text.isdigit() or len(text) > 15:
         raise Problem(400, f"timeout is {said(microseconds)}; expected a whole number of microseconds.")
     return max(1, int(text) // 1000)
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        told = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise Problem(400, f"the body is no JSON: {error}.") from None
-    if not isinstance(told, dict):
-        raise Problem(400, "the body is no JSON object; expected one with `inputs` or `images`.")
-    return told
 
 
 def _draws(found: Answered, served: Served) -> Tensor:

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from dubito import __version__
 from dubito.models.errors import DubitoError
 from dubito.service import openapi
-from dubito.service.http import body_of
+from dubito.service.http import body_of, headers_of, json_object, read_body
 from dubito.service.openapi import ANY, FLAG, OF_ANY, TEXT, answer, content, errors, ref, some, thing
 from dubito.service.predict import INPUT
 from dubito.service.problems import Problem
@@ -211,19 +211,9 @@ def _changeable(server: "Server") -> Repository:
 
 async def _told(request: Request, server: "Server") -> dict[str, Any]:
     """A JSON object, or nothing."""
-    from dubito.service.http import headers_of, read_body
-
     limits = server.settings
     body = await read_body(headers_of(request.scope), request.receive, limits.body_bytes, limits.body_seconds)
-    if not body:
-        return {}
-    try:
-        told = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise Problem(400, f"the body is no JSON: {error}.") from None
-    if not isinstance(told, dict):
-        raise Problem(400, "the body is no JSON object.")
-    return told
+    return json_object(body) if body else {}
 
 
 def _health(*names: str) -> Any:
