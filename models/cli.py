@@ -153,7 +153,7 @@ def _read(path: Path, model: "Model") -> list[tuple[str, "Tensor"]]:
     import torch
 
     from dubito.models.errors import InputError
-    from dubito.models.images import prepare
+    from dubito.models.images import pictures_in, prepare
 
     declared = model.card.input
     if declared is None:
@@ -162,10 +162,11 @@ def _read(path: Path, model: "Model") -> list[tuple[str, "Tensor"]]:
         return [(str(path), prepare(torch.from_numpy(_pixels(path)), declared))]
     array = _numbers(path)
     pictures = array.dtype == np.uint8 and declared.image is not None
-    if pictures and array.shape[-3:] == declared.shape:  # channels first, as the network takes them
-        array = np.moveaxis(array, -3, -1)
-    single = array.ndim in (2, 3) and _one(array) if pictures else array.ndim == len(declared.shape)
-    batch = array[None] if single else array
+    if pictures:
+        batch, single = pictures_in(array, declared)
+    else:
+        single = array.ndim == len(declared.shape)
+        batch = array[None] if single else array
     if batch.ndim < 2 or len(batch) == 0:
         raise InputError(
             f"{path} has shape {array.shape}; expected inputs of shape {declared.shape}, or a batch of them."
@@ -178,11 +179,6 @@ def _read(path: Path, model: "Model") -> list[tuple[str, "Tensor"]]:
     if tuple(rows.shape[1:]) != declared.shape:
         raise InputError(f"{path} has shape {array.shape}; expected {declared.shape}, or a batch of them.")
     return list(zip(names, rows, strict=True))
-
-
-def _one(array: Any) -> bool:
-    """Pixels of one picture, (H, W) or (H, W, channels), rather than a batch of grey ones (n, H, W)."""
-    return array.ndim == 2 or array.shape[-1] in (1, 3, 4)
 
 
 def _numbers(path: Path) -> Any:

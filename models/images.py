@@ -1,7 +1,7 @@
 """From a picture to the input that a model declares."""
 
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 from dubito.models.errors import InputError
 from dubito.models.manifest import Input
 
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
 LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 
 
@@ -21,11 +24,7 @@ def read_pixels(file: str | Path | IO[bytes]) -> NDArray[np.uint8]:
 
     try:
         with Image.open(file) as picture:
-            if picture.mode == "F":
-                raise ValueError("its pixels are floats of no known range; give them as .npy")
-            if picture.mode.startswith("I"):  # 16 bits; Pillow's own conversion would cut them off at 255
-                return (np.array(picture).clip(0, 65535) >> 8).astype(np.uint8)
-            return np.array(picture.convert("L" if picture.mode in ("1", "L") else "RGB"))
+            return pixels_of(picture)
     except OSError as error:  # UnidentifiedImageError is one
         if error.strerror is not None:
             raise
@@ -34,6 +33,26 @@ def read_pixels(file: str | Path | IO[bytes]) -> NDArray[np.uint8]:
         raise
     except Exception as error:  # Pillow raises many kinds, all of them about the file
         raise ValueError(str(error)) from None
+
+
+def pixels_of(picture: "Picture") -> NDArray[np.uint8]:
+    """(H, W) of a grey picture, (H, W, 3) of any other."""
+    if picture.mode == "F":
+        raise ValueError("its pixels are floats of no known range; give them as .npy")
+    if picture.mode.startswith("I"):  # 16 bits; Pillow's own conversion would cut them off at 255
+        return (np.array(picture).clip(0, 65535) >> 8).astype(np.uint8)
+    return np.array(picture.convert("L" if picture.mode in ("1", "L") else "RGB"))
+
+
+def pictures_in(array: NDArray[np.uint8], declared: Input) -> tuple[NDArray[np.uint8], bool]:
+    """A batch of pictures, channels last, and whether the array was one picture, (H, W) or (H, W, channels), alone.
+
+    Channels come first where the array has the declared shape, as the network takes it.
+    """
+    if array.shape[-3:] == declared.shape:
+        array = np.moveaxis(array, -3, -1)
+    single = array.ndim == 2 or (array.ndim == 3 and array.shape[-1] in (1, 3, 4))
+    return (array[None] if single else array), single
 
 
 def prepare(pixels: Tensor, declared: Input) -> Tensor:

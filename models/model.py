@@ -26,6 +26,15 @@ class Model:
     def card(self) -> Card:
         return self.manifest.card
 
+    @property
+    def temperature(self) -> float:
+        """As calibrated; 1 where it was not."""
+        return 1.0 if self.card.calibration is None else self.card.calibration.temperature
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
     @cached_property
     def factors(self) -> NetworkFactors:
         return self.network.factors()
@@ -50,7 +59,7 @@ class Model:
             raise InputError(
                 f"inputs have shape {tuple(x.shape)}; this model takes (B, {', '.join(map(str, declared.shape))})."
             )
-        T = 1.0 if self.card.calibration is None else self.card.calibration.temperature
+        T = self.temperature
         if samples == "auto":
             if keep_outputs:
                 raise InputError('samples is "auto", so inputs differ in their draws; keep_outputs needs a number.')

@@ -14,10 +14,9 @@ import orjson
 from numpy.typing import ArrayLike, NDArray
 
 from dubito.models.errors import DubitoError, InputError
-from dubito.service.oip import KINDS, LENGTH, TYPES
+from dubito.service.oip import DRAWS, DTYPES, INPUT, KINDS, LENGTH
 
 TIMEOUT = 60.0  # seconds for a reply; the server's own deadline is shorter unless it is told otherwise
-DRAWN = "sample_outputs"  # the output that is given only where it is asked for
 STATUSES = {status.value for status in HTTPStatus}
 Samples = int | Literal["auto"]
 
@@ -168,7 +167,7 @@ def infer_body(
     array = _tensor(x)
     raw = array.tobytes()
     entry = {
-        "name": "input",
+        "name": INPUT,
         "shape": array.shape,
         "datatype": KINDS[array.dtype],
         "parameters": {"binary_data_size": len(raw)},
@@ -233,7 +232,7 @@ def _part(name: str) -> str:
 
 def _all_outputs(metadata: httpx.Response) -> list[str]:
     """Whoever names one output must name all of them."""
-    return [*(output["name"] for output in _field(metadata, "outputs")), DRAWN]
+    return [*(output["name"] for output in _field(metadata, "outputs")), DRAWS]
 
 
 def _prediction(response: httpx.Response) -> Prediction:
@@ -252,7 +251,7 @@ def _prediction(response: httpx.Response) -> Prediction:
 
 def _array(entry: dict[str, Any], rest: memoryview) -> tuple[NDArray[Any], memoryview]:
     """A copy, which its owner may change."""
-    dtype, shape = np.dtype(TYPES[entry["datatype"]]), entry["shape"]
+    dtype, shape = DTYPES[entry["datatype"]], entry["shape"]
     if "data" in entry:
         return np.array(entry["data"], dtype).reshape(shape), rest
     size = prod(shape) * dtype.itemsize

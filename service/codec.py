@@ -6,7 +6,6 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from dubito.models.errors import InputError
-from dubito.models.images import prepare
+from dubito.models.images import pictures_in, pixels_of, prepare
 from dubito.models.manifest import Input
 from dubito.service.problems import Problem
 
@@ -86,7 +85,7 @@ class Codec:
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(file)
             left = len(body) - file.tell()
-            fits = not dtype.hasobject and prod(shape) * dtype.itemsize == left
+            fits = not dtype.hasobject and math.prod(shape) * dtype.itemsize == left
             array = np.load(io.BytesIO(body), allow_pickle=False) if fits else None
         except Exception:  # numpy raises many kinds, all of them about the body, in words that tell of the server
             raise Problem(
@@ -98,12 +97,7 @@ class Codec:
 
     def from_pixels(self, array: NDArray[np.uint8]) -> Inputs:
         """One picture (H, W) or (H, W, C), or several; or several as the network takes them, channels first."""
-        if array.ndim == 4 and array.shape[1:] == self.declared.shape:
-            array = np.moveaxis(array, 1, -1)
-        elif array.shape == self.declared.shape:
-            array = np.moveaxis(array, 0, -1)
-        single = array.ndim == 2 or (array.ndim == 3 and array.shape[-1] in (1, 3, 4))
-        pictures = array[None] if single else array
+        pictures, _ = pictures_in(array, self.declared)
         if pictures.ndim not in (3, 4) or 0 in pictures.shape:
             raise Problem(
                 400, f"pixels have shape {array.shape}; expected (H, W), (H, W, channels) or several of them."
@@ -121,10 +115,7 @@ class Codec:
         try:
             with Image.open(io.BytesIO(body), formats=FORMATS) as picture:
                 self._check_pixels(*picture.size)
-                mode = picture.mode
-                pixels = np.array(picture.convert("L") if mode in ("1", "L") else picture.convert("RGB"))
-                if mode.startswith("I"):  # 16 bits, which Pillow's own conversion would cut off at 255
-                    pixels = (np.array(picture).clip(0, 65535) >> 8).astype(np.uint8)
+                pixels = pixels_of(picture)
         except Problem:
             raise
         except Image.DecompressionBombError:  # Pillow's own limit, which it looks at before ours can be

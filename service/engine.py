@@ -62,7 +62,6 @@ class Engine:
 
     def __init__(self, model: Model, buckets: Sequence[int]) -> None:
         self.model, self.buckets = model, buckets
-        self.T = 1.0 if model.card.calibration is None else model.card.calibration.temperature
         self.rulebook = Rulebook(model.card.calibration)
 
     def answer(self, asks: Sequence[Ask]) -> list[Answer]:
@@ -109,7 +108,7 @@ class Engine:
     def _together(self, asks: list[Ask]) -> list[Answered]:
         first = asks[0]
         x = torch.from_numpy(np.concatenate([ask.x for ask in asks]))
-        watch = Stopwatch(self._device)
+        watch = Stopwatch(self.model.device)
         if first.keep or first.samples == 0 or self.model.factors.normals == 0:
             return self._repeatable(asks, x, watch)
         most = [ask.most for ask in asks for _ in range(ask.rows)]
@@ -134,7 +133,7 @@ class Engine:
             samples,
             first.seed,
             keep_outputs=first.keep,
-            temperature=self.T,
+            temperature=model.temperature,
             buckets=self.buckets,
             watch=watch,
         )
@@ -170,11 +169,7 @@ class Engine:
 
     def _job(self, x: Tensor, seed: int | None, watch: Stopwatch | None) -> Job:
         model = self.model
-        return Job.of(model.network, model.factors, x, seed, None, None, self.T, self.buckets, watch)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.network.parameters()).device
+        return Job.of(model.network, model.factors, x, seed, None, None, model.temperature, self.buckets, watch)
 
 
 def joined(parts: Sequence[Answered]) -> Answered:

@@ -26,7 +26,9 @@ TYPES: dict[str, str] = {
 }
 MOST_ELEMENTS = 1 << 16  # of BYTES
 DTYPES = {name: np.dtype(code) for name, code in TYPES.items()}
-KINDS = {np.dtype(code): name for name, code in TYPES.items()}
+KINDS = {dtype: name for name, dtype in DTYPES.items()}
+INPUT = "input"
+DRAWS = "sample_outputs"  # an output that is given only where it is asked for
 SHORT = 4096  # bytes of a header that is remembered
 LARGEST = 1 << 40  # of one side of a tensor; beyond it a header lies
 LENGTH = "inference-header-content-length"
@@ -254,10 +256,10 @@ def write(
     version: str,
     wanted: Wanted,
     outputs: Mapping[str, NDArray[Any]],
-    kinds: Mapping[str, str],
+    known: Mapping[str, tuple[str, list[int]]],
     parameters: Mapping[str, Any],
 ) -> tuple[bytes, dict[str, str]]:
-    """The reply and its headers."""
+    """The reply and its headers; `known` tells the datatype of each output."""
     entries, blobs, asked = [], [], wanted.outputs
     for name in outputs if asked is None else asked:
         array = outputs[name]
@@ -265,10 +267,10 @@ def write(
             blob = array.tobytes()
             blobs.append(blob)
             size = {"binary_data_size": len(blob)}
-            entries.append({"name": name, "shape": array.shape, "datatype": kinds[name], "parameters": size})
+            entries.append({"name": name, "shape": array.shape, "datatype": known[name][0], "parameters": size})
         else:
             data = np.ascontiguousarray(array).reshape(-1)
-            entries.append({"name": name, "shape": array.shape, "datatype": kinds[name], "data": data})
+            entries.append({"name": name, "shape": array.shape, "datatype": known[name][0], "data": data})
     told: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": entries, "parameters": parameters}
     if wanted.id is not None:
         told["id"] = wanted.id

@@ -7,7 +7,7 @@ from fastapi.openapi.utils import get_openapi
 
 from dubito.models.adaptive import AT_MOST, TOLERANCE
 from dubito.service.oip import JSON, LENGTH, OCTETS, TYPES
-from dubito.service.options import MOST_SEED, RETURNS
+from dubito.service.options import MOST_SEED, PARAMETERS, RETURNS
 from dubito.service.security import OPEN
 from dubito.service.settings import Settings
 
@@ -275,7 +275,7 @@ def _inference_request(settings: Settings) -> Json:
         {"name": TEXT, "parameters": {"type": "object", "properties": {"binary_data": FLAG}}},
         ["name"],
     )
-    ours = {name: s for name, s in _options(settings).items() if name not in ("return", "version")}
+    ours = {name: s for name, s in _options(settings).items() if name in PARAMETERS}
     parameters = {"binary_data_output": FLAG, "timeout": {"type": "integer", "minimum": 0}, **ours}
     return thing(
         {

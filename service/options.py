@@ -24,7 +24,8 @@ RETURNS = (  # `probabilities` and `samples` are large, and left out unless they
     "aleatoric_variance",
     "interval",
 )
-KNOWN = ("samples", "seed", "max_samples", "tolerance", "timeout_ms", "return", "version")
+PARAMETERS = ("samples", "seed", "max_samples", "tolerance", "timeout_ms")  # of a v2 request too
+KNOWN = (*PARAMETERS, "return", "version")
 MOST_SEED = (1 << 63) - 1
 
 

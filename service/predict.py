@@ -29,15 +29,14 @@ from dubito.service.http import (
     read_body,
     reply,
 )
-from dubito.service.options import Options, read_options, said
+from dubito.service.oip import DRAWS, INPUT
+from dubito.service.options import PARAMETERS, Options, read_options, said
 from dubito.service.problems import Late, Problem
-from dubito.service.repository import DRAWS, Repository, Served
+from dubito.service.repository import Repository, Served
 from dubito.service.settings import Settings
 
 V1 = re.compile(r"/v1/models/([^/]+)/predict")
 V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
-INPUT = "input"
-OURS = ("samples", "seed", "max_samples", "tolerance", "timeout_ms")  # among the parameters of a v2 request
 HEAVY = 1 << 16  # bytes of a body or reply that is worked on beside the event loop
 
 
@@ -128,7 +127,7 @@ class Predictor:
         if list(wanted.inputs) != [INPUT]:
             came = ", ".join(wanted.inputs)[:60]
             raise Problem(400, f"inputs are {came!r}; this model takes one, called {INPUT!r}.")
-        given = {key: value for key, value in wanted.parameters.items() if key in OURS}
+        given = {key: value for key, value in wanted.parameters.items() if key in PARAMETERS}
         if wanted.parameters.get("timeout", 0) != 0:  # in microseconds, as the protocol's clients send it; 0: none
             given["timeout_ms"] = _milliseconds(wanted.parameters["timeout"])
         options = read_options(given, self.settings) if given else self.usual
@@ -149,7 +148,7 @@ class Predictor:
         found = await self._ask(x, options, keep, served, timing, receive)
         told = {"samples": found.samples, "seed": str(found.seed)}
         outputs = outputs_of(found, served)
-        content, extra = oip.write(served.name, served.version, wanted, outputs, served.kinds, told)
+        content, extra = oip.write(served.name, served.version, wanted, outputs, served.outputs, told)
         content, packed = await _packed(content, headers)
         served.series.answered(found, timing.stages())
         await reply(send, 200, content, {**extra, **packed})

@@ -19,11 +19,11 @@ from dubito.models.report import report
 from dubito.service.batcher import Batcher
 from dubito.service.engine import Engine
 from dubito.service.metrics import Metrics, Series, model_bytes
+from dubito.service.oip import DRAWS
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
 
 FILE = "model.safetensors"
-DRAWS = "sample_outputs"  # an output that is given only where it is asked for
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 VERSION = re.compile(r"[0-9]{1,18}")
 log = logging.getLogger("dubito")
@@ -51,7 +51,6 @@ class Served:
     batcher: Batcher
     series: Series
     outputs: dict[str, tuple[str, list[int]]]  # of the Open Inference Protocol
-    kinds: dict[str, str]  # datatypes of the outputs
     retired: bool = False  # another one answers now
 
     @property
@@ -192,8 +191,7 @@ class Repository:
             )
             sizes = model_bytes(engine.model, known["bytes"], known["deterministic"])
             outputs = outputs_of(engine.model)
-            kinds = {name: kind for name, (kind, _) in outputs.items()}
-            self.served[name] = Served(source, engine.model, declared, known, sizes, batcher, series, outputs, kinds)
+            self.served[name] = Served(source, engine.model, declared, known, sizes, batcher, series, outputs)
             self.expected.add(name)  # once more, where it had been unloaded
             log.info("model serves", extra={"model": name, "version": source.version, "device": str(self.device)})
             if old is not None:

@@ -13,10 +13,10 @@ from dubito import __version__
 from dubito.models.errors import DubitoError
 from dubito.service import openapi
 from dubito.service.http import body_of, headers_of, json_object, read_body
+from dubito.service.oip import DRAWS, INPUT
 from dubito.service.openapi import ANY, FLAG, OF_ANY, TEXT, answer, content, errors, ref, some, thing
-from dubito.service.predict import INPUT
 from dubito.service.problems import Problem
-from dubito.service.repository import DRAWS, Repository, Served
+from dubito.service.repository import Repository, Served
 
 if TYPE_CHECKING:
     from dubito.service.app import Server
@@ -54,8 +54,6 @@ def routes(server: "Server") -> FastAPI:
 
 
 def _of_people(app: FastAPI, server: "Server") -> None:
-    page = {"200": {"description": "A page.", "content": {"text/html": {}}}, **errors((404, 500), v2=False)}
-
     @app.get("/", include_in_schema=False)
     async def console() -> Response:
         return asset("index.html")
@@ -64,7 +62,7 @@ def _of_people(app: FastAPI, server: "Server") -> None:
     async def docs() -> Response:
         return asset("docs.html")
 
-    @app.get("/console/{name}", include_in_schema=False, responses=page)  # type: ignore[arg-type]
+    @app.get("/console/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
         return asset(name)
 
@@ -269,7 +267,7 @@ def about(served: Served, server: "Server") -> dict[str, Any]:
         "sha256": known["sha256"],
         "samples": server.settings.samples,
         "max_samples": server.settings.max_samples,
-        "device": str(next(model.network.parameters()).device),
+        "device": str(model.device),
     }
 
 

@@ -20,7 +20,7 @@ from dubito.models import load
 from dubito.models.embedded import embedded
 from dubito.models.prediction import Prediction
 from dubito.models.uncertainty import Classified, Regressed
-from dubito.service.repository import DRAWS
+from dubito.service.oip import DRAWS
 from tests.service.conftest import Live, Serve
 
 Array = NDArray[Any]
