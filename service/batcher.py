@@ -11,6 +11,7 @@ from secrets import randbits
 
 from dubito.models.prediction import SEED_BITS
 from dubito.service.engine import Answer, Answered, Ask, Broken, joined
+from dubito.service.pace import Pace
 from dubito.service.problems import Gone, Late, Overloaded
 
 log = logging.getLogger("dubito")
@@ -51,7 +52,7 @@ class Batcher:
         self.work = 0  # rows times samples that were accepted and are not done
         self.running: list[Ticket] = []
         self.since: float | None = None  # when the running batch began
-        self.rate = 0.0  # work per second, as seen lately
+        self.pace = Pace()
         self.closing = self.dead = False
         self.changed = threading.Condition()
         self.loop = asyncio.get_running_loop()
@@ -72,7 +73,7 @@ class Batcher:
         ask for anything."""
         if self.closing or self.dead:
             raise Gone
-        wait = self.work / self.rate if self.rate else 0.0
+        wait = self.pace.of(self.work, self.max_work)
         if self.work and (self.work + more > self.max_queue or wait > seconds):
             raise Overloaded(self.work, self.max_queue, min(LONGEST_WAIT, max(0.1, wait)))
 
@@ -178,8 +179,7 @@ class Batcher:
         ended = time.monotonic()
         for ticket in batch:
             ticket.ended = ended
-        rate = sum(ticket.ask.work for ticket in batch) / max(1e-6, ended - started)
-        self.rate = 0.8 * self.rate + 0.2 * rate if self.rate else rate
+        self.pace.add(sum(ticket.ask.work for ticket in batch), ended - started)
         self.running, self.since = [], None
         self.on_batch(sum(ticket.ask.rows for ticket in batch), cpu)
         self._tell(lambda: _deliver(batch, answers))

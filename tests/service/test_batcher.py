@@ -206,7 +206,8 @@ def test_what_cannot_be_in_time_is_refused_rather_than_kept_waiting(model: Model
         while batcher.depth:
             await asyncio.sleep(0.001)
         second = batcher.put(ask(rows(1)), 30)
-        batcher.rate = 10.0  # forty are under way: four seconds
+        for work, seconds in ((10, 1.0), (20, 2.0)):
+            batcher.pace.add(work, seconds)  # forty are under way: four seconds
         with pytest.raises(Overloaded, match=r"4\.0 s"):
             batcher.put(ask(rows(1)), 1.0)
         third = batcher.put(ask(rows(1)), 50.0)
@@ -215,6 +216,18 @@ def test_what_cannot_be_in_time_is_refused_rather_than_kept_waiting(model: Model
             await batcher.answered(tickets)
 
     in_loop(body, model)
+
+
+def test_a_small_batch_that_was_slow_says_little_about_many(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        batcher.pace.add(3, 0.1)  # thirty a second, were it a rate
+        batcher.device.acquire()
+        put = [batcher.put(ask(rows(4), 64), 30) for _ in range(40)]
+        batcher.device.release()
+        for tickets in put:
+            await batcher.answered(tickets)
+
+    in_loop(body, model, max_queue=1 << 20)
 
 
 def test_who_has_gone_counts_no_longer(model: Model) -> None:

@@ -1,0 +1,38 @@
+"""How long queued work is expected to take."""
+
+import pytest
+
+from dubito.service.pace import Pace
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert Pace().of(1000, 10) == 0.0
+
+
+def test_what_a_batch_and_what_its_work_costs_are_told_apart() -> None:
+    pace = Pace()
+    for work in (20, 640, 40, 320, 20, 20):
+        pace.add(work, 0.05 + 0.002 * work)
+    assert pace.of(2000, 500) == pytest.approx(4 * 0.05 + 2000 * 0.002)
+
+
+def test_batches_of_one_size_are_counted_as_batches() -> None:
+    pace = Pace()
+    for _ in range(5):
+        pace.add(512, 0.25)
+    assert pace.of(2048, 512) == pytest.approx(1.0)
+
+
+def test_an_old_speed_is_forgotten() -> None:
+    pace = Pace()
+    for scale in (10.0, 1.0):
+        for i in range(200):
+            pace.add(10 + i % 7, scale * (10 + i % 7))
+    assert pace.of(100, 1000) == pytest.approx(100.0, rel=0.01)
+
+
+def test_larger_batches_that_took_less_give_no_negative_cost() -> None:
+    pace = Pace()
+    pace.add(1000, 0.1)
+    pace.add(10, 0.3)
+    assert pace.of(1000, 1000) == pytest.approx(0.2, rel=0.05)
