@@ -28,7 +28,7 @@ class Run:
     operands: Mapping[nn.Module, Callable[[], Operand]]  # made when a layer is reached
     plan: Mapping[nn.Module, How]
     member: Callable[[int], Tensor]  # number of members -> each sample's member (K,)
-    names: Mapping[nn.Module, str]
+    structure: "Structure"
     B: int = 1  # inputs
     channels_last: bool = False
 
@@ -53,7 +53,7 @@ def _current(layer: nn.Module, x: Tensor) -> Run:
             "`bayesianize` or `load` returned, not a part of it (activation checkpointing calls parts, too)."
         )
     if run.K > 1 and len(x) % (run.K * run.B):
-        name = run.names.get(layer, type(layer).__name__)
+        name = run.structure.names.get(layer, type(layer).__name__)
         raise FoldError(
             f"layer {name!r} got {len(x)} rows, which are not K = {run.K} samples of {run.B} inputs: the network "
             "mixes or drops rows of the batch before it, or makes its own. Only layers that act on each input alone "
@@ -134,3 +134,25 @@ class MemberLayer(nn.Module):
         if further or named:
             raise FoldError("a layer with several inputs is kept in copies, and one sample at a time is all it can do.")
         return torch.cat([self.copies[m](rows) for m, rows in zip(chosen, x.chunk(run.K), strict=True)])
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a pass looks up among a network's modules."""
+
+    layers: Mapping[str, BayesianLayer]
+    names: Mapping[nn.Module, str]  # of the layers, those kept in copies too
+    attends: bool  # by torch's own transformers
+    convolves: bool
+
+    @classmethod
+    def of(cls, net: nn.Module) -> "Structure":
+        modules = dict(net.named_modules())
+        layers = {name: m for name, m in modules.items() if isinstance(m, BayesianLayer)}
+        names: dict[nn.Module, str] = {
+            m: name for name, m in modules.items() if isinstance(m, BayesianLayer | MemberLayer)
+        }
+        attends = any(isinstance(m, nn.TransformerEncoderLayer | nn.MultiheadAttention) for m in modules.values())
+        convolves = any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in modules.values())
+        convolves = convolves or any(isinstance(layer.geometry, Conv) for layer in layers.values())
+        return cls(layers, names, attends, convolves)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from threading import Lock
 from types import MappingProxyType
 from weakref import WeakSet
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dubito.models.errors import PredictionError
 from dubito.models.geometry import How
 from dubito.models.inducing import Inducing, TrainableInducing, kl_together, train_together
-from dubito.models.layers import BayesianLayer, MemberLayer, Run, running
+from dubito.models.layers import BayesianLayer, MemberLayer, Run, Structure, running
 from dubito.models.manifest import Classification, Task
 from dubito.models.parameters import Positive, alike
 from dubito.models.posterior import Dense, Dropped, Factored, Factors, Operand, Posterior
@@ -27,25 +27,26 @@ class NetworkFactors:
     layers: Mapping[str, Factors]
     hierarchy: Factors | None  # draws the V's of all layers at once
     copies: int  # members of the layers that are kept in copies; 0 where there are none
+    structure: Structure
 
-    @property
+    @cached_property
     def normals(self) -> int:
         """Standard normals that one sample of the whole network needs."""
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """How a sample's normals are shared out: the hierarchy's first, then each layer's."""
         above = self.hierarchy.normals if self.hierarchy is not None else 0
         return [above, *(f.normals for f in self.layers.values())]
 
-    @property
+    @cached_property
     def members(self) -> int:
         """The most members that any part cycles through; 0 where nothing does."""
         parts = [self.hierarchy] if self.hierarchy is not None else []
         return max([self.copies, *(f.members for f in [*parts, *self.layers.values()])])
 
-    @property
+    @cached_property
     def random(self) -> bool:
         """False for a network whose every sample is the same."""
         return self.normals > 0 or self.members > 1
@@ -94,7 +95,7 @@ class BayesianNetwork(nn.Module):
 
     @property
     def layers(self) -> dict[str, BayesianLayer]:
-        return {name: m for name, m in self.net.named_modules() if isinstance(m, BayesianLayer)}
+        return dict(Structure.of(self.net).layers)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.sample(x, 1)[0]
@@ -112,7 +113,7 @@ class BayesianNetwork(nn.Module):
         # on the device, so that a captured step draws anew; members kept in copies are chosen by the host
         keys = torch.rand(members, device="cpu" if copies else x.device) if members else None
         draws = Draws(K, noise, 0, keys=keys)
-        run = Run(K, self._draw_together(kinds, made, draws), {}, draws.member, self._names())
+        run = Run(K, self._draw_together(kinds, made, draws), {}, draws.member, Structure.of(self.net))
         return self.go(x, run) if x.is_cuda else self._go(x, run)  # on a CPU, gradients are faster as memory lies
 
     def _draw_together(
@@ -145,7 +146,7 @@ class BayesianNetwork(nn.Module):
         """For serving: compute once, keep, and hand to every prediction."""
         made = {name: layer.q.factors() for name, layer in self.layers.items()}
         above = None if self.hierarchy is None else self.hierarchy.q.factors()
-        return NetworkFactors(MappingProxyType(made), above, self._copies())
+        return NetworkFactors(MappingProxyType(made), above, self._copies(), Structure.of(self.net))
 
     def _copies(self) -> int:
         """Members of the layers that are kept in copies; 0 where there are none."""
@@ -163,13 +164,13 @@ class BayesianNetwork(nn.Module):
         V: dict[nn.Module, Tensor] = {}
         if factors.hierarchy is not None:
             V = self._shared_out(_matrix(_draw(factors.hierarchy, shares[0], draws, None)))
-        layers = self.layers
+        layers = factors.structure.layers
         operands: dict[nn.Module, Callable[[], Operand]] = {}
         for (name, f), share in zip(factors.layers.items(), shares[1:], strict=True):
             make = partial(_draw, f, share, draws, V.get(layers[name]))
             operands[layers[name]] = cache(make) if keep else make
         by_layer: dict[nn.Module, How] = {layers[name]: how for name, how in plan.items()}
-        return Run(draws.K, operands, by_layer, draws.member, self._names())
+        return Run(draws.K, operands, by_layer, draws.member, factors.structure)
 
     def _shared_out(self, V: Tensor) -> dict[nn.Module, Tensor]:
         """What a hierarchy has drawn: each layer's own columns."""
@@ -185,13 +186,9 @@ class BayesianNetwork(nn.Module):
         """So that neighbours can be drawn and weighed together."""
         return sorted(self.layers.values(), key=lambda layer: layer.geometry.shape)
 
-    def _names(self) -> dict[nn.Module, str]:
-        kept = (BayesianLayer, MemberLayer)
-        return {m: name for name, m in self.net.named_modules() if isinstance(m, kept)}
-
     def go(self, x: Tensor, run: Run) -> Tensor:
         """One pass, (B, ...) -> (K, B, ...), channels last in memory, which is faster, where the network bears it."""
-        if x.dim() in (4, 5) and self not in _need_contiguous:
+        if x.dim() in (4, 5) and run.structure.convolves and self not in _need_contiguous:
             try:
                 return self._go(x, run, channels_last=True)
             except torch.OutOfMemoryError:
@@ -206,7 +203,7 @@ class BayesianNetwork(nn.Module):
         folded = x.repeat(run.K, *[1] * (x.dim() - 1)) if run.K > 1 else x
         if channels_last:
             folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-        with running(replace(run, B=len(x), channels_last=channels_last)), _layer_by_layer(self.net):
+        with running(replace(run, B=len(x), channels_last=channels_last)), _layer_by_layer(run.structure.attends):
             out = self.net(folded)
         if not isinstance(out, Tensor) or len(out) != run.K * len(x):
             came = f"a tensor of {len(out)} rows" if isinstance(out, Tensor) else type(out).__name__
@@ -215,9 +212,9 @@ class BayesianNetwork(nn.Module):
 
 
 @contextmanager
-def _layer_by_layer(net: nn.Module) -> Iterator[None]:
+def _layer_by_layer(attends: bool) -> Iterator[None]:
     """torch's transformers have a fast path that reads weights past their layers; it must not be taken."""
-    if not any(isinstance(m, nn.TransformerEncoderLayer | nn.MultiheadAttention) for m in net.modules()):
+    if not attends:
         yield
         return
     global _inside, _fast_before

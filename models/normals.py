@@ -1,5 +1,7 @@
 """Standard normals from a seed: a row per sample, the same rows however many are asked for at a time."""
 
+from functools import cached_property
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,14 +15,20 @@ class Normals:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self.device = device
-        self._numpy = np.random.Generator(np.random.SFC64(seed)) if device.type == "cpu" else None
-        self._torch = None if device.type == "cpu" else torch.Generator(device).manual_seed(seed)
+        self.seed, self.device = seed, device
+
+    @cached_property
+    def _numpy(self) -> np.random.Generator:
+        return np.random.Generator(np.random.SFC64(self.seed))
+
+    @cached_property
+    def _torch(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(self.seed)
 
     def rows(self, K: int, n: int) -> Tensor:
         noise = torch.empty(K, n, device=self.device)
         for row in noise:
-            if self._numpy is not None:
+            if self.device.type == "cpu":
                 self._numpy.standard_normal(out=row.numpy(), dtype=np.float32)
             else:
                 row.normal_(generator=self._torch)

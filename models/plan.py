@@ -9,7 +9,7 @@ from dubito.models.inducing import InducingFactors
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dubito.models.network import BayesianNetwork, NetworkFactors
+    from dubito.models.network import NetworkFactors
 
 
 def factored_is_cheaper(d_out: int, d_in: int, r: int, groups: int = 1) -> bool:
@@ -17,10 +17,10 @@ def factored_is_cheaper(d_out: int, d_in: int, r: int, groups: int = 1) -> bool:
     return r * (d_out + d_in * groups) < d_out * d_in
 
 
-def cheapest(network: "BayesianNetwork", factors: "NetworkFactors") -> "Mapping[str, How]":
+def cheapest(factors: "NetworkFactors") -> "Mapping[str, How]":
     """The execution with the fewest multiplications, layer by layer; plans never change what is computed."""
     plan: dict[str, How] = {}
-    for name, layer in network.layers.items():
+    for name, layer in factors.structure.layers.items():
         f = factors.layers[name]
         dense: How = "batch" if isinstance(layer.geometry, Linear) else "loop"
         plan[name] = dense

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.errors import InputError, PredictionError
-from dubito.models.geometry import Conv, How
+from dubito.models.geometry import How
 from dubito.models.layers import FoldError
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import Normals
@@ -112,8 +112,8 @@ class Job:
         watch: Stopwatch | None = None,
     ) -> "Job":
         seed, x = _seed(seed), _checked(network, x)
-        plan = cheapest(network, factors) if plan is None else plan
-        rows = _rows(network, x) if max_rows is None else max_rows
+        plan = cheapest(factors) if plan is None else plan
+        rows = _rows(factors, x) if max_rows is None else max_rows
         watch = Stopwatch(x.device) if watch is None else watch
         return cls(network, factors, x, seed, Normals(seed, x.device), plan, rows, temperature, buckets, watch)
 
@@ -202,18 +202,19 @@ def _checked(network: BayesianNetwork, x: Tensor) -> Tensor:
     x = x.to(like.device, x.dtype if indices else like.dtype)
     if x.dim() < 2 or len(x) == 0:
         raise InputError(f"inputs have shape {tuple(x.shape)}; expected (B, ...) with at least one input.")
-    finite = x.isfinite().flatten(1).all(1)
-    if not finite.all():
-        raise InputError(f"input {int((~finite).nonzero()[0])} holds NaN or infinity; expected finite numbers only.")
+    if not x.sum().isfinite():  # one pass; too large a sum tells nothing yet
+        finite = x.isfinite().flatten(1).all(1)
+        if not finite.all():
+            bad = int((~finite).nonzero()[0])
+            raise InputError(f"input {bad} holds NaN or infinity; expected finite numbers only.")
     return x
 
 
-def _rows(network: BayesianNetwork, x: Tensor) -> int:
+def _rows(factors: NetworkFactors, x: Tensor) -> int:
     """Rows of one pass: few on a CPU where each takes much memory, which is where a convolution meets a large map."""
     if x.device.type != "cpu":
         return max(1024, min(8192, (1 << 23) // x[0].numel()))
-    convolves = any(isinstance(layer.geometry, Conv) for layer in network.layers.values())
-    return max(32, min(4096, 32 * 1024 // math.prod(x.shape[2:]))) if convolves else 4096
+    return max(32, min(4096, 32 * 1024 // math.prod(x.shape[2:]))) if factors.structure.convolves else 4096
 
 
 def _forward(
@@ -284,7 +285,8 @@ def evaluating(network: nn.Module) -> Iterator[None]:
         threads, training = _busy.get(network, (0, []))
         if threads == 0:
             training = [m for m in network.modules() if m.training]
-            network.eval()
+            if training:
+                network.eval()
         _busy[network] = (threads + 1, training)
     try:
         yield

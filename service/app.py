@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
+import random
 import re
-import secrets
 import time
 from typing import Any
 
@@ -45,7 +45,7 @@ class Server:
             return
         began, path, headers = time.monotonic(), scope["path"], headers_of(scope)
         given = headers.get("x-request-id", "")
-        id_ = given if PLAIN_ID.fullmatch(given) else secrets.token_hex(8)
+        id_ = given if given and PLAIN_ID.fullmatch(given) else f"{random.getrandbits(64):016x}"
         status, asked = 0, Asked()
 
         async def out(message: Any) -> None:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from secrets import randbits
 
 from dubito.models.prediction import SEED_BITS
@@ -15,6 +16,7 @@ from dubito.service.pace import Pace
 from dubito.service.problems import Gone, Late, Overloaded
 
 log = logging.getLogger("dubito")
+PATIENCE = 0.05  # seconds until an answer is slow in coming
 LONGEST_WAIT = 60.0  # seconds that a refused client is told to stay away
 
 
@@ -28,10 +30,15 @@ class Ticket:
     queued: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     taken: bool = False  # by the device
+    counted: bool = True  # as work to be done
 
 
 class Batcher:
-    """One thread that answers, fed by coroutines of one event loop."""
+    """One thread that answers, fed by coroutines of one event loop.
+
+    The loop puts tickets into a deque and rings a bell where the thread sleeps; the thread takes them out, and tells
+    the loop when they are answered. All counting is the loop's, so nothing needs a lock.
+    """
 
     def __init__(
         self,
@@ -54,7 +61,8 @@ class Batcher:
         self.since: float | None = None  # when the running batch began
         self.pace = Pace()
         self.closing = self.dead = False
-        self.changed = threading.Condition()
+        self.asleep = False  # the thread, until the bell is rung
+        self.bell: SimpleQueue[None] = SimpleQueue()
         self.loop = asyncio.get_running_loop()
         self.thread = threading.Thread(target=self._run, name="inference", daemon=True)
         self.thread.start()
@@ -77,28 +85,42 @@ class Batcher:
         if self.work and (self.work + more > self.max_queue or wait > seconds):
             raise Overloaded(self.work, self.max_queue, min(LONGEST_WAIT, max(0.1, wait)))
 
-    def put(self, ask: Ask, seconds: float) -> list[Ticket]:
-        """Accepted when this returns: answered, failed or late within `seconds`. Oversize requests go in parts."""
+    def put(self, ask: Ask, seconds: float, slow: Callable[[], None] | None = None) -> list[Ticket]:
+        """Accepted when this returns: answered, failed or late within `seconds`. Oversize requests go in parts.
+
+        `slow` is called where the answer is not there after a while.
+        """
         self.check_room(ask.work, seconds)
         asks = [ask] if ask.work <= self.max_work or ask.rows == 1 else self._parts(ask)
-        tickets = [self._ticket(part, seconds) for part in asks]
-        with self.changed:
-            self.queue.extend(tickets)
-            self.work += ask.work
-            self.changed.notify()
+        tickets = [self._ticket(part, seconds, None) for part in asks[1:]]
+        tickets.insert(0, self._ticket(asks[0], seconds, slow))
+        self.queue.extend(tickets)
+        self.work += ask.work
+        self._wake()
         return tickets
+
+    def _wake(self) -> None:
+        if self.asleep:
+            self.asleep = False
+            self.bell.put(None)
 
     def _parts(self, ask: Ask) -> list[Ask]:
         """Each fits a batch; one seed for all, so that all rows of the request see the same functions."""
         seed = randbits(SEED_BITS) if ask.seed is None else ask.seed
         rows = max(1, self.max_work * ask.rows // ask.work)
-        return [replace(ask, x=ask.x[at : at + rows], seed=seed) for at in range(0, ask.rows, rows)]
+        return [replace(ask, x=ask.x[at : at + rows], seed=seed, start=at) for at in range(0, ask.rows, rows)]
 
-    def _ticket(self, ask: Ask, seconds: float) -> Ticket:
-        future = self.loop.create_future()
-        ticket = Ticket(ask, future)
-        ticket.timer = self.loop.call_later(max(0.0, seconds), self._expire, ticket, seconds)
+    def _ticket(self, ask: Ask, seconds: float, slow: Callable[[], None] | None) -> Ticket:
+        ticket = Ticket(ask, self.loop.create_future())
+        if slow is None or seconds <= PATIENCE:
+            ticket.timer = self.loop.call_later(max(0.0, seconds), self._expire, ticket, seconds)
+        else:  # one timer at a time: few requests live to see the second
+            ticket.timer = self.loop.call_later(PATIENCE, self._wait_on, ticket, seconds, slow)
         return ticket
+
+    def _wait_on(self, ticket: Ticket, seconds: float, slow: Callable[[], None]) -> None:
+        ticket.timer = self.loop.call_later(seconds - PATIENCE, self._expire, ticket, seconds)
+        slow()
 
     async def answered(self, tickets: Sequence[Ticket]) -> Answered:
         """The answer, or Late or whatever the model made of the request; whoever is cancelled takes it along."""
@@ -124,19 +146,19 @@ class Batcher:
 
     def _forgo(self, ticket: Ticket) -> None:
         """Its work will not be done, unless it has been begun."""
-        with self.changed:
-            if not ticket.taken:
-                ticket.taken = True
-                self.work -= ticket.ask.work
+        if not ticket.taken:
+            self._discount(ticket)
+
+    def _discount(self, ticket: Ticket) -> None:
+        if ticket.counted:
+            ticket.counted = False
+            self.work -= ticket.ask.work
 
     def _run(self) -> None:
         """The inference thread."""
         try:
             while (batch := self._take()) is not None:
-                if batch:
-                    self._serve(batch)
-                    with self.changed:
-                        self.work -= sum(ticket.ask.work for ticket in batch)
+                self._serve(batch)
         except BaseException:
             log.critical("the inference loop has died", exc_info=True)
         finally:
@@ -145,44 +167,58 @@ class Batcher:
 
     def _take(self) -> list[Ticket] | None:
         """What is queued, up to a batch's work, without those that nobody waits for; None at the end."""
-        with self.changed:
-            while not self.queue:
-                if self.closing:
+        while not self.queue:
+            self.asleep = True  # first, and then look again: whoever puts something now rings
+            if self.queue or self.closing:
+                self.asleep = False
+                if not self.queue:
                     return None
-                self.changed.wait()
-            batch: list[Ticket] = []
-            work = 0
-            while self.queue and (not batch or work + self.queue[0].ask.work <= self.max_work):
-                ticket = self.queue.popleft()
-                if not ticket.taken:  # else nobody waits for it any more
-                    ticket.taken = True
-                    batch.append(ticket)
-                    work += ticket.ask.work
-            self.running = batch
-            return batch
+            else:
+                self.bell.get()
+        batch: list[Ticket] = []
+        work = 0
+        while self.queue and (not batch or work + self.queue[0].ask.work <= self.max_work):
+            ticket = self.queue.popleft()
+            if not ticket.future.done():  # else nobody waits for it any more
+                ticket.taken = True
+                batch.append(ticket)
+                work += ticket.ask.work
+        self.running = batch
+        return batch
 
     def _serve(self, batch: list[Ticket]) -> None:
         with self.device:
             self.since = started = time.monotonic()
-            batch = [ticket for ticket in batch if not ticket.future.done()]  # the device may have been long in coming
-            if not batch:
-                self.since = None
-                return
-            cpu = time.thread_time()
-            try:
-                answers = self.answer([ticket.ask for ticket in batch])
-            except Broken:
-                raise
-            except Exception as error:
-                answers = [error] * len(batch)
-            cpu = time.thread_time() - cpu
-        ended = time.monotonic()
-        for ticket in batch:
-            ticket.ended = ended
-        self.pace.add(sum(ticket.ask.work for ticket in batch), ended - started)
+            wanted = [ticket for ticket in batch if not ticket.future.done()]  # the device may have been long in coming
+            answers: list[Answer] = []
+            if wanted:
+                cpu = time.thread_time()
+                try:
+                    answers = self.answer([ticket.ask for ticket in wanted])
+                except Broken:
+                    raise
+                except Exception as error:
+                    answers = [error] * len(wanted)
+                cpu = time.thread_time() - cpu
+        if wanted:
+            ended = time.monotonic()
+            for ticket in wanted:
+                ticket.ended = ended
+            self.pace.add(sum(ticket.ask.work for ticket in wanted), ended - started)
+            self.on_batch(sum(ticket.ask.rows for ticket in wanted), cpu)
         self.running, self.since = [], None
-        self.on_batch(sum(ticket.ask.rows for ticket in batch), cpu)
-        self._tell(lambda: _deliver(batch, answers))
+        self._tell(lambda: self._deliver(batch, dict(zip(wanted, answers, strict=True))))
+
+    def _deliver(self, batch: list[Ticket], answers: dict[Ticket, Answer]) -> None:
+        for ticket in batch:
+            self._discount(ticket)
+            if ticket.future.done():
+                continue
+            found = answers[ticket]
+            if isinstance(found, Exception):
+                ticket.future.set_exception(found)
+            else:
+                ticket.future.set_result(found)
 
     def _tell(self, what: Callable[[], None]) -> None:
         try:
@@ -191,28 +227,16 @@ class Batcher:
             return
 
     def _drop_all(self) -> None:
-        with self.changed:
-            left = [*self.running, *self.queue]
-            self.queue.clear()
-            self.work = 0
+        left = [*self.running, *self.queue]
+        self.queue.clear()
+        self.work = 0
         for ticket in left:
             if not ticket.future.done():
                 ticket.future.set_exception(Gone())
 
     async def close(self) -> None:
         """No new requests; those that were accepted are answered first."""
-        with self.changed:
-            self.closing = True
-            self.changed.notify()
+        self.closing = True
+        self._wake()
         while self.thread.is_alive():
             await asyncio.sleep(0.005)
-
-
-def _deliver(batch: list[Ticket], answers: list[Answer]) -> None:
-    for ticket, found in zip(batch, answers, strict=True):
-        if ticket.future.done():
-            continue
-        if isinstance(found, Exception):
-            ticket.future.set_exception(found)
-        else:
-            ticket.future.set_result(found)

@@ -1,7 +1,8 @@
 """Many requests answered together: those that may share draws share passes, and none is hurt by another's failure."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from dubito.models.adaptive import answer_each
 from dubito.models.answers import Columns, Rule, Rulebook, columns_of
+from dubito.models.errors import InputError
 from dubito.models.model import Model
 from dubito.models.prediction import Job, predict
 from dubito.models.stopwatch import Stopwatch
@@ -26,6 +28,7 @@ class Ask:
     max_samples: int  # of "auto"
     tolerance: float
     keep: bool = False  # the draws themselves are wanted
+    start: int = 0  # of the request whose part this is: its first row
 
     rows: int = field(init=False)
     most: int = field(init=False)  # draws
@@ -67,9 +70,13 @@ class Engine:
     def answer(self, asks: Sequence[Ask]) -> list[Answer]:
         """In order. Requests of one group share a pass; where a group fails, each of its requests is tried alone."""
         groups: dict[object, list[int]] = {}
-        for i, ask in enumerate(asks):
-            groups.setdefault(self._group(ask, i), []).append(i)
         found: dict[int, Answer] = {}
+        for i, ask in enumerate(asks):
+            if (row := _not_finite(ask.x)) is None:
+                groups.setdefault(self._group(ask, i), []).append(i)
+            else:
+                told = f"input {ask.start + row} holds NaN, infinity or a number too large for float32; expected none."
+                found[i] = InputError(told)
         for members in groups.values():
             found |= zip(members, self._answer_group([asks[i] for i in members]), strict=True)
         return [found[i] for i in range(len(asks))]
@@ -141,8 +148,7 @@ class Engine:
         columns = columns_of(found.summary, rules)
         outputs = None if found.outputs is None else found.outputs.cpu()  # kept for a request alone
         drawn = [found.samples] * len(rules)
-        asks = [replace(ask, samples=found.samples) for ask in asks]  # there was nothing to settle
-        return self._apart(asks, columns, rules, drawn, found.seed, watch, outputs)
+        return self._apart(asks, columns, rules, drawn, found.seed, watch, outputs, settles=False)
 
     def _apart(
         self,
@@ -153,8 +159,9 @@ class Engine:
         seed: int,
         watch: Stopwatch,
         outputs: Tensor | None = None,
+        settles: bool = True,
     ) -> list[Answered]:
-        """To each its own rows."""
+        """To each its own rows; where nothing `settles`, "auto" is no different from a number."""
         columns["samples"] = np.array(drawn)
         watch.lap("summarise")
         seconds = watch.seconds()
@@ -162,7 +169,7 @@ class Engine:
         for ask in asks:
             end = at + ask.rows
             mine = {name: column[at:end] for name, column in columns.items()}
-            settled = ask.samples == "auto"
+            settled = settles and ask.samples == "auto"
             made.append(Answered(mine, rules[at:end], max(drawn[at:end]), seed, seconds, settled, outputs))
             at = end
         return made
@@ -170,6 +177,15 @@ class Engine:
     def _job(self, x: Tensor, seed: int | None, watch: Stopwatch | None) -> Job:
         model = self.model
         return Job.of(model.network, model.factors, x, seed, None, None, model.temperature, self.buckets, watch)
+
+
+def _not_finite(x: NDArray[np.float32]) -> int | None:
+    """The first such row."""
+    flat = x.reshape(-1)
+    if math.isfinite(flat.dot(flat)):  # one pass; too large a sum tells nothing yet
+        return None
+    finite = np.isfinite(x).reshape(len(x), -1).all(1)
+    return None if finite.all() else int(finite.argmin())
 
 
 def joined(parts: Sequence[Answered]) -> Answered:

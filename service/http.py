@@ -18,7 +18,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 WORTH_PACKING = 1024  # bytes
-PATIENCE = 0.05  # seconds
 REFUSED = re.compile(r";q=0(\.0*)?$")  # a coding that is named to say that it is not wanted
 MOST_OPTIONS = 100  # of a query
 
@@ -129,28 +128,24 @@ def body_of(problem: Problem, *, v2: bool) -> tuple[bytes, str]:
 
 
 class Leaving:
-    """Notices a client that goes away while its answer is awaited, and does `leave` then.
+    """From `start` on, notices a client that goes away while its answer is awaited, and does `leave` then."""
 
-    Looked for only once the answer takes a while: most are there before a client could have gone.
-    """
-
-    def __init__(self, receive: Receive, leave: Callable[[], None]) -> None:
+    def __init__(self, receive: Receive) -> None:
         self.gone = False
-        self._receive, self._leave = receive, leave
+        self.leave: Callable[[], None] = lambda: None
+        self._receive = receive
         self._task: asyncio.Task[None] | None = None
-        self._timer = asyncio.get_running_loop().call_later(PATIENCE, self._start)
 
-    def _start(self) -> None:
+    def start(self) -> None:
         self._task = asyncio.ensure_future(self._watch())
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.gone = True
-        self._leave()
+        self.leave()
 
     def stop(self) -> None:
-        self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
 

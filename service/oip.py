@@ -260,21 +260,35 @@ def write(
     parameters: Mapping[str, Any],
 ) -> tuple[bytes, dict[str, str]]:
     """The reply and its headers; `known` tells the datatype of each output."""
-    entries, blobs, asked = [], [], wanted.outputs
-    for name in outputs if asked is None else asked:
-        array = outputs[name]
-        if wanted.binary if asked is None else asked[name]:
-            blob = array.tobytes()
-            blobs.append(blob)
-            size = {"binary_data_size": len(blob)}
-            entries.append({"name": name, "shape": array.shape, "datatype": known[name][0], "parameters": size})
-        else:
-            data = np.ascontiguousarray(array).reshape(-1)
-            entries.append({"name": name, "shape": array.shape, "datatype": known[name][0], "data": data})
-    told: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": entries, "parameters": parameters}
+    names = list(outputs if wanted.outputs is None else wanted.outputs)
+    binary = {name for name in names if (wanted.binary if wanted.outputs is None else wanted.outputs[name])}
+    blobs = [outputs[name].tobytes() for name in names if name in binary]
+    described: Any = None
+    if len(binary) == len(names):  # as programs ask, and again and again
+        described = _described(*((name, known[name][0], outputs[name].shape) for name in names))
+    else:
+        described = [_entry(name, known[name][0], outputs[name], name in binary) for name in names]
+    told = {"model_name": model, "model_version": version, "outputs": described, "parameters": parameters}
     if wanted.id is not None:
         told["id"] = wanted.id
     head = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
     if not blobs:
         return head, {"content-type": JSON}
     return b"".join([head, *blobs]), {"content-type": OCTETS, LENGTH: str(len(head))}
+
+
+def _entry(name: str, kind: str, array: NDArray[Any], binary: bool) -> dict[str, Any]:
+    if binary:
+        return _binary_entry(name, kind, array.shape)
+    return {"name": name, "shape": array.shape, "datatype": kind, "data": np.ascontiguousarray(array).reshape(-1)}
+
+
+def _binary_entry(name: str, kind: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    size = {"binary_data_size": prod(shape) * DTYPES[kind].itemsize}
+    return {"name": name, "shape": shape, "datatype": kind, "parameters": size}
+
+
+@lru_cache(maxsize=256)
+def _described(*outputs: tuple[str, str, tuple[int, ...]]) -> orjson.Fragment:
+    """Binary outputs of these names, datatypes and shapes, as JSON."""
+    return orjson.Fragment(orjson.dumps([_binary_entry(*output) for output in outputs]))

@@ -10,6 +10,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.n = self.work = self.seconds = self.work2 = self.both = 0.0  # sums, the newest batch counting most
+        self.a = self.b = 0.0
 
     def add(self, work: float, seconds: float) -> None:
         self.n = MEMORY * self.n + 1
@@ -17,12 +18,11 @@ class Pace:
         self.seconds = MEMORY * self.seconds + seconds
         self.work2 = MEMORY * self.work2 + work * work
         self.both = MEMORY * self.both + work * seconds
+        w, t = self.work / self.n, self.seconds / self.n
+        spread = self.work2 / self.n - w * w
+        self.b = max(0.0, (self.both / self.n - w * t) / spread) if spread > 1e-6 * w * w else 0.0
+        self.a = max(0.0, t - self.b * w)
 
     def of(self, work: float, batch: float) -> float:
         """Seconds for so much work in batches of at most `batch`; 0 where nothing is known."""
-        if not self.n:
-            return 0.0
-        w, t = self.work / self.n, self.seconds / self.n
-        spread = self.work2 / self.n - w * w
-        b = max(0.0, (self.both / self.n - w * t) / spread) if spread > 1e-6 * w * w else 0.0
-        return max(0.0, t - b * w) * math.ceil(work / batch) + b * work
+        return self.a * math.ceil(work / batch) + self.b * work

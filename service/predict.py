@@ -79,7 +79,7 @@ class Predictor:
     async def v1(self, scope: Scope, receive: Receive, send: Send, asked: Asked, name: str) -> None:
         timing, headers = Timing(), headers_of(scope)
         self._check_room(asked, name)
-        body = await self._body(headers, receive)
+        body = await read_body(headers, receive, self.settings.body_bytes, self.settings.body_seconds)
         kind = headers.get("content-type", oip.JSON).partition(";")[0].strip().lower()
         told = json_object(body, "; expected one with `inputs` or `images`") if kind == oip.JSON else {}
         given = {**query_of(scope), **{k: v for k, v in told.items() if k not in ("inputs", "images")}}
@@ -118,7 +118,7 @@ class Predictor:
     ) -> None:
         timing, headers = Timing(), headers_of(scope)
         self._check_room(asked, name)
-        body = await self._body(headers, receive)
+        body = await read_body(headers, receive, self.settings.body_bytes, self.settings.body_seconds)
         length = headers.get(oip.LENGTH)
         if length == "0":
             wanted = oip.parse_raw(body, INPUT, self.repository.get(name, version).declared.shape)
@@ -158,9 +158,6 @@ class Predictor:
         asked.served = self.repository.get(name)
         asked.served.batcher.check_room(1, self.settings.max_deadline_ms / 1000)
 
-    async def _body(self, headers: dict[str, str], receive: Receive) -> bytes:
-        return await read_body(headers, receive, self.settings.body_bytes, self.settings.body_seconds)
-
     async def _inputs(
         self, asked: Asked, name: str, version: str | None, read: Callable[[Codec], Inputs], light: bool
     ) -> tuple[Served, Inputs]:
@@ -185,8 +182,9 @@ class Predictor:
         timing.parsed = time.monotonic()
         ask = Ask(x, options.samples, options.seed, options.max_samples, options.tolerance, keep)
         left = timing.began + options.timeout_ms / 1000 - timing.parsed
-        tickets = served.batcher.put(ask, left)
-        leaving = Leaving(receive, lambda: served.batcher.drop(tickets))
+        leaving = Leaving(receive)  # looked for only once the answer takes a while: most are there before
+        tickets = served.batcher.put(ask, left, leaving.start)
+        leaving.leave = lambda: served.batcher.drop(tickets)
         try:
             found = await served.batcher.answered(tickets)
         except Late:

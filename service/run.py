@@ -37,6 +37,7 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=settings.rate_per_second is not None,  # the only one to ask for a caller's address
         lifespan="off",
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(settings.drain_seconds) + 1,
