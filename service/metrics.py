@@ -3,14 +3,13 @@
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from torch import Tensor
@@ -35,6 +34,36 @@ class Counts:
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+
+class Total:
+    """A counter of one series, added to by one thread; the library's own takes a lock."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, more: float) -> None:
+        self.value += more
+
+
+class Totals(Collector):
+    """One counter, its series by model."""
+
+    def __init__(self, name: str, what: str) -> None:
+        self.name, self.what = name, what
+        self.series: dict[str, Total] = {}
+
+    def of(self, model: str) -> Total:
+        return self.series.setdefault(model, Total())
+
+    def forget(self, model: str) -> None:
+        self.series.pop(model, None)
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        family = CounterMetricFamily(self.name, self.what, labels=["model"])
+        for model, total in list(self.series.items()):
+            family.add_metric([model], total.value)
+        yield family
 
 
 class Histograms(Collector):
@@ -69,13 +98,22 @@ class Metrics:
         self.rows = Histograms("dubito_batch_size", "Rows that went to the device together.", ["model"], ROWS)
         self.samples = Histograms("dubito_samples", "Posterior draws of a request.", ["model"], ROWS)
         self.entropy = Histograms("dubito_entropy", "Predictive entropy, in nats.", ["model"], NATS)
-        self.histograms = (self.request, self.stage, self.rows, self.samples, self.entropy)
-        for histogram in self.histograms:
-            registry.register(histogram)
+        self.ood = Totals("dubito_ood", "Inputs flagged as out of distribution.")
+        self.inputs = Totals("dubito_inputs", "Inputs answered.")
+        self.cpu = Totals("dubito_engine_cpu_seconds", "Processor time of inference.")
+        self.by_model = (
+            self.request,
+            self.stage,
+            self.rows,
+            self.samples,
+            self.entropy,
+            self.ood,
+            self.inputs,
+            self.cpu,
+        )
+        for metric in self.by_model:
+            registry.register(metric)
         self.rejected = Counter("dubito_rejected", "Requests refused.", ["reason"], registry=registry)
-        self.ood = Counter("dubito_ood", "Inputs flagged as out of distribution.", ["model"], registry=registry)
-        self.inputs = Counter("dubito_inputs", "Inputs answered.", ["model"], registry=registry)
-        self.cpu = Counter("dubito_engine_cpu_seconds", "Processor time of inference.", ["model"], registry=registry)
         for reason in REASONS:
             self.rejected.labels(reason)
 
@@ -84,11 +122,8 @@ class Metrics:
 
     def forget(self, model: str) -> None:
         """An unloaded model leaves no series behind."""
-        for histogram in self.histograms:
-            histogram.forget(model)
-        for counter in (self.ood, self.inputs, self.cpu):
-            with suppress(KeyError):
-                counter.remove(model)
+        for metric in self.by_model:
+            metric.forget(model)
 
 
 class Series:
@@ -98,8 +133,8 @@ class Series:
         self.request = {outcome: metrics.request.of(model, outcome) for outcome in OUTCOMES}
         self.stage = {stage: metrics.stage.of(model, stage) for stage in STAGES}
         self.rows, self.samples = metrics.rows.of(model), metrics.samples.of(model)
-        self.ood, self.inputs = metrics.ood.labels(model), metrics.inputs.labels(model)
-        self.entropy, self.cpu = metrics.entropy.of(model), metrics.cpu.labels(model)
+        self.ood, self.inputs = metrics.ood.of(model), metrics.inputs.of(model)
+        self.entropy, self.cpu = metrics.entropy.of(model), metrics.cpu.of(model)
 
     def batch(self, rows: int, cpu: float) -> None:
         self.rows.observe(rows)

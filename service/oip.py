@@ -260,15 +260,22 @@ def write(
     parameters: Mapping[str, Any],
 ) -> tuple[bytes, dict[str, str]]:
     """The reply and its headers; `known` tells the datatype of each output."""
-    names = list(outputs if wanted.outputs is None else wanted.outputs)
-    binary = {name for name in names if (wanted.binary if wanted.outputs is None else wanted.outputs[name])}
-    blobs = [outputs[name].tobytes() for name in names if name in binary]
-    described: Any = None
-    if len(binary) == len(names):  # as programs ask, and again and again
-        described = _described(*((name, known[name][0], outputs[name].shape) for name in names))
+    asked = wanted.outputs
+    described: Any
+    if asked is None and wanted.binary:  # as programs ask, and again and again
+        blobs = [array.tobytes() for array in outputs.values()]
+        kinds = tuple([known[name][0] for name in outputs])
+        described = _all_binary(tuple(outputs), kinds, tuple([array.shape for array in outputs.values()]))
     else:
-        described = [_entry(name, known[name][0], outputs[name], name in binary) for name in names]
-    told = {"model_name": model, "model_version": version, "outputs": described, "parameters": parameters}
+        binary = dict.fromkeys(outputs, False) if asked is None else asked
+        blobs = [outputs[name].tobytes() for name, packed in binary.items() if packed]
+        described = [_entry(name, known[name][0], outputs[name], packed) for name, packed in binary.items()]
+    told: dict[str, Any] = {
+        "model_name": model,
+        "model_version": version,
+        "outputs": described,
+        "parameters": parameters,
+    }
     if wanted.id is not None:
         told["id"] = wanted.id
     head = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -289,6 +296,6 @@ def _binary_entry(name: str, kind: str, shape: tuple[int, ...]) -> dict[str, Any
 
 
 @lru_cache(maxsize=256)
-def _described(*outputs: tuple[str, str, tuple[int, ...]]) -> orjson.Fragment:
-    """Binary outputs of these names, datatypes and shapes, as JSON."""
-    return orjson.Fragment(orjson.dumps([_binary_entry(*output) for output in outputs]))
+def _all_binary(names: tuple[str, ...], kinds: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> orjson.Fragment:
+    """Their description, as JSON."""
+    return orjson.Fragment(orjson.dumps(list(map(_binary_entry, names, kinds, shapes))))
