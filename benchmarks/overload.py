@@ -1,15 +1,17 @@
 """Twice what the server can do: how many requests are refused, how fast, and what those who are accepted wait.
 
-The capacity is measured first, by a closed loop that the queue can hold. Then requests come at twice that rate,
-whatever becomes of them. Refusals should take the server less than 5 ms; what is under way, an accepted request itself
-included, is bounded, so it waits at most for that work over the rate at which work is done. Times are given as the
-client sees them, from when each request was due, and as the server logs them; on few cores the client takes time from
-the server.
+The capacity is measured first, by a closed loop. The queue is then made as long as the sizing rule of
+docs/operations.md says for a latency that is wanted (what the node does in that time, over 1.5), and requests come at
+twice the capacity, whatever becomes of them. Refusals should take the server less than 5 ms, and 99 % of the accepted
+requests should be answered in the time that was wanted. Times are given as the client sees them, from when each request
+was due, and as the server logs them; on few cores the client takes time from the server.
 """
 
 import argparse
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,38 +22,54 @@ from benchmarks._measure import machine
 from benchmarks._server import Server, running
 from dubito.service.load import Floats, Load, doubts, poisson, predictions, put, short, spread
 
+HEADROOM = 1.5  # the rate at which work is done is a mean: some of the time it is lower
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=20, help="K")
-    parser.add_argument("--queue", type=int, default=64, help="requests that may wait")
+    parser.add_argument("--bound", type=float, default=250, help="ms in which accepted requests are to be answered")
     parser.add_argument("--batch", type=int, default=16, help="requests that are answered together")
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--times", type=float, default=2.0, help="the capacity")
     args = parser.parse_args()
-    K = args.samples
-    flags = (f"queue_work={args.queue * K}", f"batch_work={args.batch * K}")
-    command = ["dubito", "serve", *(word for flag in flags for word in ("--set", flag))]
-    console = Console()
-    with tempfile.TemporaryDirectory() as folder, running(command, Path(folder) / "log", "/readyz") as server:
+    K, console = args.samples, Console()
+    with serving(K, args.batch, args.batch * 16) as server:
+        capacity = closed_loop(server, K, args.seconds, connections=4 * args.batch)
+    queue = max(1, int(args.bound / 1000 * capacity / HEADROOM))
+    with serving(K, args.batch, queue) as server:
         _, target = predictions(server.url, "digits", 1, str(K), None)
-        put(target, np.zeros(200), connections=args.queue)
-        requests = int(args.seconds * put(target, np.zeros(200), connections=args.queue).achieved())
-        alone = put(target, np.zeros(requests), connections=args.queue)
-        capacity = alone.achieved()
+        put(target, np.zeros(200), connections=min(queue, args.batch))
         seen = len(server.log.read_text())
         rate = round(args.times * capacity)
         found = put(target, poisson(rate, args.seconds), rate=rate)
         logged = log_lines(server, seen)
-    console.print(f"capacity: {capacity:.0f} requests a second (closed loop, {args.queue} connections, K = {K})")
+    console.print(f"capacity: {capacity:.0f} requests a second (closed loop, K = {K}); room for {queue} under way")
     console.print(report(found, logged, f"{args.times:g} times the capacity, {rate}/s for {args.seconds:g} s"))
     refused = float((found.status == 429).mean())
-    bound = args.queue / found.achieved()
+    in_time = float((found.latency[found.status == 200] <= args.bound / 1000).mean())
     console.print(f"refused: {100 * refused:.1f} % of {len(found.due)}; answered: {found.achieved():.0f} a second")
-    console.print(f"bound for accepted requests: {args.queue} requests / that = {1000 * bound:.0f} ms")
+    console.print(f"accepted and answered within {args.bound:g} ms, as the client sees it: {100 * in_time:.2f} %")
     for doubt in doubts([found]):
         console.print(doubt)
     console.print(machine())
+
+
+@contextmanager
+def serving(K: int, batch: int, queue: int) -> Iterator[Server]:
+    """The embedded model; `batch` requests go together, `queue` may be under way."""
+    flags = (f"queue_work={queue * K}", f"batch_work={batch * K}")
+    command = ["dubito", "serve", *(word for flag in flags for word in ("--set", flag))]
+    with tempfile.TemporaryDirectory() as folder, running(command, Path(folder) / "log", "/readyz") as server:
+        yield server
+
+
+def closed_loop(server: Server, K: int, seconds: float, connections: int) -> float:
+    """Requests a second."""
+    _, target = predictions(server.url, "digits", 1, str(K), None)
+    put(target, np.zeros(200), connections=connections)
+    requests = int(seconds * put(target, np.zeros(200), connections=connections).achieved())
+    return put(target, np.zeros(requests), connections=connections).achieved()
 
 
 def log_lines(server: Server, seen: int) -> dict[int, Floats]:
