@@ -36,7 +36,7 @@ class Linear:
     def batched(self, x: Tensor, W: Tensor) -> Tensor:
         """x (K·B, ..., inputs) with sample k's weights for its own rows."""
         rows = x.reshape(len(W), -1, self.inputs)
-        weights = W[..., : self.inputs].mT
+        weights = upright(W[..., : self.inputs].mT)
         out = torch.baddbmm(W[:, None, :, -1], rows, weights) if self.bias else rows @ weights
         return out.view(*x.shape[:-1], self.outputs)
 
@@ -207,6 +207,11 @@ def _apart(W: Tensor) -> tuple[Tensor, Tensor]:
     return weight, bias.squeeze(1)
 
 
+def upright(matrices: Tensor) -> Tensor:
+    """On a CPU, small products with transposed matrices can take ten times as long as with copies of them."""
+    return matrices.contiguous() if matrices.device.type == "cpu" else matrices
+
+
 def squared_norm(x: Tensor, axis: int) -> Tensor:
     """In float32 or better, whatever the type of x."""
     length: Tensor = torch.linalg.vector_norm(x, dim=axis, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -265,8 +270,8 @@ def _mix(c: Tensor, G: Tensor, K: int, groups: int) -> Tensor:
     """Sample k's matrix on its rows of c: (K·B, ..., g, r) and (K, d_out, r) -> (K·B, ..., g, d_out/g), g groups."""
     G = G.to(c.dtype)
     if groups == 1:
-        out = c.reshape(K, -1, c.shape[-1]) @ G.mT
+        out = c.reshape(K, -1, c.shape[-1]) @ upright(G.mT)
         return out.view(*c.shape[:-1], G.shape[1])
     by_group = c.reshape(K, -1, groups, c.shape[-1]).transpose(1, 2)
-    out = by_group @ G.view(len(G), groups, -1, G.shape[2]).mT  # (K, g, places, d_out/g)
+    out = by_group @ upright(G.view(len(G), groups, -1, G.shape[2]).mT)  # (K, g, places, d_out/g)
     return out.transpose(1, 2).reshape(*c.shape[:-1], -1)
