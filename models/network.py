@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from dubito.models.blocks import Blocks
 from dubito.models.errors import PredictionError
 from dubito.models.geometry import How
 from dubito.models.inducing import Inducing, TrainableInducing, kl_together, train_together
@@ -18,6 +19,7 @@ from dubito.models.layers import BayesianLayer, MemberLayer, Run, running
 from dubito.models.manifest import Classification, Task
 from dubito.models.parameters import Positive, alike
 from dubito.models.posterior import Dense, Dropped, Factored, Factors, Operand, Posterior
+from dubito.models.whvi import Whvi
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ class BayesianNetwork(nn.Module):
         # on the device, so that a captured step draws anew; members kept in copies are chosen by the host
         keys = torch.rand(members, device="cpu" if copies else x.device) if members else None
         draws = Draws(K, noise, 0, keys=keys)
-        run = Run(K, self._draw_together(kinds, made, draws), {}, draws.member, self._names())
+        plan: dict[nn.Module, How] = {layer: "factored" for layer in layers if isinstance(layer.q, Whvi)}
+        run = Run(K, self._draw_together(kinds, made, draws), plan, draws.member, self._names())
         return self.go(x, run) if x.is_cuda else self._go(x, run)  # on a CPU, gradients are faster as memory lies
 
     def _draw_together(
@@ -270,5 +273,5 @@ def _matrix(operand: Operand) -> Tensor:
     match operand:
         case Dense(W) | Dropped(W, _):
             return W
-        case Factored():
+        case Factored() | Blocks():
             return operand.dense()
