@@ -22,6 +22,8 @@ def transform(x: Tensor) -> Tensor:
     D = x.shape[-1]
     if D < 1 or D & (D - 1):
         raise ValueError(f"the last axis has {D} entries; a Walsh–Hadamard transform needs a power of two.")
+    if x.device.type == "cpu" and BY_PRODUCT["cpu"] >= D and not torch.is_autocast_enabled("cpu"):
+        return x @ matrix(D, x.dtype, x.device)  # torch's own gradient costs less than asking for ours
     return _Transform.apply(x)  # type: ignore[no-any-return]
 
 

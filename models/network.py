@@ -20,6 +20,7 @@ from dubito.models.manifest import Classification, Task
 from dubito.models.parameters import Positive, alike
 from dubito.models.posterior import Dense, Dropped, Factored, Factors, Operand, Posterior
 from dubito.models.whvi import Whvi
+from dubito.models.whvi import kl_together as kl_of_whvi
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,9 @@ class BayesianNetwork(nn.Module):
     def kl(self, data_size: int | None = None) -> Tensor:
         """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45]."""
         posteriors = [layer.q for layer in self._by_shape()]
-        parts = [q.kl(data_size) for q in posteriors if not isinstance(q, Inducing)]
+        parts = [q.kl(data_size) for q in posteriors if not isinstance(q, Inducing | Whvi)]
+        if blocks := [q for q in posteriors if isinstance(q, Whvi)]:
+            parts.append(kl_of_whvi(blocks))
         if together := [q for q in posteriors if isinstance(q, Inducing)]:
             parts.append(kl_together(together, data_size))
         if self.hierarchy is not None:

@@ -6,6 +6,7 @@ numbers: nothing penalises them. A bias is a factorised Gaussian beside W, not a
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,9 +78,21 @@ class Whvi(nn.Module):
         return WhviFactors(self.grid, S_1, S_2, self.q.freeze(), None if self.bias is None else self.bias.freeze())
 
     def kl(self, data_size: int | None = None) -> Tensor:
-        """In closed form, but for flows."""
-        kl = self.q.kl(1.0)
-        return kl if self.bias is None else kl + self.bias.kl(self.sigma)
+        return kl_together([self])
+
+
+def kl_together(layers: Sequence[Whvi]) -> Tensor:
+    """In closed form, but for flows; with few kernels."""
+    priors: dict[float, list[MeanField]] = {}
+    terms = []
+    for layer in layers:
+        if isinstance(layer.q, MeanField):
+            priors.setdefault(1.0, []).append(layer.q)
+        else:
+            terms.append(layer.q.kl(1.0))
+        if layer.bias is not None:
+            priors.setdefault(layer.sigma, []).append(layer.bias)
+    return torch.stack([*terms, *(MeanField.kl_together(laws, prior) for prior, laws in priors.items())]).sum()
 
 
 def signs(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -90,7 +103,8 @@ def signs(shape: tuple[int, ...], like: Tensor) -> Tensor:
 def nearest(q: Whvi, W: Tensor) -> Tensor:
     """The g whose W is nearest to this one (d_out × d_in, no bias) with S_1 and S_2 as they are: (rows · columns, D).
 
-    Least squares: A of vec(W) = A g has AᵀA_lm = c(l xor m) with c = (H s_1²)(H s_2²)/D, which H diagonalises.
+    Least squares: A of vec(W) = A g has AᵀA_lm = c(l xor m) with c = (H s_1²)(H s_2²)/D, which H diagonalises. Where
+    a folded row ends within a row of its block, the rest of that counts as zeros.
     """
     grid, D = q.grid, q.grid.D
     S_1, S_2 = grid.spread_rows(q.S_1).double(), grid.spread_columns(q.S_2).double()
