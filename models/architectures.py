@@ -52,21 +52,21 @@ def mlp(
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
 
 
-def lenet(classes: int = 10, channels: int = 1) -> nn.Module:
-    """LeNet-5 for 28 × 28 images, with ReLU and max-pooling."""
+def lenet(classes: int = 10, channels: int = 1, width: int = 1) -> nn.Module:
+    """LeNet-5 for 28 × 28 images, with ReLU and max-pooling; `width` times as wide in every layer."""
     return nn.Sequential(
-        nn.Conv2d(channels, 6, 5, padding=2),
+        nn.Conv2d(channels, 6 * width, 5, padding=2),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5),
+        nn.Conv2d(6 * width, 16 * width, 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(400, 120),
+        nn.Linear(400 * width, 120 * width),
         nn.ReLU(),
-        nn.Linear(120, 84),
+        nn.Linear(120 * width, 84 * width),
         nn.ReLU(),
-        nn.Linear(84, classes),
+        nn.Linear(84 * width, classes),
     )
 
 

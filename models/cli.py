@@ -31,7 +31,8 @@ def count(
     method: Annotated[
         str,
         typer.Option(
-            help="ffg-u, fcg-u, ensemble-u, ffg-w, fcg-w, ensemble-w, mc-dropout or deterministic.", show_default=False
+            help="ffg-u, fcg-u, ensemble-u, ffg-w, fcg-w, ensemble-w, mc-dropout, whvi or deterministic.",
+            show_default=False,
         ),
     ],
     inducing: Annotated[int, typer.Option(help="M: each layer's inducing weights are M x M.", min=1)] = 64,

@@ -39,7 +39,8 @@ def bayesianize(
 ) -> BayesianNetwork:
     """A Bayesian copy of `net`; `net` itself is left alone.
 
-    `start="network"` begins at the weights of `net`: each layer's mean is its best fit of rank M. `start="prior"`
+    `start="network"` begins at the weights of `net`: each layer's mean is its best fit of rank M (WHVI's its best fit
+    by blocks, which is a poor one: it has to be trained). `start="prior"`
     begins where the papers do, for training from scratch. `layers` changes the method or any option of some layers, by
     module name, glob or layer type; a name beats a glob, a glob beats a type, and later entries beat earlier ones.
     A layer that holds weights but cannot be converted is an error, or left deterministic with `unsupported="leave"`.
@@ -189,7 +190,12 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _check_size(entry: Layer, d_out: int, d_in: int) -> None:
-    """M may exceed d, but a file must not claim so many inducing weights that M × M alone fills the memory."""
+    """M may exceed d, but a file must not claim so many inducing weights that M × M alone fills the memory.
+
+    Nor a block so large that it is nothing but padding.
+    """
+    if entry.kind == "whvi" and (most := 1 << (max(d_out, d_in) - 1).bit_length()) < entry.D:
+        raise ConversionError(f"D = {entry.D} for weights of {d_out} × {d_in}: expected at most {most}.")
     if entry.kind == "inducing":
         for M, d in ((entry.M_out, d_out), (entry.M_in, d_in)):
             if max(1024, 4 * d) < M:

@@ -67,12 +67,38 @@ class FullCovariance(nn.Module):
         return torch.stack([law.kl(prior) for law in laws]).sum()
 
     def _correlation(self) -> Tensor:
-        n = len(self.spread.raw)
-        rows, columns = torch.tril_indices(n, n, offset=-1, device=self.below.device)
-        unit = torch.eye(n, dtype=self.below.dtype, device=self.below.device)
-        unit = unit.index_put((rows, columns), self.below)
-        length: Tensor = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
-        return unit / length
+        return correlation(self.below, len(self.spread.raw))
+
+
+class BlockCovariance(nn.Module):
+    """The same for each of several vectors (blocks, n) that are independent of each other."""
+
+    def __init__(self, centre: Tensor, std: float) -> None:
+        super().__init__()
+        blocks, n = centre.shape
+        self.centre = Free(centre)
+        self.spread = Positive(torch.zeros_like(centre) + std, FLOOR)
+        self.below = nn.Parameter(centre.new_zeros(blocks, n * (n - 1) // 2))
+
+    def freeze(self) -> FrozenFullCovariance:
+        spread: Tensor = self.spread()
+        return FrozenFullCovariance(self.centre(), spread[..., None] * correlation(self.below, spread.shape[1]))
+
+    def kl(self, prior: float) -> Tensor:
+        m: Tensor = self.centre() / prior
+        s: Tensor = self.spread() / prior
+        diagonal = correlation(self.below, s.shape[1]).diagonal(dim1=-2, dim2=-1)
+        return (m.square() + s.square() - 1).sum() / 2 - s.log().sum() - diagonal.log().sum()
+
+
+def correlation(below: Tensor, n: int) -> Tensor:
+    """A root of a correlation matrix from the entries below its diagonal: (..., n(n − 1)/2) -> (..., n, n)."""
+    rows, columns = torch.tril_indices(n, n, offset=-1, device=below.device)
+    unit = torch.eye(n, dtype=below.dtype, device=below.device).expand(*below.shape[:-1], n, n).flatten(-2)
+    unit = unit.index_copy(-1, rows * n + columns, below).unflatten(-1, (n, n))
+    length: Tensor = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
+    root: Tensor = unit / length
+    return root
 
 
 def check_limit(entries: int, limit: int, advice: str) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dubito.models.blocks import Blocks
 from dubito.models.posterior import Dense, Dropped, Factored, Operand
 
 FEW, MANY = 8, 32  # up to so few filters, from so many channels on, folding beats a CPU's convolution
@@ -54,6 +55,10 @@ class Linear:
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
         return F.dropout(x, rate)
+
+    def columns(self, x: Tensor) -> Tensor:
+        """Every input vector the weights meet: (..., inputs) -> (..., 1, inputs)."""
+        return x.unsqueeze(-2)
 
     def patches(self, x: Tensor) -> Tensor:
         """Every input vector the matrix meets, the bias's 1 included: (n, d_in)."""
@@ -119,15 +124,18 @@ class Conv:
     def drop(self, x: Tensor, rate: float) -> Tensor:
         return (F.dropout1d, F.dropout2d, F.dropout3d)[self.dims - 1](x, rate)
 
+    def columns(self, x: Tensor) -> Tensor:
+        """Every patch, channels first within it as in W: (n, c, ...) -> (n, ..., groups, c/groups · kernel)."""
+        x = F.pad(x, self._sides()) if self.padding_mode == "zeros" else self._pad(x)
+        for axis, (k, d, s) in enumerate(zip(self.kernel, self.dilation, self.stride, strict=True), 2):
+            x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]  # (n, c, *places, *taps so far)
+        x = x.unflatten(1, (self.groups, -1))
+        places = range(3, 3 + self.dims)
+        return x.permute(0, *places, 1, 2, *range(3 + self.dims, 3 + 2 * self.dims)).flatten(-1 - self.dims)
+
     def patches(self, x: Tensor) -> Tensor:
         """Every patch the matrix meets, the bias's 1 included: (n, d_in)."""
-        d = self.inputs // self.groups * math.prod(self.kernel)
-        pick = (
-            torch.eye(d, dtype=x.dtype, device=x.device)
-            .view(d, -1, *self.kernel)
-            .repeat(self.groups, *[1] * (self.dims + 1))
-        )
-        rows = self._conv(self._pad(x), pick, None, self.groups).movedim(1, -1).reshape(-1, d)
+        rows = self.columns(x).flatten(0, -2)
         return torch.cat([rows, rows.new_ones(len(rows), 1)], 1) if self.bias else rows
 
     def _kernel(self, W: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -136,8 +144,10 @@ class Conv:
 
     def _pad(self, x: Tensor) -> Tensor:
         """Padding that the convolution cannot do itself (reflect, replicate, circular)."""
-        if self.padding_mode == "zeros":
-            return x
+        return x if self.padding_mode == "zeros" else F.pad(x, self._sides(), mode=self.padding_mode)
+
+    def _sides(self) -> list[int]:
+        """As F.pad wants them: the last axis first, before and after."""
         sides: list[int] = []
         for axis in reversed(range(self.dims)):
             if isinstance(self.padding, str):
@@ -145,7 +155,7 @@ class Conv:
                 sides += [total // 2, total - total // 2]
             else:
                 sides += [self.padding[axis]] * 2
-        return F.pad(x, sides, mode=self.padding_mode)
+        return sides
 
     def _window_sums(self, x: Tensor) -> Tensor:
         """Of each channel over the kernel's window: pooled where that can be, else convolved by ones (slower)."""
@@ -228,7 +238,11 @@ def apply(geometry: Geometry, x: Tensor, operand: Operand, K: int, how: How, cha
         return geometry.dense(geometry.drop(x, operand.rate), operand.W[0])
     if isinstance(operand, Dense):
         return _dense(geometry, x, operand.W, K, how)
-    if how == "factored":
+    if isinstance(operand, Blocks):
+        if how != "factored" or geometry.groups > 1:
+            return _dense(geometry, x, operand.dense(), K, how)
+        out = _by_blocks(geometry, x, operand, K)
+    elif how == "factored":
         out = _factored(geometry, x, operand, K)
     else:
         out = _dense(geometry, x, operand.dense(), K, how)
@@ -245,6 +259,12 @@ def _dense(geometry: Geometry, x: Tensor, W: Tensor, K: int, how: How) -> Tensor
     if how == "batch":
         return geometry.batched(x, W)
     return torch.cat([geometry.dense(rows, W_k) for rows, W_k in zip(x.chunk(K), W, strict=True)])
+
+
+def _by_blocks(geometry: Geometry, x: Tensor, operand: Blocks, K: int) -> Tensor:
+    patches = geometry.columns(x)
+    out = operand.apply(patches.reshape(K, -1, patches.shape[-1]))
+    return geometry.restore(out.view(*patches.shape[:-1], geometry.outputs))
 
 
 def _factored(geometry: Geometry, x: Tensor, f: Factored, K: int) -> Tensor:

@@ -18,6 +18,7 @@ LARGEST_INPUT = 1 << 26  # numbers
 
 Size = Annotated[int, Field(gt=0, le=1 << 24)]  # one side of a tensor; beyond it a header lies
 MOST_MEMBERS = 1024
+MOST_FLOWS = 64
 Members = Annotated[int, Field(gt=0, le=MOST_MEMBERS)]  # each costs time to build, even one without storage
 Share = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
@@ -97,7 +98,26 @@ class DropoutLayer(Strict):
     sigma: Positive
 
 
-Layer = Annotated[InducingLayer | WeightLayer | DropoutLayer, Field(discriminator="kind")]
+class WhviLayer(Strict):
+    kind: Literal["whvi"] = "whvi"
+    method: Literal["whvi"] = "whvi"
+    D: Size  # side of a block
+    covariance: Literal["diagonal", "full"]
+    flows: Annotated[int, Field(ge=0, le=MOST_FLOWS)] = 0
+    sigma: Positive
+
+    @model_validator(mode="after")
+    def _power(self) -> "WhviLayer":
+        if self.D & (self.D - 1):
+            raise ValueError(f"D is {self.D}; the side of a block is a power of two")
+        return self
+
+    @property
+    def members(self) -> None:
+        return None
+
+
+Layer = Annotated[InducingLayer | WeightLayer | DropoutLayer | WhviLayer, Field(discriminator="kind")]
 
 
 class Hierarchy(Strict):

@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from dubito.models.blocks import Blocks
 from dubito.models.errors import PredictionError
 from dubito.models.geometry import How
 from dubito.models.inducing import Inducing, TrainableInducing, kl_together, train_together
@@ -18,6 +19,8 @@ from dubito.models.layers import BayesianLayer, MemberLayer, Run, Structure, run
 from dubito.models.manifest import Classification, Task
 from dubito.models.parameters import Positive, alike
 from dubito.models.posterior import Dense, Dropped, Factored, Factors, Operand, Posterior
+from dubito.models.whvi import Whvi
+from dubito.models.whvi import kl_together as kl_of_whvi
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ class BayesianNetwork(nn.Module):
         # on the device, so that a captured step draws anew; members kept in copies are chosen by the host
         keys = torch.rand(members, device="cpu" if copies else x.device) if members else None
         draws = Draws(K, noise, 0, keys=keys)
-        run = Run(K, self._draw_together(kinds, made, draws), {}, draws.member, Structure.of(self.net))
+        plan: dict[nn.Module, How] = {layer: "factored" for layer in layers if isinstance(layer.q, Whvi)}
+        run = Run(K, self._draw_together(kinds, made, draws), plan, draws.member, Structure.of(self.net))
         return self.go(x, run) if x.is_cuda else self._go(x, run)  # on a CPU, gradients are faster as memory lies
 
     def _draw_together(
@@ -135,7 +139,9 @@ class BayesianNetwork(nn.Module):
     def kl(self, data_size: int | None = None) -> Tensor:
         """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45]."""
         posteriors = [layer.q for layer in self._by_shape()]
-        parts = [q.kl(data_size) for q in posteriors if not isinstance(q, Inducing)]
+        parts = [q.kl(data_size) for q in posteriors if not isinstance(q, Inducing | Whvi)]
+        if blocks := [q for q in posteriors if isinstance(q, Whvi)]:
+            parts.append(kl_of_whvi(blocks))
         if together := [q for q in posteriors if isinstance(q, Inducing)]:
             parts.append(kl_together(together, data_size))
         if self.hierarchy is not None:
@@ -267,5 +273,5 @@ def _matrix(operand: Operand) -> Tensor:
     match operand:
         case Dense(W) | Dropped(W, _):
             return W
-        case Factored():
+        case Factored() | Blocks():
             return operand.dense()

@@ -9,14 +9,15 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from dubito.models.blocks import side
 from dubito.models.errors import ConversionError
 from dubito.models.full_covariance import LIMIT, check_limit
 from dubito.models.geometry import Geometry
 from dubito.models.inducing import Noise
-from dubito.models.manifest import MOST_MEMBERS, DropoutLayer, InducingLayer, Layer, WeightLayer
+from dubito.models.manifest import MOST_FLOWS, MOST_MEMBERS, DropoutLayer, InducingLayer, Layer, WeightLayer, WhviLayer
 from dubito.models.plan import factored_is_cheaper
 
-Method = Literal["ffg-u", "fcg-u", "ensemble-u", "ffg-w", "fcg-w", "ensemble-w", "mc-dropout", "deterministic"]
+Method = Literal["ffg-u", "fcg-u", "ensemble-u", "ffg-w", "fcg-w", "ensemble-w", "mc-dropout", "whvi", "deterministic"]
 METHODS: tuple[Method, ...] = get_args(Method)
 Override = str | Mapping[str, Any]  # a method, or options
 Overrides = Mapping[str | type[nn.Module], Override]
@@ -36,6 +37,9 @@ class Options:
     prior_scale: float = 1.0  # the prior of W is N(0, prior_scale²/d_in)
     noise: Noise | Literal["auto"] = "auto"  # auto: exact where forming W is as cheap as not forming it
     covariance_limit: int = LIMIT
+    D: int | None = None  # side of WHVI's blocks, a power of two; None: of the shorter side of W
+    covariance: Literal["diagonal", "full"] = "diagonal"  # of q(g) of WHVI, within each block
+    flows: int = 0  # planar flows on g of WHVI
 
     def changed(self, override: Override) -> "Options":
         changes: dict[str, Any] = {"method": override} if isinstance(override, str) else dict(override)
@@ -68,6 +72,12 @@ class Options:
             raise ConversionError(f"rate is {self.rate}; expected a dropout rate between 0 and 1.")
         if self.noise not in ("auto", "exact", "factored"):
             raise ConversionError(f"noise is {self.noise!r}; expected auto, exact or factored.")
+        if self.D is not None and (not isinstance(self.D, int) or self.D < 1 or self.D & (self.D - 1)):
+            raise ConversionError(f"D is {self.D!r}; expected a power of two.")
+        if self.covariance not in ("diagonal", "full"):
+            raise ConversionError(f"covariance is {self.covariance!r}; expected diagonal or full.")
+        if not isinstance(self.flows, int) or not 0 <= self.flows <= MOST_FLOWS:
+            raise ConversionError(f"flows is {self.flows!r}; expected a whole number from 0 to {MOST_FLOWS}.")
         return self
 
 
@@ -79,6 +89,11 @@ def describe(geometry: Geometry, o: Options) -> Layer:
     match o.method:
         case "mc-dropout":
             return DropoutLayer(rate=o.rate, sigma=sigma)
+        case "whvi":
+            D = side(d_out, d_in - geometry.bias) if o.D is None else o.D
+            if o.covariance == "full":
+                check_limit(D, o.covariance_limit, "Smaller blocks (option D) fit, or covariance='diagonal'.")
+            return WhviLayer(D=D, covariance=o.covariance, flows=o.flows, sigma=sigma)
         case "ffg-w" | "fcg-w" | "ensemble-w":
             if o.method == "fcg-w":
                 check_limit(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from dubito.models.geometry import How, Linear
 from dubito.models.inducing import InducingFactors
+from dubito.models.whvi import WhviFactors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,12 +19,17 @@ def factored_is_cheaper(d_out: int, d_in: int, r: int, groups: int = 1) -> bool:
 
 
 def cheapest(factors: "NetworkFactors") -> "Mapping[str, How]":
-    """The execution with the fewest multiplications, layer by layer; plans never change what is computed."""
+    """The execution with the fewest multiplications, layer by layer; plans never change what is computed.
+
+    WHVI's weights are never formed, but for grouped convolutions, where a block of W meets several groups' inputs.
+    """
     plan: dict[str, How] = {}
     for name, layer in factors.structure.layers.items():
         f = factors.layers[name]
         dense: How = "batch" if isinstance(layer.geometry, Linear) else "loop"
         plan[name] = dense
+        if isinstance(f, WhviFactors) and layer.geometry.groups == 1:
+            plan[name] = "factored"
         if isinstance(f, InducingFactors):
             d_out, d_in = f.shape
             remainder = f.lam > 0 and f.noise == "factored" and not f.spans  # needs the shared filters in any case

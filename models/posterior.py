@@ -7,6 +7,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from dubito.models.blocks import Blocks
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -36,7 +38,7 @@ class Dropped:
     rate: float
 
 
-Operand = Dense | Factored | Dropped
+Operand = Dense | Factored | Dropped | Blocks
 
 
 class Value:

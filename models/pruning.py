@@ -31,7 +31,10 @@ def prune(network: BayesianNetwork, keep: float) -> None:
     if network.hierarchy is not None and isinstance(network.hierarchy.posterior, Inducing):
         Z += [network.hierarchy.posterior.Z_r, network.hierarchy.posterior.Z_c]
     if not Z and not gaussians:
-        raise ConversionError("nothing to prune: only inducing layers (their Z) and ffg-w layers can be pruned.")
+        raise ConversionError(
+            "nothing to prune: only inducing layers (their Z) and ffg-w layers can be pruned; whvi layers have no Z, "
+            "and every entry of S_1, S_2 and g takes part in a whole block."
+        )
     _keep_largest(Z, [part().abs() for part in Z], round(keep * sum(part.value.numel() for part in Z)))
     scores = []
     for law, weights in gaussians:

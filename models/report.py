@@ -9,6 +9,7 @@ from dubito.models.inducing import Inducing
 from dubito.models.manifest import Manifest
 from dubito.models.network import BayesianNetwork
 from dubito.models.parameters import count
+from dubito.models.whvi import Whvi
 
 WHAT = {
     "ffg-u": "factorised Gaussian over inducing weights",
@@ -19,6 +20,7 @@ WHAT = {
     "fcg-w": "Gaussian with full covariance over weights",
     "ensemble-w": "ensemble of weights",
     "mc-dropout": "dropout at prediction",
+    "whvi": "Walsh–Hadamard VI: blocks S_1 H diag(g) H S_2 of W, a distribution over g alone",
 }
 
 
@@ -33,12 +35,16 @@ def report(manifest: Manifest, network: BayesianNetwork | None, size: int) -> di
         row: dict[str, Any] = {"name": name, "method": entry.method}
         if entry.kind == "inducing":
             row |= {"M_out": entry.M_out, "M_in": entry.M_in, "noise": entry.noise, "directions": entry.directions}
+        if entry.kind == "whvi":
+            row |= {"D": entry.D, "covariance": entry.covariance, "flows": entry.flows}
         if network is not None:
             layer = network.layers[name]
             row["d_out"], row["d_in"] = layer.geometry.shape
             row["parameters"] = count(layer)
             if isinstance(layer.posterior, Inducing):
                 row["lambda"] = layer.posterior.scale()
+            if isinstance(layer.posterior, Whvi):
+                row["blocks"] = layer.posterior.grid.rows * layer.posterior.grid.columns
         layers.append(row)
     above = manifest.hierarchy
     members = [e.members or 0 for e in manifest.layers.values() if e.kind != "dropout"]
@@ -107,11 +113,14 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]]) -> None:
-    for name in ("layer", "method", "W", "V", "λ", "noise", "parameters"):
+    for name in ("layer", "method", "W", "V or g", "λ", "noise", "parameters"):
         table.add_column(name, no_wrap=name == "layer")
     for row in layers:
         V = f"{row['M_out']} × {row['M_in']}" if "M_out" in row else ""
         noise = row.get("noise", "") + (f", R = {row['directions']}" if row.get("noise") == "factored" else "")
+        if row["method"] == "whvi":
+            V = f"{row['blocks']} × {row['D']}" if "blocks" in row else f"blocks of {row['D']}"
+            noise = f"{row['covariance']} Σ" + (f", {row['flows']} flows" if row["flows"] else "")
         lam = f"{row['lambda']:.2g}" if "lambda" in row else ""
         shape = f"{row['d_out']} × {row['d_in']}" if "d_out" in row else ""
         parameters = f"{row['parameters']:,}" if "parameters" in row else ""

@@ -1,4 +1,4 @@
-"""Where a layer's posterior starts: at the prior, or at the weights of a trained network by truncated SVD."""
+"""Where a layer's posterior starts: at the prior, or near the weights of a trained network."""
 
 import copy
 import math
@@ -7,21 +7,24 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from dubito.models.blocks import Grid, weights
 from dubito.models.dropout import Dropout
 from dubito.models.errors import ConversionError
-from dubito.models.full_covariance import FullCovariance
+from dubito.models.flows import Planar
+from dubito.models.full_covariance import BlockCovariance, FullCovariance
 from dubito.models.geometry import Conv, Geometry, Linear
 from dubito.models.inducing import Inducing
-from dubito.models.manifest import DropoutLayer, InducingLayer, Layer, WeightLayer
+from dubito.models.manifest import DropoutLayer, InducingLayer, Layer, WeightLayer, WhviLayer
 from dubito.models.matheron import regularise
 from dubito.models.mean_field import MeanField
 from dubito.models.mixture import Mixture
 from dubito.models.posterior import Law
 from dubito.models.weight_space import WeightSpace
+from dubito.models.whvi import Whvi, nearest
 
 Start = Literal["network", "prior"]
 
-V_STD = math.sqrt(1e-3)  # of q(V) at the start, where no spread is asked for
+V_STD = math.sqrt(1e-3)  # of q(V), and of WHVI's q(g), at the start, where no spread is asked for
 W_STD = 1e-4  # of q(W) at the start
 SPREAD_U, SPREAD_W = 0.1, 0.05  # how far ensemble members start from each other; the second in units of W's own
 
@@ -68,6 +71,42 @@ def posterior_for(
             return WeightSpace(_law_of_W(entry, W, module, start), entry.sigma), None
         case InducingLayer():
             return inducing_for(entry, *geometry.shape, W if start == "network" else None, W, spread)
+        case WhviLayer():
+            return whvi_for(entry, geometry, W, start, spread), None
+
+
+def whvi_for(entry: WhviLayer, geometry: Geometry, W: Tensor, start: Start, spread: float | None) -> Whvi:
+    """From the prior, or from a network: the nearest g, and scales that give each block the size of its weights.
+
+    A block has 3D numbers for D² weights: of weights without structure about 1/D of the energy is kept, so this is a
+    start of the right size and of little more, and a network that is to answer like its origin needs training.
+    """
+    bias = MeanField(W[:, -1].clone(), W_STD, None) if geometry.bias else None
+    W = W[:, : W.shape[1] - geometry.bias]
+    grid = Grid(W.shape[0], W.shape[1], entry.D)
+    g = W.new_empty(grid.rows * grid.columns, entry.D).normal_()
+    std = V_STD if spread is None else spread
+    q = Whvi(grid, nn.Identity(), bias, entry.sigma, W)
+    if start == "network" and not W.is_meta:
+        g = fit_blocks(q, W, g)
+    q.law = BlockCovariance(g, std) if entry.covariance == "full" else MeanField(g, std, None)
+    if entry.flows:
+        q.law = Planar(q.law, entry.flows, g)
+    return q
+
+
+@torch.no_grad()
+def fit_blocks(q: Whvi, W: Tensor, otherwise: Tensor) -> Tensor:
+    """Set S_1 and S_2 for the nearest g, and return it; a matrix that is no more than noise to g has it at random."""
+    g = nearest(q, W)
+    shape = (1, q.grid.rows, q.grid.columns, q.grid.D)
+    S_1, S_2 = q.grid.spread_rows(q.S_1), q.grid.spread_columns(q.S_2)
+    found = weights(q.grid, S_1, S_2, g.view(shape)).norm()
+    if not found > 1e-6 * W.norm():
+        return otherwise
+    for S in (q.S_1, q.S_2):
+        S.mul_((W.norm() / found).sqrt())
+    return g
 
 
 def _law_of_W(entry: WeightLayer, W: Tensor, module: nn.Module, start: Start) -> Law:

@@ -6,6 +6,7 @@ from torch import nn
 
 from dubito.models import bayesianize, predict
 from dubito.models.geometry import How
+from dubito.models.hadamard import by_steps, transform
 from dubito.models.uncertainty import Classified
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU predictions are not tested")
@@ -24,7 +25,7 @@ def small() -> nn.Sequential:
     ).eval()
 
 
-@pytest.mark.parametrize("method", ["ffg-u", "ensemble-u", "ffg-w", "ensemble-w", "mc-dropout"])
+@pytest.mark.parametrize("method", ["ffg-u", "ensemble-u", "ffg-w", "ensemble-w", "mc-dropout", "whvi"])
 def test_the_mean_is_the_cpus(method: str) -> None:
     network = bayesianize(small(), method, inducing=8, members=3)
     x = torch.randn(6, 3, 16, 16)
@@ -87,4 +88,35 @@ def test_training_steps_run() -> None:
     x = torch.randn(6, 3, 16, 16, device="cuda")
     loss = network(x).square().mean() + network.kl() * 1e-4
     loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+
+
+@pytest.mark.parametrize("D", [2**n for n in range(14)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_transforms_kernel_is_its_twin(D: int, dtype: torch.dtype) -> None:
+    x = torch.randn(7, 3, D, device="cuda").to(dtype)
+    found, twin = transform(x), by_steps(x.double())
+    tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    assert found.dtype == dtype
+    assert (found.double() - twin).abs().max() <= tolerance * twin.abs().max()
+    if D >= 256:  # smaller ones go by a product
+        from dubito.models.hadamard_kernel import transform_on_gpu
+
+        kernel = transform_on_gpu(x.mT.contiguous().mT)  # not contiguous
+        assert torch.equal(kernel, found)
+
+
+def test_the_transforms_gradient_is_the_transform() -> None:
+    x = torch.randn(5, 512, device="cuda", requires_grad=True)
+    y = torch.randn(5, 512, device="cuda")
+    (transform(x) * y).sum().backward()
+    torch.testing.assert_close(x.grad, transform(y), rtol=1e-5, atol=1e-5)
+
+
+def test_walsh_hadamard_layers_train() -> None:
+    net = nn.Sequential(nn.Linear(300, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()
+    network = bayesianize(net, "whvi", flows=1).train()
+    with torch.autocast("cuda", torch.bfloat16):
+        out = network(torch.randn(6, 300, device="cuda"))
+    (out.float().square().mean() + network.kl() * 1e-4).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())

@@ -46,7 +46,7 @@ BIG = 1 << 24  # the largest side that a manifest may state
 def artifact(kind: str = "ffg-u", precision: Precision = "float32") -> bytes:
     """An honest one: 12 inputs, 9 hidden units, 4 outputs, M = 3."""
     torch.manual_seed(0)
-    method = kind if kind in ("ensemble-u", "deterministic") else "ffg-u"
+    method = kind if kind in ("ensemble-u", "deterministic", "whvi") else "ffg-u"
     hierarchy = 2 if kind == "hierarchy" else None
     network = bayesianize(
         build("mlp", inputs=12, hidden=[9], outputs=4), method, inducing=3, members=2, hierarchy=hierarchy
@@ -148,6 +148,7 @@ def exchanged(header: dict[str, Any]) -> None:
 WEIGHTS = {"kind": "weights", "method": "ensemble-w", "sigma_max": None, "sigma": 0.3}
 INDUCING = {"kind": "inducing", "method": "ffg-u", "M_out": 3, "M_in": 3, "lam_max": 0.03, "sigma_max": 0.1}
 INDUCING |= {"sigma": 0.3, "noise": "exact"}
+BLOCKS = {"kind": "whvi", "method": "whvi", "D": BIG, "covariance": "full", "flows": 64, "sigma": 0.3}
 CALIBRATION = {"false_positive_rate": 0.05, "coverage": 0.9, "measure": "entropy", "quantiles": {"1": 0.5}}
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -231,6 +232,9 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     "members without an ensemble": (says("layers.1.members", 3), WRONG + "layers.1.* ffg-u has members 3"),
     "too many members": (says("layers.1", {**WEIGHTS, "members": 10**6}), WRONG + r"layers.1.*members: .* 1024"),
     "cap below the floor": (says("layers.1.sigma_max", 1e-9), "describes no network that can be built: the cap 1e-09"),
+    "blocks of no power of two": (says("layers.1", {**BLOCKS, "D": 48}), WRONG + "layers.1.* D is 48; the side of"),
+    "blocks beyond the layer": (says("layers.1", BLOCKS), "layer '1': D = 16777216 for weights of 9 × 13"),
+    "too many flows": (says("layers.1", {**BLOCKS, "flows": 65}), WRONG + "layers.1.*flows: .* 64"),
     "too many directions": (says("layers.1.directions", 1 << 70), "describes no network that can be built"),
     "hierarchical without a hierarchy": (says("layers.1.method", "hierarchical"), WRONG + ".* needs a hierarchy"),
     "hierarchy of another size": (says("hierarchy.d_in", 5, "hierarchy"), WRONG + ".* hierarchy does not fit"),
@@ -436,7 +440,7 @@ values = st.one_of(
 )
 
 
-@given(share, values, st.sampled_from(["ffg-u", "hierarchy", "ensemble-u"]))
+@given(share, values, st.sampled_from(["ffg-u", "hierarchy", "ensemble-u", "whvi"]))
 @settings(derandomize=True, deadline=None, max_examples=300)
 def test_no_manifest_raises_anything_else(place: Path, at: float, value: object, kind: str) -> None:
     def change(m: dict[str, Any], t: object) -> None:
@@ -455,7 +459,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int
     st.lists(st.integers(0, 13), max_size=4),
     st.sampled_from(DTYPES),
     st.sampled_from(["", SCALE, MASK, "."]),
-    st.sampled_from([("ffg-u", "float32"), ("pruned", "int8"), ("ensemble-u", "float16")]),
+    st.sampled_from([("ffg-u", "float32"), ("pruned", "int8"), ("ensemble-u", "float16"), ("whvi", "float32")]),
 )
 @settings(derandomize=True, deadline=None, max_examples=100)
 def test_no_tensor_raises_anything_else(
@@ -524,6 +528,8 @@ ABSURD: dict[str, Change] = {
     "directions": lambda m, t: put(m, "layers.1.directions", 1 << 40),
     "hierarchy": under_a_hierarchy,
     "mask": behind_a_mask,
+    "blocks": lambda m, t: wide(m, **BLOCKS),
+    "many blocks": lambda m, t: wide(m, **{**BLOCKS, "D": 1}),
     "outputs of a regression": lambda m, t: put(m, "task", {"kind": "regression", "outputs": BIG}),
 }
 

@@ -64,6 +64,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fcg-w": {"covariance_limit": 4096, "layers": {"left": "ffg-w"}},
     "ensemble-w": {"members": 3},
     "mc-dropout": {"rate": 0.3, "layers": {"stem": {"rate": 0.3}}},
+    "whvi": {"layers": {"left": {"covariance": "full"}, "right": {"flows": 2}, "head": {"D": 2}}},
 }
 
 
@@ -118,7 +119,7 @@ def test_each_sample_is_the_plain_network_with_that_samples_weights(residual: Re
     assert all((out[0] - out[k]).abs().max() > 1e-3 for k in range(1, 3)), "the samples do not differ"
 
 
-@pytest.mark.parametrize("method", ["ffg-u", "ensemble-u", "ffg-w", "ensemble-w", "mc-dropout"])
+@pytest.mark.parametrize("method", ["ffg-u", "ensemble-u", "ffg-w", "ensemble-w", "mc-dropout", "whvi"])
 @pytest.mark.parametrize("noise", ["exact", "factored"])
 def test_a_seed_fixes_the_answers_however_the_work_is_cut(residual: Residual, method: str, noise: str) -> None:
     options = {k: v for k, v in METHODS[method].items() if k != "noise"}

@@ -80,7 +80,7 @@ def place(
         "plain": make_artifact(folder / "plain.safetensors", method="deterministic"),
         "crowd": make_artifact(folder / "crowd.safetensors", method="ensemble-w"),
         "crowd-u": make_artifact(folder / "crowd-u.safetensors", method="ensemble-u"),
-        "hadamard": make_artifact(folder / "hadamard.safetensors", kind="regression", method="ffg-w"),
+        "hadamard": make_artifact(folder / "hadamard.safetensors", kind="regression", method="whvi"),
         "bare": bare(folder / "bare.safetensors"),
     }
     server = serve(*files.values(), "--set", "buckets=1,2,4,16")
