@@ -1,13 +1,11 @@
 """`samples="auto"`: each input gets as many draws as its answer needs to settle, and no more."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from dubito.models.errors import InputError
-from dubito.models.geometry import How
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
+from dubito.models.plan import Plan
 from dubito.models.prediction import MAX_SAMPLES, Job, Prediction, Settled, evaluating, finite, predict, tally_for
 from dubito.models.uncertainty import Classified, Regressed, ValueTally, classified, entropy, wide
 
@@ -25,7 +23,7 @@ def predict_settled(
     *,
     tolerance: float = TOLERANCE,
     max_samples: int = AT_MOST,
-    plan: Mapping[str, How] | None = None,
+    plan: Plan | None = None,
     max_rows: int | None = None,
     temperature: float = 1.0,
 ) -> Prediction:

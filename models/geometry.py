@@ -17,7 +17,8 @@ from dubito.models.posterior import Dense, Dropped, Factored, Operand
 
 FEW, MANY = 8, 32  # up to so few filters, from so many channels on, folding beats a CPU's convolution
 
-How = Literal["loop", "batch", "factored"]  # dense weights sample by sample, dense in one call, or never formed
+# dense weights sample by sample, all in one call, all on patches laid out beside each other; or never formed
+How = Literal["loop", "batch", "unfold", "factored"]
 
 
 @dataclass(frozen=True)
@@ -237,11 +238,12 @@ def apply(geometry: Geometry, x: Tensor, operand: Operand, K: int, how: How, cha
     if isinstance(operand, Dropped):
         return geometry.dense(geometry.drop(x, operand.rate), operand.W[0])
     if isinstance(operand, Dense):
-        return _dense(geometry, x, operand.W, K, how)
-    if isinstance(operand, Blocks):
-        if how != "factored" or geometry.groups > 1:
-            return _dense(geometry, x, operand.dense(), K, how)
-        out = _by_blocks(geometry, x, operand, K)
+        out = _dense(geometry, x, operand.W, K, how)
+    elif isinstance(operand, Blocks):
+        if how == "factored" and geometry.groups == 1:
+            out = _by_blocks(geometry, x, operand, K)
+        else:
+            out = _dense(geometry, x, operand.dense(), K, how)
     elif how == "factored":
         out = _factored(geometry, x, operand, K)
     else:
@@ -258,7 +260,19 @@ def _dense(geometry: Geometry, x: Tensor, W: Tensor, K: int, how: How) -> Tensor
         return geometry.dense(x, W.squeeze(0))
     if how == "batch":
         return geometry.batched(x, W)
+    if how == "unfold":
+        return _unfolded(geometry, x, W)
     return torch.cat([geometry.dense(rows, W_k) for rows, W_k in zip(x.chunk(K), W, strict=True)])
+
+
+def _unfolded(geometry: Geometry, x: Tensor, W: Tensor) -> Tensor:
+    """Every patch, times its sample's matrix."""
+    c = geometry.columns(x)
+    out = _mix(c, W[..., : c.shape[-1]], len(W), geometry.groups)
+    if geometry.bias:
+        by_group = W[..., -1].view(len(W), *[1] * (c.dim() - 2), geometry.groups, -1)  # (K, 1, ..., g, d_out/g)
+        out = (out.unflatten(0, (len(W), -1)) + by_group).flatten(0, 1)
+    return geometry.restore(out)
 
 
 def _by_blocks(geometry: Geometry, x: Tensor, operand: Blocks, K: int) -> Tensor:

@@ -45,7 +45,8 @@ def running(run: Run) -> Iterator[None]:
         _run.reset(token)
 
 
-def _current(layer: nn.Module, x: Tensor) -> Run:
+def current(layer: nn.Module, x: Tensor) -> Run:
+    """The pass that the layer is reached by."""
     run = _run.get()
     if run is None:
         raise InputError(
@@ -100,7 +101,7 @@ class BayesianLayer(nn.Module):
         return self.posterior  # type: ignore[return-value]  # nn.Module by type, a posterior by construction
 
     def forward(self, input: Tensor) -> Tensor:
-        run = _current(self, input)
+        run = current(self, input)
         how = run.plan.get(self, "loop")
         return apply(self.geometry, input, run.operands[self](), run.K, how, run.channels_last)
 
@@ -127,7 +128,7 @@ class MemberLayer(nn.Module):
         self.copies = nn.ModuleList(copies)
 
     def forward(self, x: Tensor, *further: Any, **named: Any) -> Tensor:
-        run = _current(self, x)
+        run = current(self, x)
         chosen = run.member(len(self.copies)).tolist()
         if run.K == 1:
             return self.copies[chosen[0]](x, *further, **named)  # type: ignore[no-any-return]

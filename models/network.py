@@ -18,6 +18,7 @@ from dubito.models.inducing import Inducing, TrainableInducing, kl_together, tra
 from dubito.models.layers import BayesianLayer, MemberLayer, Run, Structure, running
 from dubito.models.manifest import Classification, Task
 from dubito.models.parameters import Positive, alike
+from dubito.models.plan import Plan
 from dubito.models.posterior import Dense, Dropped, Factored, Factors, Operand, Posterior
 from dubito.models.whvi import Whvi
 from dubito.models.whvi import kl_together as kl_of_whvi
@@ -158,11 +159,11 @@ class BayesianNetwork(nn.Module):
         """Members of the layers that are kept in copies; 0 where there are none."""
         return max((len(m.copies) for m in self.net.modules() if isinstance(m, MemberLayer)), default=0)
 
-    def run(self, x: Tensor, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How]) -> Tensor:
+    def run(self, x: Tensor, factors: NetworkFactors, draws: Draws, plan: Plan) -> Tensor:
         """K samples on B inputs, one pass with the samples folded into the batch: (B, ...) -> (K, B, ...)."""
         return self._go(x, self.arrange(factors, draws, plan))
 
-    def arrange(self, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How], keep: bool = False) -> Run:
+    def arrange(self, factors: NetworkFactors, draws: Draws, plan: Plan, keep: bool = False) -> Run:
         """What a pass needs; with `keep`, operands are made once and kept for further passes with the same draws."""
         shares: list[Tensor | None] = [None] * len(factors.sizes)
         if draws.noise is not None:

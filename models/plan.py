@@ -1,5 +1,9 @@
-"""How each layer computes its K samples: dense weights one by one, all in one call, or never formed."""
+"""How each layer computes its K samples: dense weights one by one, all in one call, or never formed.
 
+By counting here; the service measures.
+"""
+
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -8,9 +12,10 @@ from dubito.models.inducing import InducingFactors
 from dubito.models.whvi import WhviFactors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dubito.models.network import NetworkFactors
+
+Plan = Mapping[str, How]  # by name of the layer
+Planner = Callable[[int, int], Plan]  # for B inputs and K samples
 
 
 def factored_is_cheaper(d_out: int, d_in: int, r: int, groups: int = 1) -> bool:
@@ -18,7 +23,7 @@ def factored_is_cheaper(d_out: int, d_in: int, r: int, groups: int = 1) -> bool:
     return r * (d_out + d_in * groups) < d_out * d_in
 
 
-def cheapest(factors: "NetworkFactors") -> "Mapping[str, How]":
+def cheapest(factors: "NetworkFactors") -> Plan:
     """The execution with the fewest multiplications, layer by layer; plans never change what is computed.
 
     WHVI's weights are never formed, but for grouped convolutions, where a block of W meets several groups' inputs.

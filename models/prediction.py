@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.errors import InputError, PredictionError
-from dubito.models.geometry import How
 from dubito.models.layers import FoldError
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import Normals
-from dubito.models.plan import cheapest
+from dubito.models.plan import Plan, Planner, cheapest
 from dubito.models.stopwatch import Stopwatch
 from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTally
 
@@ -50,7 +49,7 @@ def predict(
     samples: int = 20,
     seed: int | None = None,
     *,
-    plan: Mapping[str, How] | None = None,
+    plan: Plan | Planner | None = None,
     max_rows: int | None = None,
     keep_outputs: bool = False,
     temperature: float = 1.0,
@@ -92,7 +91,7 @@ class Job:
     x: Tensor  # (B, ...)
     seed: int
     normals: Normals  # the seed's stream
-    plan: Mapping[str, How]
+    plan: Planner
     max_rows: int
     temperature: float
     buckets: Sequence[int]  # batches are padded to the next of these sizes, so that few shapes are ever met
@@ -105,17 +104,18 @@ class Job:
         factors: NetworkFactors,
         x: Tensor,
         seed: int | None,
-        plan: Mapping[str, How] | None,
+        plan: Plan | Planner | None,
         max_rows: int | None,
         temperature: float,
         buckets: Sequence[int] = (),
         watch: Stopwatch | None = None,
     ) -> "Job":
         seed, x = _seed(seed), _checked(network, x)
-        plan = cheapest(factors) if plan is None else plan
+        one = cheapest(factors) if plan is None else plan
+        planner = one if callable(one) else lambda B, K: one
         rows = _rows(factors, x) if max_rows is None else max_rows
         watch = Stopwatch(x.device) if watch is None else watch
-        return cls(network, factors, x, seed, Normals(seed, x.device), plan, rows, temperature, buckets, watch)
+        return cls(network, factors, x, seed, Normals(seed, x.device), planner, rows, temperature, buckets, watch)
 
     def samples_at_once(self, rows: int) -> int:
         return max(1, min(self.max_rows // self._bucket(rows), NOISE // max(1, self.factors.normals)))
@@ -143,7 +143,7 @@ class Job:
         outputs = _forward(self.network, self.factors, draws, self.plan, x, self.max_rows)
         _check_outputs(self.network, outputs)
         if draws.K > 1 and tuple(x.shape) not in _folds.setdefault(self.network, set()):
-            _check_folding(self.network, self.factors, draws, self.plan, x, outputs)
+            _check_folding(self.network, self.factors, draws, self.plan(1, 1), x, outputs)
         return outputs / self.temperature if self.temperature != 1 else outputs
 
 
@@ -155,7 +155,7 @@ def _check_folding(
     network: BayesianNetwork,
     factors: NetworkFactors,
     draws: Draws,
-    plan: Mapping[str, How],
+    plan: Plan,
     x: Tensor,
     outputs: Tensor,
 ) -> None:
@@ -218,7 +218,7 @@ def _rows(factors: NetworkFactors, x: Tensor) -> int:
 
 
 def _forward(
-    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How], x: Tensor, max_rows: int
+    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Planner, x: Tensor, max_rows: int
 ) -> Tensor:
     rows = max(1, max_rows // draws.K)
     try:
@@ -235,10 +235,11 @@ def _forward(
 
 
 def _in_blocks(
-    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How], x: Tensor, rows: int
+    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Planner, x: Tensor, rows: int
 ) -> Tensor:
     """The same draws for every block; where there are several, their weights are made once."""
-    run = network.arrange(factors, draws, plan, keep=len(x) > rows)
+    how = plan(min(rows, len(x)), draws.K)
+    run = network.arrange(factors, draws, how, keep=len(x) > rows)
     return torch.cat([network.go(block, run) for block in x.split(rows)], 1)
 
 

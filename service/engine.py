@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,8 +15,10 @@ from dubito.models.adaptive import answer_each
 from dubito.models.answers import Columns, Rule, Rulebook, columns_of
 from dubito.models.errors import InputError
 from dubito.models.model import Model
+from dubito.models.plan import cheapest
 from dubito.models.prediction import Job, predict
 from dubito.models.stopwatch import Stopwatch
+from dubito.service.plans import Memory, Plans
 
 
 @dataclass(slots=True)  # not frozen, as one is made for each request
@@ -63,9 +66,13 @@ class Broken(Exception):
 class Engine:
     """A model on its device."""
 
-    def __init__(self, model: Model, buckets: Sequence[int]) -> None:
+    def __init__(
+        self, model: Model, buckets: Sequence[int], memory: Memory | None = None, plan_seconds: float = 0.0
+    ) -> None:
+        """Ways of computing are measured for about `plan_seconds`, those apart that the memory holds."""
         self.model, self.buckets = model, buckets
         self.rulebook = Rulebook(model.card.calibration)
+        self.plans = Plans(cheapest(model.factors), memory or Memory(None, model.device), plan_seconds)
 
     def answer(self, asks: Sequence[Ask]) -> list[Answer]:
         """In order. Requests of one group share a pass; where a group fails, each of its requests is tried alone."""
@@ -81,17 +88,25 @@ class Engine:
             found |= zip(members, self._answer_group([asks[i] for i in members]), strict=True)
         return [found[i] for i in range(len(asks))]
 
-    def warm(self, samples: int) -> None:
-        """Every bucket once, with draws as a request would have them; raises what a request would."""
+    def warm(self, samples: int, device: AbstractContextManager[object]) -> None:
+        """Every bucket planned and run once, with draws as a request would have them; raises what a request would.
+
+        `device` is entered for each anew: others who answer on it wait for one bucket, not for all.
+        """
         declared = self.model.card.input
         assert declared is not None
         for rows in self.buckets:
             x = np.zeros((rows, *declared.shape), np.float32)
-            once = self._job(torch.from_numpy(x), 0, None).samples_at_once(rows)
+            job = self._job(torch.from_numpy(x), 0, None)
+            once = job.samples_at_once(rows)
             K = min(samples, once + samples % once)  # whole passes, and what is left over
-            (found,) = self.answer([Ask(x, K, None, max(1, K), 0.5)])
+            with device:
+                if samples and self.model.factors.random:
+                    self.plans.measure(job, min(samples, once))
+                (found,) = self.answer([Ask(x, K, None, max(1, K), 0.5)])
             if isinstance(found, Exception):
                 raise found
+        self.plans.memory.save()
 
     def _group(self, ask: Ask, i: int) -> object:
         """Requests with the same key may share passes. One with a seed is alone: its answer is the same to the bit
@@ -140,6 +155,7 @@ class Engine:
             samples,
             first.seed,
             keep_outputs=first.keep,
+            plan=self.plans.at,
             temperature=model.temperature,
             buckets=self.buckets,
             watch=watch,
@@ -176,7 +192,9 @@ class Engine:
 
     def _job(self, x: Tensor, seed: int | None, watch: Stopwatch | None) -> Job:
         model = self.model
-        return Job.of(model.network, model.factors, x, seed, None, None, model.temperature, self.buckets, watch)
+        return Job.of(
+            model.network, model.factors, x, seed, self.plans.at, None, model.temperature, self.buckets, watch
+        )
 
 
 def _not_finite(x: NDArray[np.float32]) -> int | None:

@@ -20,6 +20,7 @@ from dubito.service.batcher import Batcher
 from dubito.service.engine import Engine
 from dubito.service.metrics import Metrics, Series, model_bytes
 from dubito.service.oip import DRAWS
+from dubito.service.plans import Memory, plan_file
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
 
@@ -209,10 +210,10 @@ class Repository:
         if self.device.type != "cpu":
             model = model.to(self.device)
         known = report(model.manifest, model.network, source.path.stat().st_size)
-        engine = Engine(model, self.settings.buckets)
+        memory = Memory(plan_file() if self.settings.plan_seconds else None, self.device)
+        engine = Engine(model, self.settings.buckets, memory, self.settings.plan_seconds)
         try:
-            with self.turn:
-                engine.warm(self.settings.samples)
+            engine.warm(self.settings.samples, self.turn)
         except DubitoError:
             raise
         except Exception as error:

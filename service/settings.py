@@ -45,6 +45,9 @@ class Settings(BaseSettings):
     buckets: Annotated[
         tuple[PositiveInt, ...], Field(min_length=1, description="Batches are padded to these sizes, each warmed.")
     ] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    plan_seconds: Annotated[
+        Seconds, Field(description="Time to find each layer's fastest way, for each model; remembered. 0: by counting.")
+    ] = 5.0
     batch_work: Annotated[
         PositiveInt, Field(description="Rows × samples that go to the device together; more is split.")
     ] = 1 << 13

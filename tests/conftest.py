@@ -1,6 +1,10 @@
 """Runs before any test imports torch."""
 
 import os
+import tempfile
+from pathlib import Path
 
+# what is cached (plans, fonts of plots) stays out of the home folder
+os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"dubito-tests-{os.getuid()}")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: one thread each, in their subprocesses too
     os.environ["OMP_NUM_THREADS"] = "1"

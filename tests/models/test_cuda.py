@@ -45,7 +45,7 @@ def test_a_seed_fixes_the_draws_whatever_the_plan_and_the_cut(noise: str) -> Non
     first = predict(network, factors, x, 8, 3, keep_outputs=True).outputs
     assert first is not None
     assert torch.equal(first, predict(network, factors, x, 8, 3, keep_outputs=True).outputs)  # type: ignore[arg-type]
-    hows: tuple[How, ...] = ("loop", "batch", "factored")
+    hows: tuple[How, ...] = ("loop", "batch", "unfold", "factored")
     for how in hows:
         for max_rows in (1, 5, 1000):
             plan: dict[str, How] = dict.fromkeys(network.layers, how)

@@ -6,7 +6,7 @@ layer gives with all weights and inputs positive.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dubito.models.geometry import Conv, Geometry, How, Linear, apply
 from dubito.models.posterior import Dense, Factored
 
-HOWS: tuple[How, ...] = ("loop", "batch", "factored")
+HOWS: tuple[How, ...] = get_args(How)
 MODES = {"zeros": "constant", "reflect": "reflect", "circular": "wrap", "replicate": "edge"}  # torch's names, numpy's
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

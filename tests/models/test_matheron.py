@@ -7,6 +7,7 @@ slopes give the covariance. Monte Carlo with real normals, to 5 standard errors,
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -367,7 +368,7 @@ def test_directions_that_add_nothing_are_left_out() -> None:
 
 
 @each_toy
-@pytest.mark.parametrize("how", ["loop", "batch", "factored"])
+@pytest.mark.parametrize("how", get_args(How))
 def test_plans_do_not_change_way_3(t: Toy, how: How) -> None:
     x, f = inputs(3, t.shape[1]), t.posterior("factored").factors()
     noise = normal(4, f.normals, rng=torch.Generator().manual_seed(SEED))

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def test_batches_are_padded_to_buckets(model: Model) -> None:
 
 def test_every_bucket_is_warmed(model: Model) -> None:
     with passes(model) as seen:
-        Engine(model, BUCKETS).warm(20)
+        Engine(model, BUCKETS).warm(20, nullcontext())
     assert {size * 20 for size in BUCKETS} <= set(seen)
 
 

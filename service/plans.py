@@ -1,0 +1,181 @@
+"""Execution plans: for each size of batch the fastest way of each layer, measured on this device and remembered."""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.geometry import Conv, Geometry, How, apply
+from dubito.models.layers import BayesianLayer, FoldError, current
+from dubito.models.network import Draws
+from dubito.models.plan import Plan
+from dubito.models.posterior import Dense, Factored, Operand
+from dubito.models.prediction import Job, evaluating
+
+log = logging.getLogger("dubito")
+RUNS = 3  # of each way that is not out of the question after one
+HOPELESS = 2.0  # times the fastest
+MOST = 1 << 16  # ways that a file holds
+
+
+class Plans:
+    """Of one model. Plans change how a layer is computed, never what."""
+
+    def __init__(self, usual: Plan, memory: "Memory", seconds: float) -> None:
+        """Measuring takes about so many seconds in all; what is not measured is done the usual way."""
+        self.usual, self.memory, self.left = usual, memory, seconds
+        self.known: dict[tuple[int, int], Plan] = {}
+        self._at = lru_cache(maxsize=4096)(self._nearest)
+
+    def at(self, B: int, K: int) -> Plan:
+        """For B inputs and K samples: as measured, or as the nearest size that was."""
+        return self.known.get((B, K)) or self._at(B, K)
+
+    def _nearest(self, B: int, K: int) -> Plan:
+        def distance(other: tuple[int, int]) -> float:
+            return abs(math.log(other[0] / B)) + abs(math.log(other[1] / K))
+
+        return self.known[min(self.known, key=distance)] if self.known else self.usual
+
+    def measure(self, job: Job, K: int) -> None:
+        """Each layer's ways, on what reaches it in a pass of K samples of the job's inputs."""
+        found, structure = dict(self.usual), job.factors.structure
+
+        def choose(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+            assert isinstance(layer, BayesianLayer)
+            run = current(layer, inputs[0])
+            operand = run.operands[layer]()
+            if (way := self._fastest(layer.geometry, inputs[0], operand, run.K, run.channels_last)) is not None:
+                found[structure.names[layer]] = way
+
+        hooks = [layer.register_forward_pre_hook(choose) for layer in structure.layers.values()]
+        draws = Draws(K, job.normals.rows(K, job.factors.normals), job.seed)
+        try:
+            with evaluating(job.network), torch.inference_mode(), suppress(FoldError):  # then samples go one by one
+                job.network.go(job.x, job.network.arrange(job.factors, draws, self.usual))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.known[len(job.x), K] = MappingProxyType(found)
+        self._at.cache_clear()
+
+    def _fastest(self, geometry: Geometry, x: Tensor, operand: Operand, K: int, channels_last: bool) -> How | None:
+        """None where there is nothing to choose, or no time is left to measure."""
+        ways = ways_of(geometry, operand, K)
+        if len(ways) < 2:
+            return None
+        case = _case(geometry, x, operand, K, channels_last)
+        if (remembered := self.memory.ways.get(case)) in ways:
+            return remembered
+        if self.left <= 0:
+            return None
+        began, times = time.perf_counter(), dict[How, float]()
+        for way in ways:
+            limit = HOPELESS * min(times.values(), default=math.inf)
+            times[way] = _seconds(partial(apply, geometry, x, operand, K, way, channels_last), x.device, limit)
+        self.left -= time.perf_counter() - began
+        best = min(times, key=times.__getitem__)
+        self.memory.ways[case] = best
+        return best
+
+
+def ways_of(geometry: Geometry, operand: Operand, K: int) -> tuple[How, ...]:
+    """In which the operand can be applied, all to the same result."""
+    dense: tuple[How, ...] = ("loop",)
+    if K > 1:
+        dense = ("loop", "batch", "unfold") if isinstance(geometry, Conv) else ("loop", "batch")
+    match operand:
+        case Factored():
+            return ("factored", *dense)
+        case Dense(W) if len(W) > 1:
+            return dense
+    return ()
+
+
+def _seconds(run: Callable[[], object], device: torch.device, limit: float) -> float:
+    """The shortest of a few runs after one; of that one alone where it takes longer than the limit."""
+    first = _once(run, device)
+    second = _once(run, device)
+    if min(first, second) > limit:
+        return min(first, second)
+    return min(second, *(_once(run, device) for _ in range(RUNS - 1)))
+
+
+def _once(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _case(geometry: Geometry, x: Tensor, operand: Operand, K: int, channels_last: bool) -> str:
+    """What decides which way is fastest, in few letters."""
+    r = (operand.B.shape[1], operand.e is not None) if isinstance(operand, Factored) else None
+    told = (str(geometry), tuple(x.shape), str(x.dtype), r, K, channels_last)
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+class Memory:
+    """A small file of what was measured, for each device and version of torch; without one, all is measured anew."""
+
+    def __init__(self, path: Path | None, device: torch.device) -> None:
+        self.path, self.device = path, _name(device)
+        self.ways: dict[str, How] = self._read().get(self.device, {})
+
+    def save(self) -> None:
+        """Whole or not at all; what other devices have there stays."""
+        if self.path is None:
+            return
+        try:
+            everything = self._read()
+            everything[self.device] = dict([*everything.get(self.device, {}).items(), *self.ways.items()][-MOST:])
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            draft = self.path.with_suffix(f".{os.getpid()}")
+            draft.write_text(json.dumps(everything))
+            draft.replace(self.path)
+        except OSError as error:
+            log.warning("plans cannot be remembered", extra={"error": str(error)})
+            self.path = None
+
+    def _read(self) -> dict[str, dict[str, How]]:
+        """A file that says something else is as good as none."""
+        try:
+            told = json.loads(self.path.read_text()) if self.path is not None else {}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            log.warning("remembered plans cannot be read", extra={"error": str(error)})
+            return {}
+        known = get_args(How)
+        if not isinstance(told, dict) or not all(isinstance(ways, dict) for ways in told.values()):
+            return {}
+        return {name: {case: way for case, way in ways.items() if way in known} for name, ways in told.items()}
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
+    else:
+        kind = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{kind}, torch {torch.__version__}"
+
+
+def plan_file() -> Path:
+    """Where caches of the user live."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "dubito" / "plans.json"

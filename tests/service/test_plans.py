@@ -1,0 +1,163 @@
+"""Measured plans: chosen among ways that agree, remembered in a file, and never in the way."""
+
+import json
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dubito.models import bayesianize, load
+from dubito.models.embedded import embedded
+from dubito.models.geometry import Conv, How, Linear, apply
+from dubito.models.manifest import Card, Input, Manifest
+from dubito.models.model import Model
+from dubito.models.plan import cheapest
+from dubito.models.posterior import Dense, Factored
+from dubito.service import plans
+from dubito.service.engine import Answered, Ask, Engine
+from dubito.service.plans import Memory, Plans, plan_file, ways_of
+
+CPU = torch.device("cpu")
+BUCKETS = (1, 4)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load(embedded())
+
+
+def warmed(model: Model, memory: Memory, seconds: float = 60.0) -> Engine:
+    engine = Engine(model, BUCKETS, memory, seconds)
+    engine.warm(4, threading.Lock())
+    return engine
+
+
+def answered(engine: Engine, B: int, K: int = 4) -> Answered:
+    x = np.random.default_rng(0).normal(size=(B, 1, 8, 8)).astype(np.float32)
+    (found,) = engine.answer([Ask(x, K, 7, K, 0.5)])
+    assert isinstance(found, Answered)
+    return found
+
+
+def test_every_bucket_has_its_plan_and_the_answers_are_the_same(model: Model) -> None:
+    engine, plain = warmed(model, Memory(None, CPU)), Engine(model, BUCKETS)
+    assert set(engine.plans.known) == {(1, 4), (4, 4)}
+    assert all(set(plan) == set(model.factors.layers) for plan in engine.plans.known.values())
+    for B in (1, 3, 4, 9):
+        a, b = answered(engine, B), answered(plain, B)
+        for name, column in a.columns.items():
+            np.testing.assert_allclose(column, b.columns[name], atol=1e-5)
+
+
+def test_the_fastest_way_is_taken(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is: the clock is the test's, and a layer's plan is the way that it says is quick."""
+    for quick in get_args(How):
+        monkeypatch.setattr(plans, "_once", lambda run, device, quick=quick: 1.0 if run.args[4] == quick else 2.0)
+        engine = warmed(model, Memory(None, CPU))
+        for name, layer in model.network.layers.items():
+            operand = model.factors.layers[name].draw(torch.zeros(4, model.factors.layers[name].normals), None)
+            ways = ways_of(layer.geometry, operand, 4)
+            assert engine.plans.at(4, 4)[name] == (quick if quick in ways else ways[0])
+
+
+@pytest.fixture
+def memory_file(tmp_path: Path) -> Path:
+    return tmp_path / "made" / "plans.json"
+
+
+def test_what_was_measured_is_not_measured_again(
+    model: Model, memory_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = warmed(model, Memory(memory_file, CPU))
+    (ways,) = json.loads(memory_file.read_text()).values()
+    assert ways
+    assert [file.name for file in memory_file.parent.iterdir()] == ["plans.json"]
+    monkeypatch.setattr(plans, "_once", lambda run, device: pytest.fail("measured again"))
+    again = warmed(model, Memory(memory_file, CPU), seconds=0.0)
+    assert again.plans.known == first.plans.known
+
+
+def test_another_device_keeps_its_own(model: Model, memory_file: Path) -> None:
+    memory_file.parent.mkdir()
+    memory_file.write_text(json.dumps({"another device": {"case": "loop"}}))
+    warmed(model, Memory(memory_file, CPU))
+    told = json.loads(memory_file.read_text())
+    assert told.pop("another device") == {"case": "loop"}
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 3}', "null", "\x00", '{"here": {"case": "no such way"}}'])
+def test_a_file_of_another_kind_is_as_good_as_none(model: Model, memory_file: Path, text: str) -> None:
+    memory_file.parent.mkdir()
+    memory_file.write_text(text.replace("here", Memory(None, CPU).device))
+    memory = Memory(memory_file, CPU)
+    assert memory.ways == {}
+    memory.ways["case"] = "loop"
+    memory.save()
+    assert Memory(memory_file, CPU).ways == {"case": "loop"}
+
+
+def test_a_place_that_cannot_be_written_stops_nobody(model: Model, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    memory = Memory(tmp_path / "file" / "plans.json", CPU)
+    memory.save()
+    assert memory.path is None
+
+
+def test_without_time_the_usual_way_is_taken(model: Model) -> None:
+    engine = warmed(model, Memory(None, CPU), seconds=0.0)
+    assert all(plan == cheapest(model.factors) for plan in engine.plans.known.values())
+
+
+def test_a_size_that_was_not_measured_takes_the_nearest_plan() -> None:
+    found = Plans({"a": "loop"}, Memory(None, CPU), 0.0)
+    assert found.at(3, 3) == {"a": "loop"}
+    small, large = {"a": "batch"}, {"a": "factored"}
+    found.known = {(1, 20): small, (32, 20): large}  # type: ignore[dict-item]
+    found._at.cache_clear()
+    assert found.at(1, 20) is small
+    assert found.at(2, 7) is small
+    assert found.at(24, 64) is large
+
+
+def test_a_network_that_cannot_be_folded_is_served_all_the_same() -> None:
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x.transpose(0, 1)).mean(0))  # type: ignore[no-any-return]
+
+    network = bayesianize(TimeFirst(), "ffg-u", inducing=2).eval()
+    card = Card(input=Input(shape=(4, 3)))
+    model = Model(network, Manifest.model_construct(card=card))
+    engine = Engine(model, (1, 2), Memory(None, CPU), 5.0)
+    engine.warm(3, nullcontext())
+
+
+@pytest.mark.parametrize("K", [1, 3])
+def test_only_ways_that_differ_are_offered(K: int) -> None:
+    geometry = Conv(2, 4, (3, 3), (1, 1), (1, 1), (1, 1), 1, bias=False)
+    W, B, G = torch.randn(K, 4, 18), torch.linalg.qr(torch.randn(18, 2))[0], torch.randn(K, 4, 2)
+    x = torch.randn(K * 2, 2, 5, 5)
+    for operand in (Dense(W), Factored(B, G, torch.randn(K, 4)), Factored(B, G, None)):
+        ways = ways_of(geometry, operand, K)
+        outs = [apply(geometry, x, operand, K, way) for way in ways]
+        for out in outs[1:]:
+            torch.testing.assert_close(out, outs[0], rtol=1e-4, atol=1e-4)
+    assert ways_of(geometry, Dense(W[:1]), K) == ()
+    assert ways_of(Linear(3, 2, bias=True), Dense(W), K) == (("loop", "batch") if K > 1 else ())
+
+
+def test_the_file_lies_where_caches_of_the_user_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert plan_file() == tmp_path / "dubito" / "plans.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert plan_file() == tmp_path / ".cache" / "dubito" / "plans.json"
