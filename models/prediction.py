@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from dubito.models.errors import InputError, PredictionError
 from dubito.models.geometry import Conv, How
+from dubito.models.laplace import linear_moments, linear_samples
 from dubito.models.layers import FoldError
+from dubito.models.manifest import Predictive
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import Normals
 from dubito.models.plan import cheapest
 from dubito.models.stopwatch import Stopwatch
-from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTally
+from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTally, probit, wide
 
 MAX_SAMPLES = 1 << 16
 SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
@@ -41,6 +43,7 @@ class Prediction:
     seed: int  # gives the same draws again
     outputs: Tensor | None  # (K, B, ...) logits or means of each draw, where asked for
     settled: Settled | None = None  # of `samples="auto"`, where `samples` is the most that any input needed
+    method: Predictive = "sampling"
 
 
 def predict(
@@ -83,6 +86,35 @@ def predict(
         return Prediction(finite(tally.summary()), samples, job.seed, torch.cat(kept) if keep_outputs else None)
 
 
+def predict_closed(
+    network: BayesianNetwork,
+    factors: NetworkFactors,
+    x: Tensor,
+    *,
+    max_rows: int | None = None,
+    temperature: float = 1.0,
+    buckets: Sequence[int] = (),
+    watch: Stopwatch | None = None,
+) -> Prediction:
+    """The predictive of a linearised network in closed form, without draws.
+
+    Classes: softmax(f/√(1 + π/8 · diag(J Σ Jᵀ))), the probit approximation, which does not divide its entropy into what
+    the weights and the data are to blame for: both parts are NaN. Values: mean and variance are exact.
+    """
+    if factors.subnetwork is None:
+        raise InputError("method is 'probit'; only a subnetwork Laplace model has a closed form. Leave it out.")
+    job = Job.of(network, factors, x, 0, {}, max_rows, temperature, buckets, watch)
+    with evaluating(network), torch.inference_mode():
+        f, variance = (t / temperature**n for n, t in enumerate(job.moments(job.x), 1))
+        job.watch.lap("forward")
+        tally = tally_for(network)
+        if isinstance(tally, ValueTally):
+            summary: Classified | Regressed = tally.regressed(wide(f), wide(variance))
+        else:
+            summary = probit(f, variance)
+        return Prediction(finite(summary), 0, job.seed, None, method="probit")
+
+
 @dataclass(frozen=True)
 class Job:
     """A request, checked: what each of its passes needs."""
@@ -118,6 +150,8 @@ class Job:
         return cls(network, factors, x, seed, Normals(seed, x.device), plan, rows, temperature, buckets, watch)
 
     def samples_at_once(self, rows: int) -> int:
+        if self.factors.subnetwork is not None:  # a pass with the rows of J serves any number of draws
+            return max(1, NOISE // self.factors.normals)
         return max(1, min(self.max_rows // self._bucket(rows), NOISE // max(1, self.factors.normals)))
 
     def _bucket(self, rows: int) -> int:
@@ -130,8 +164,17 @@ class Job:
             return self._outputs(torch.cat([x, x[:1].expand(more, *x.shape[1:])]), draws)[:, : len(x)]
         return self._outputs(x, draws)
 
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance (B, C) of a linearised network's outputs."""
+        more = self._bucket(len(x)) - len(x)
+        padded = torch.cat([x, x[:1].expand(more, *x.shape[1:])]) if more else x
+        f, variance = _moments(self.network, self.factors, padded, self.max_rows)
+        return f[: len(x)], variance[: len(x)]
+
     def _outputs(self, x: Tensor, draws: Draws) -> Tensor:
         network = self.network
+        if self.factors.subnetwork is not None:
+            return self._folded(x, draws)
         if draws.K > 1 and network not in _not_foldable:
             try:
                 return self._folded(x, draws)
@@ -142,7 +185,8 @@ class Job:
     def _folded(self, x: Tensor, draws: Draws) -> Tensor:
         outputs = _forward(self.network, self.factors, draws, self.plan, x, self.max_rows)
         _check_outputs(self.network, outputs)
-        if draws.K > 1 and tuple(x.shape) not in _folds.setdefault(self.network, set()):
+        folded = draws.K > 1 and self.factors.subnetwork is None
+        if folded and tuple(x.shape) not in _folds.setdefault(self.network, set()):
             _check_folding(self.network, self.factors, draws, self.plan, x, outputs)
         return outputs / self.temperature if self.temperature != 1 else outputs
 
@@ -219,7 +263,7 @@ def _rows(network: BayesianNetwork, x: Tensor) -> int:
 def _forward(
     network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How], x: Tensor, max_rows: int
 ) -> Tensor:
-    rows = max(1, max_rows // draws.K)
+    rows = max(1, max_rows // (draws.K if factors.subnetwork is None else 1))
     try:
         return _in_blocks(network, factors, draws, plan, x, rows)
     except torch.OutOfMemoryError:
@@ -237,8 +281,24 @@ def _in_blocks(
     network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Mapping[str, How], x: Tensor, rows: int
 ) -> Tensor:
     """The same draws for every block; where there are several, their weights are made once."""
+    if factors.subnetwork is not None:
+        moves = None if draws.noise is None else factors.subnetwork.draw(draws.noise)
+        blocks = [linear_samples(network.net, block, factors.subnetwork, moves, rows) for block in x.split(rows)]
+        return torch.cat(blocks, 1)
     run = network.arrange(factors, draws, plan, keep=len(x) > rows)
     return torch.cat([network.go(block, run) for block in x.split(rows)], 1)
+
+
+def _moments(network: BayesianNetwork, factors: NetworkFactors, x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    assert factors.subnetwork is not None
+    try:
+        blocks = [linear_moments(network.net, block, factors.subnetwork) for block in x.split(rows)]
+    except torch.OutOfMemoryError:
+        if min(rows, len(x)) == 1:
+            raise
+        return _moments(network, factors, x, min(rows, len(x)) // 2)
+    _check_outputs(network, blocks[0][0][None])
+    return torch.cat([f for f, _ in blocks]), torch.cat([variance for _, variance in blocks])
 
 
 def _check_outputs(network: BayesianNetwork, outputs: Tensor) -> None:

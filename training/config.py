@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Precision
+from dubito.models.manifest import Precision, Predictive, Selection
 
 # strict: true, "20" and 20.0 are no whole numbers
 Whole = Annotated[int, Field(strict=True, ge=0)]
@@ -109,11 +109,27 @@ class Fit(Strict):
         return self
 
 
+class Laplace(Strict):
+    """`posterior.options` of the method subnetwork-laplace."""
+
+    size: Count | None = None  # S weights; None: 1,000, or all where there are fewer. Not of last-layer
+    select: Selection = "variance"
+    prior_precision: Positive | None = None  # None: a grid on the validation part's log-likelihood
+    batch: Count = 128  # examples at a time, at most
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Laplace":
+        if self.select == "last-layer" and self.size is not None:
+            raise ValueError(f"size is {self.size}, but select is 'last-layer', which has a size of its own")
+        return self
+
+
 class Calibrate(Strict):
     false_positive_rate: Share = 0.05
     coverage: Share = 0.9
     directions: Whole = 4  # R of way 3
     temperature: bool = False
+    method: Predictive | None = None  # that answers by default; None: probit where there is a closed form
 
 
 class Recipe(Strict):
