@@ -82,6 +82,19 @@ def unpack(triangle: Tensor) -> Tensor:
     return L
 
 
+def outputs_of(net: nn.Module, x: Tensor) -> int:
+    """C, by one input that is tried once."""
+    if net not in _outputs:
+        _outputs[net] = plain(net, x[:1]).shape[-1]
+    return _outputs[net]
+
+
+def plain(net: nn.Module, x: Tensor) -> Tensor:
+    with turn(net), torch.no_grad():
+        f: Tensor = net(x)
+    return f
+
+
 def linear_samples(
     net: nn.Module, x: Tensor, factors: SubnetworkFactors, moves: Tensor | None, max_rows: int
 ) -> Tensor:
@@ -91,18 +104,20 @@ def linear_samples(
     fewer passes. The numbers are the same.
     """
     if moves is None:
-        with turn(net), torch.no_grad():
-            mean: Tensor = net(x)
-        return mean[None]
-    C = _outputs.get(net)
-    if C is not None and 2 * len(moves) < C:
+        return plain(net, x)[None]
+    if 2 * len(moves) < outputs_of(net, x):
         return by_jvp(net, x, factors.index, moves, max(1, max_rows // len(x)))
     there = Linearised(net, x, factors.index)
-    _outputs[net] = there.outputs.shape[1]
     out = there.outputs.repeat(len(moves), 1, 1)
     for c, J in enumerate(there.rows()):
         out[..., c] += moves.to(J.dtype) @ J.mT
     return out
+
+
+def linear_rows(net: nn.Module, x: Tensor, factors: SubnetworkFactors) -> tuple[Tensor, Tensor]:
+    """f(x) (B, C) and J (B, C, S)."""
+    there = Linearised(net, x, factors.index)
+    return there.outputs, there.jacobian()
 
 
 def linear_moments(net: nn.Module, x: Tensor, factors: SubnetworkFactors) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,10 @@
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from dubito.models.errors import InputError, PredictionError
 from dubito.models.geometry import Conv, How
-from dubito.models.laplace import linear_moments, linear_samples
+from dubito.models.laplace import SubnetworkFactors, linear_moments, linear_rows, linear_samples, outputs_of
 from dubito.models.layers import FoldError
 from dubito.models.manifest import Predictive
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
@@ -21,6 +22,8 @@ from dubito.models.normals import Normals
 from dubito.models.plan import cheapest
 from dubito.models.stopwatch import Stopwatch
 from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTally, probit, wide
+
+Linear = Callable[[nn.Module, Tensor, SubnetworkFactors], tuple[Tensor, Tensor]]  # f, and what is known about it
 
 MAX_SAMPLES = 1 << 16
 SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
@@ -67,7 +70,7 @@ def predict(
     passes.
     """
     K, noisy = _samples(factors, samples)
-    job = Job.of(network, factors, x, seed, plan, max_rows, temperature, buckets, watch)
+    job = Job.of(network, factors, x, seed, plan, max_rows, temperature, buckets, watch, most=K)
     tally = tally_for(network)
     kept: list[Tensor] = []
     chunk = job.samples_at_once(len(job.x))
@@ -76,7 +79,7 @@ def predict(
             k = min(chunk, K - start)
             noise = job.normals.rows(k, factors.normals) if noisy else None
             job.watch.lap("sample")
-            outputs = job.outputs(job.x, Draws(k, noise, job.seed, start))
+            outputs = job.outputs(Draws(k, noise, job.seed, start))
             job.watch.lap("forward")
             tally.add(outputs)
             job.watch.lap("summarise")
@@ -105,7 +108,7 @@ def predict_closed(
         raise InputError("method is 'probit'; only a subnetwork Laplace model has a closed form. Leave it out.")
     job = Job.of(network, factors, x, 0, {}, max_rows, temperature, buckets, watch)
     with evaluating(network), torch.inference_mode():
-        f, variance = (t / temperature**n for n, t in enumerate(job.moments(job.x), 1))
+        f, variance = (t / temperature**n for n, t in enumerate(job.moments(), 1))
         job.watch.lap("forward")
         tally = tally_for(network)
         if isinstance(tally, ValueTally):
@@ -129,6 +132,7 @@ class Job:
     temperature: float
     buckets: Sequence[int]  # batches are padded to the next of these sizes, so that few shapes are ever met
     watch: Stopwatch
+    most: int = 1  # draws that any input may take
 
     @classmethod
     def of(
@@ -142,12 +146,13 @@ class Job:
         temperature: float,
         buckets: Sequence[int] = (),
         watch: Stopwatch | None = None,
+        most: int = 1,
     ) -> "Job":
         seed, x = _seed(seed), _checked(network, x)
         plan = cheapest(network, factors) if plan is None else plan
         rows = _rows(network, x) if max_rows is None else max_rows
         watch = Stopwatch(x.device) if watch is None else watch
-        return cls(network, factors, x, seed, Normals(seed, x.device), plan, rows, temperature, buckets, watch)
+        return cls(network, factors, x, seed, Normals(seed, x.device), plan, rows, temperature, buckets, watch, most)
 
     def samples_at_once(self, rows: int) -> int:
         if self.factors.subnetwork is not None:  # a pass with the rows of J serves any number of draws
@@ -157,19 +162,39 @@ class Job:
     def _bucket(self, rows: int) -> int:
         return next((size for size in self.buckets if size >= rows), rows)
 
-    def outputs(self, x: Tensor, draws: Draws) -> Tensor:
-        """Logits or means (K, B, ...) of these draws for some of the inputs."""
+    def outputs(self, draws: Draws, rows: Tensor | None = None) -> Tensor:
+        """Logits or means (K, B, ...) of these draws for all of the inputs, or for some of them."""
+        if draws.noise is not None and self._linear is not None and self.factors.subnetwork is not None:
+            f, J = self._linear if rows is None else (t[rows] for t in self._linear)
+            moves = self.factors.subnetwork.draw(draws.noise)
+            return (f + torch.einsum("bcs,ks->kbc", J, moves.to(J.dtype))) / self.temperature
+        x = self.x if rows is None else self.x[rows]
         more = self._bucket(len(x)) - len(x)
         if more:
             return self._outputs(torch.cat([x, x[:1].expand(more, *x.shape[1:])]), draws)[:, : len(x)]
         return self._outputs(x, draws)
 
-    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    @cached_property
+    def _linear(self) -> tuple[Tensor, Tensor] | None:
+        """f (B, C) and J (B, C, S) of all inputs, once for all draws, where that is cheap and fits; else None."""
+        chosen = self.factors.subnetwork
+        if chosen is None:
+            return None
+        C = outputs_of(self.network.net, self.x)
+        if 2 * self.most < C or len(self.x) * C * chosen.normals > NOISE:
+            return None
+        return self._in_blocks(linear_rows, chosen)
+
+    def moments(self) -> tuple[Tensor, Tensor]:
         """Mean and variance (B, C) of a linearised network's outputs."""
-        more = self._bucket(len(x)) - len(x)
-        padded = torch.cat([x, x[:1].expand(more, *x.shape[1:])]) if more else x
-        f, variance = _moments(self.network, self.factors, padded, self.max_rows)
-        return f[: len(x)], variance[: len(x)]
+        assert self.factors.subnetwork is not None
+        return self._in_blocks(linear_moments, self.factors.subnetwork)
+
+    def _in_blocks(self, linear: Linear, chosen: SubnetworkFactors) -> tuple[Tensor, Tensor]:
+        more = self._bucket(len(self.x)) - len(self.x)
+        x = torch.cat([self.x, self.x[:1].expand(more, *self.x.shape[1:])]) if more else self.x
+        first, second = _linear_in_blocks(self.network, linear, chosen, x, self.max_rows)
+        return first[: len(self.x)], second[: len(self.x)]
 
     def _outputs(self, x: Tensor, draws: Draws) -> Tensor:
         network = self.network
@@ -289,16 +314,17 @@ def _in_blocks(
     return torch.cat([network.go(block, run) for block in x.split(rows)], 1)
 
 
-def _moments(network: BayesianNetwork, factors: NetworkFactors, x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    assert factors.subnetwork is not None
+def _linear_in_blocks(
+    network: BayesianNetwork, linear: Linear, chosen: SubnetworkFactors, x: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
     try:
-        blocks = [linear_moments(network.net, block, factors.subnetwork) for block in x.split(rows)]
+        blocks = [linear(network.net, block, chosen) for block in x.split(rows)]
     except torch.OutOfMemoryError:
         if min(rows, len(x)) == 1:
             raise
-        return _moments(network, factors, x, min(rows, len(x)) // 2)
+        return _linear_in_blocks(network, linear, chosen, x, min(rows, len(x)) // 2)
     _check_outputs(network, blocks[0][0][None])
-    return torch.cat([f for f, _ in blocks]), torch.cat([variance for _, variance in blocks])
+    return torch.cat([first for first, _ in blocks]), torch.cat([second for _, second in blocks])
 
 
 def _check_outputs(network: BayesianNetwork, outputs: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dubito.models.adaptive import answer_each
 from dubito.models.answers import Columns, Rule, Rulebook, columns_of
+from dubito.models.manifest import Predictive
 from dubito.models.model import Model
-from dubito.models.prediction import Job, predict
+from dubito.models.prediction import Job, predict, predict_closed
 from dubito.models.stopwatch import Stopwatch
 
 
@@ -26,6 +27,7 @@ class Ask:
     max_samples: int  # of "auto"
     tolerance: float
     keep: bool = False  # the draws themselves are wanted
+    closed: bool = False  # no draws at all: the closed form, whose work is reckoned as that of so many draws
 
     rows: int = field(init=False)
     most: int = field(init=False)  # draws
@@ -48,6 +50,7 @@ class Answered:
     seconds: Mapping[str, float]  # of the passes that it came from, by stage
     settled: bool = False  # by "auto": inputs differ in their draws
     outputs: Tensor | None = None  # (K, B, ...) where they were to be kept
+    method: Predictive = "sampling"
 
 
 Answer = Answered | Exception
@@ -85,12 +88,18 @@ class Engine:
             (found,) = self.answer([Ask(x, K, None, max(1, K), 0.5)])
             if isinstance(found, Exception):
                 raise found
+            if self.model.factors.subnetwork is not None:
+                (found,) = self.answer([Ask(x, 0, None, 1, 0.5, closed=True)])
+                if isinstance(found, Exception):
+                    raise found
 
     def _group(self, ask: Ask, i: int) -> object:
         """Requests with the same key may share passes. One with a seed is alone: its answer is the same to the bit
         whoever else asks."""
         if ask.keep or ask.seed is not None:
             return i
+        if ask.closed:
+            return "closed"
         if ask.samples == 0 or self.model.factors.normals == 0:
             return ("repeatable", ask.samples)
         return "drawn"
@@ -109,11 +118,11 @@ class Engine:
         first = asks[0]
         x = torch.from_numpy(np.concatenate([ask.x for ask in asks]))
         watch = Stopwatch(self.model.device)
-        if first.keep or first.samples == 0 or self.model.factors.normals == 0:
+        if first.closed or first.keep or first.samples == 0 or self.model.factors.normals == 0:
             return self._repeatable(asks, x, watch)
         most = [ask.most for ask in asks for _ in range(ask.rows)]
         settle = [ask.tolerance if ask.samples == "auto" else 0.0 for ask in asks for _ in range(ask.rows)]
-        job = self._job(x, first.seed, watch)
+        job = self._job(x, first.seed, watch, max(most))
         summary, drawn = answer_each(job, torch.tensor(most), torch.tensor(settle))
         taken: list[int] = drawn.tolist()
         rules: list[Rule] = []
@@ -126,23 +135,17 @@ class Engine:
         """Passes that every request of the group asks for alike."""
         first, model = asks[0], self.model
         samples = max(1, model.factors.members) if first.samples == "auto" else first.samples
-        found = predict(
-            model.network,
-            model.factors,
-            x,
-            samples,
-            first.seed,
-            keep_outputs=first.keep,
-            temperature=model.temperature,
-            buckets=self.buckets,
-            watch=watch,
-        )
+        same: dict[str, Any] = {"temperature": model.temperature, "buckets": self.buckets, "watch": watch}
+        if first.closed:
+            found = predict_closed(model.network, model.factors, x, **same)
+        else:
+            found = predict(model.network, model.factors, x, samples, first.seed, keep_outputs=first.keep, **same)
         rules = self.rulebook.of(found)
         columns = columns_of(found.summary, rules)
         outputs = None if found.outputs is None else found.outputs.cpu()  # kept for a request alone
         drawn = [found.samples] * len(rules)
         asks = [replace(ask, samples=found.samples) for ask in asks]  # there was nothing to settle
-        return self._apart(asks, columns, rules, drawn, found.seed, watch, outputs)
+        return self._apart(asks, columns, rules, drawn, found.seed, watch, outputs, found.method)
 
     def _apart(
         self,
@@ -153,6 +156,7 @@ class Engine:
         seed: int,
         watch: Stopwatch,
         outputs: Tensor | None = None,
+        method: Predictive = "sampling",
     ) -> list[Answered]:
         """To each its own rows."""
         columns["samples"] = np.array(drawn)
@@ -163,13 +167,13 @@ class Engine:
             end = at + ask.rows
             mine = {name: column[at:end] for name, column in columns.items()}
             settled = ask.samples == "auto"
-            made.append(Answered(mine, rules[at:end], max(drawn[at:end]), seed, seconds, settled, outputs))
+            made.append(Answered(mine, rules[at:end], max(drawn[at:end]), seed, seconds, settled, outputs, method))
             at = end
         return made
 
-    def _job(self, x: Tensor, seed: int | None, watch: Stopwatch | None) -> Job:
+    def _job(self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1) -> Job:
         model = self.model
-        return Job.of(model.network, model.factors, x, seed, None, None, model.temperature, self.buckets, watch)
+        return Job.of(model.network, model.factors, x, seed, None, None, model.temperature, self.buckets, watch, most)
 
 
 def joined(parts: Sequence[Answered]) -> Answered:
@@ -185,4 +189,5 @@ def joined(parts: Sequence[Answered]) -> Answered:
         {stage: sum(part.seconds.get(stage, 0.0) for part in parts) for stage in first.seconds},
         first.settled,
         None if first.outputs is None else torch.cat([part.outputs for part in parts if part.outputs is not None], 1),
+        first.method,
     )

@@ -107,12 +107,12 @@ class Cube(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+        x: Tensor = ctx.saved_tensors[0]
         return g * 3 * x**2
 
     @staticmethod
     def jvp(ctx: Any, t: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+        x: Tensor = ctx.saved_tensors[0]
         return t * 3 * x**2
 
 
