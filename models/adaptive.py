@@ -40,7 +40,7 @@ def predict_settled(
     if factors.normals == 0:  # so many members, or one network: draws beyond them would repeat
         K = max(1, factors.members)
         return predict(network, factors, x, K, seed, plan=plan, max_rows=max_rows, temperature=temperature)
-    job = Job.of(network, factors, x, seed, plan, max_rows, temperature)
+    job = Job.of(network, factors, x, seed, plan, max_rows, temperature, most=max_samples)
     most, tolerances = torch.full((len(job.x),), max_samples), torch.full((len(job.x),), tolerance)
     summary, drawn = answer_each(job, most, tolerances)
     return Prediction(summary, int(drawn.max()), job.seed, None, Settled(drawn, tolerance, max_samples))
@@ -65,7 +65,7 @@ def answer_each(job: Job, most: Tensor, tolerance: Tensor) -> tuple[Classified |
                 k = min(k, CHUNK - start % CHUNK)  # answers are looked at after each chunk, whoever else is here
             noise = job.normals.rows(k, job.factors.normals)
             job.watch.lap("sample")
-            outputs = job.outputs(job.x[left], Draws(k, noise, job.seed, start))
+            outputs = job.outputs(Draws(k, noise, job.seed, start), left)
             job.watch.lap("forward")
             tally.add(left, start, outputs)
             start += k

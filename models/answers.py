@@ -44,6 +44,8 @@ class Rulebook:
     def of(self, prediction: Prediction) -> list[Rule]:
         """By the draws that each input got."""
         settled = prediction.settled
+        if prediction.method == "probit":
+            return [closed_rule(self.calibration)] * len(next(iter(vars(prediction.summary).values())))
         if settled is None:
             return [self.rule(prediction.samples)] * len(next(iter(vars(prediction.summary).values())))
         return [self.rule(K, settled.tolerance, settled.max_samples) for K in settled.samples.tolist()]
@@ -74,6 +76,14 @@ def auto_rule(calibration: Calibration | None, K: int) -> Rule:
     return Rule((measure, K, auto.thresholds[measure]), auto.quantile)
 
 
+def closed_rule(calibration: Calibration | None) -> Rule:
+    """For the closed form of a linearised network."""
+    if calibration is None or calibration.closed is None:
+        return Rule(None, None)
+    closed = calibration.closed
+    return Rule((closed.measure, 0, closed.thresholds[closed.measure]), closed.quantile)
+
+
 def label_of(card: Card, index: int) -> str:
     """The class's name, or its number where the card names none."""
     return card.labels[index] if card.labels is not None and index < len(card.labels) else str(index)
@@ -82,11 +92,10 @@ def label_of(card: Card, index: int) -> str:
 def scores(summary: Classified | Regressed) -> dict[Measure, Tensor]:
     """Per input, by measure: each grows with doubt."""
     if isinstance(summary, Classified):
-        return {
-            "entropy": summary.entropy,
-            "mutual_information": summary.mutual_information,
-            "max_probability": 1 - summary.max_probability,
-        }
+        known: dict[Measure, Tensor] = {"entropy": summary.entropy, "mutual_information": summary.mutual_information}
+        if summary.mutual_information.isnan().all():  # a closed form does not know it
+            del known["mutual_information"]
+        return known | {"max_probability": 1 - summary.max_probability}
     noise = summary.aleatoric_variance.clamp(min=torch.finfo(torch.float32).tiny)
     return {"epistemic_variance": (summary.epistemic_variance / noise).mean(-1)}
 
@@ -154,11 +163,15 @@ def _class(lists: dict[str, list[Any]], i: int, rule: Rule, card: Card) -> dict[
         "probabilities": lists["probabilities"][i],
         "max_probability": lists["max_probability"][i],
         "entropy": lists["entropy"][i],
-        "expected_entropy": lists["expected_entropy"][i],
-        "mutual_information": lists["mutual_information"][i],
+        "expected_entropy": _known(lists["expected_entropy"][i]),
+        "mutual_information": _known(lists["mutual_information"][i]),
         "prediction_set": fitting,
         "ood": _ood(lists, i, rule),
     }
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def _value(lists: dict[str, list[Any]], i: int, rule: Rule, card: Card) -> dict[str, Any]:

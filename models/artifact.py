@@ -27,6 +27,7 @@ from dubito.models.conversion import assemble
 from dubito.models.encoding import MASK, SCALE, decode, decode_whole, encode
 from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError
 from dubito.models.inducing import Inducing
+from dubito.models.laplace import Subnetwork
 from dubito.models.layers import MemberLayer
 from dubito.models.manifest import FORMAT, Architecture, Card, Hierarchy, Layer, Manifest, Precision
 from dubito.models.model import Model
@@ -63,6 +64,10 @@ def save(
     if card is None:
         card = model.card if isinstance(model, Model) else Card(input=input_of(architecture_of(network.net)))
     if batchnorm == "fold":
+        if network.subnetwork is not None:
+            raise ArtifactError(
+                'batchnorm is "fold", but this model\'s posterior is over weights as they are: save it with "keep".'
+            )
         network = fold_batchnorm(network)
     tensors: dict[str, Tensor] = {}
     masks = {name: t for name, t in network.named_buffers() if name.endswith(".keep")}
@@ -151,6 +156,7 @@ def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> Man
         layers=layers,
         members=members,
         hierarchy=hierarchy,
+        subnetwork=None if network.subnetwork is None else network.subnetwork.entry,
         batchnorm="folded" if folded else "kept",
         precision=precision,
         card=card.model_copy(update={"provenance": provenance}),
@@ -173,6 +179,7 @@ def _name(
         again = assemble(build(known.name, **known.arguments), layers, members, hierarchy, network.task, "prior")
     if any(isinstance(m, ScaleShift) for m in network.modules()):
         again = fold_batchnorm(again)
+    again.subnetwork = network.subnetwork
     shapes = [{k: v.shape for k, v in n.state_dict().items() if not k.endswith(".keep")} for n in (network, again)]
     if shapes[0] == shapes[1] and repr(network.net) == repr(again.net):
         return known
@@ -299,11 +306,22 @@ def _restore(manifest: Manifest, tensors: Mapping[str, Tensor], given: nn.Module
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds its own stack
         raise ArtifactError(f"its manifest describes no network that can be built: {reason}.") from None
+    if network.subnetwork is not None:
+        _check_subnetwork(network.subnetwork, sum(p.numel() for p in network.net.parameters()))
     for place, keep in masks.items():
         part = network.get_submodule(place)
         assert isinstance(part, Free | Positive)
         part.keep = keep.to(next(part.parameters()).device)
     return network
+
+
+def _check_subnetwork(chosen: Subnetwork, D: int) -> None:
+    index, S = chosen.index.long(), len(chosen.index)
+    if S > D or int(index[0]) < 0 or int(index[-1]) >= D or not (index.diff() > 0).all():
+        raise ArtifactError(f"the indices of its subnetwork are no {S:,} weights of the {D:,} that it has, in order.")
+    places = torch.arange(1, S + 1, device=index.device).cumsum(0) - 1
+    if not (chosen.triangle[places] > 0).all():
+        raise ArtifactError("the triangle of its subnetwork has a diagonal that is not positive: it is no factor.")
 
 
 def _without_storage(net: nn.Module) -> nn.Module:
@@ -332,6 +350,8 @@ def _check_copies(bare: nn.Module, manifest: Manifest, tensors: Mapping[str, Ten
 def _skeleton(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
     network = assemble(bare, manifest.layers, manifest.members, manifest.hierarchy, manifest.task, "prior")
     remember(network.net, manifest.architecture)
+    if manifest.subnetwork is not None:
+        network.subnetwork = Subnetwork.blank(manifest.subnetwork)
     return fold_batchnorm(network) if manifest.batchnorm == "folded" else network
 
 

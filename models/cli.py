@@ -9,13 +9,33 @@ import typer
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dubito.models.manifest import Predictive
     from dubito.models.model import Model
 
 app = typer.Typer(rich_markup_mode=None)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
-Samples = Annotated[int, typer.Option(help="Posterior draws K; 0 answers with the posterior mean.", min=0)]
+Samples = Annotated[
+    int | None,
+    typer.Option(help="Posterior draws K, 20 unless told; 0 answers with the posterior mean.", min=0),
+]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a subnetwork-laplace model: probit (closed form) or sampling; without it, as calibrated.",
+        show_default=False,
+    ),
+]
 Artifact = Annotated[Path, typer.Argument(metavar="FILE", help="An artifact (.safetensors).", show_default=False)]
+
+
+def chosen_method(name: str | None) -> "Predictive | None":
+    from dubito.models.errors import InputError
+
+    match name:
+        case None | "probit" | "sampling":
+            return name
+    raise InputError(f"--method is {name!r}; expected probit or sampling.")
 
 
 @app.command()
@@ -31,7 +51,8 @@ def count(
     method: Annotated[
         str,
         typer.Option(
-            help="ffg-u, fcg-u, ensemble-u, ffg-w, fcg-w, ensemble-w, mc-dropout, whvi or deterministic.",
+            help="ffg-u, fcg-u, ensemble-u, ffg-w, fcg-w, ensemble-w, mc-dropout, whvi, subnetwork-laplace or "
+            "deterministic.",
             show_default=False,
         ),
     ],
@@ -40,6 +61,7 @@ def count(
         int | None, typer.Option(help="M_out of the last layer, where it differs from M.", min=1, show_default=False)
     ] = None,
     members: Annotated[int, typer.Option(help="Ensemble members.", min=1)] = 5,
+    size: Annotated[int, typer.Option(help="S: weights that subnetwork-laplace has a posterior over.", min=1)] = 1000,
     keep: Annotated[float, typer.Option(help="Share of Z (or of FFG-W's weights) kept by pruning.")] = 1.0,
     classes: Annotated[int | None, typer.Option(help="Classes of the network.", min=1, show_default=False)] = None,
     leave: Annotated[bool, typer.Option(help="Leave layers that cannot be converted deterministic.")] = False,
@@ -53,19 +75,26 @@ def count(
 
         dubito count resnet50-cifar --method ffg-u --keep 0.5
     """
+    import torch
+
     from dubito.models.architectures import build
     from dubito.models.conversion import bayesianize
     from dubito.models.errors import ConversionError
+    from dubito.models.laplace import Subnetwork
+    from dubito.models.manifest import SubnetworkEntry
     from dubito.models.parameters import count as count_parameters
     from dubito.models.pruning import prune
     from dubito.models.start import CONVERTIBLE
 
     net = build(architecture, **({} if classes is None else {"classes": classes}))
     last = [name for name, module in net.named_modules() if isinstance(module, CONVERTIBLE)][-1]
+    linearised = method == "subnetwork-laplace"
+    if linearised and size > (D := count_parameters(net)):
+        raise ConversionError(f"size is {size:,}, but {architecture} has {D:,} weights; expected no more than those.")
     try:
         network = bayesianize(
             net,
-            method,
+            "deterministic" if linearised else method,
             inducing=inducing,
             members=members,
             start="prior",
@@ -74,6 +103,10 @@ def count(
         )
     except ConversionError as error:
         raise ConversionError(str(error).replace('unsupported="leave"', "--leave")) from None
+    if linearised:
+        entry = SubnetworkEntry(size=size, select="variance", prior_precision=1.0, examples=1)
+        with torch.device("meta"):  # it is counted, not filled
+            network.subnetwork = Subnetwork.blank(entry)
     if keep != 1.0:
         prune(network, keep)
     parameters, deterministic = count_parameters(network), count_parameters(net)
@@ -121,10 +154,11 @@ def predict(
             show_default=False,
         ),
     ],
-    samples: Samples = 20,
+    samples: Samples = None,
     seed: Annotated[
         int | None, typer.Option(help="Fixes the draws; without one they are fresh.", min=0, show_default=False)
     ] = None,
+    method: Method = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict, and say how far each answer can be trusted.
@@ -138,14 +172,16 @@ def predict(
     from dubito.models.answers import answers
     from dubito.models.artifact import load
 
+    way = chosen_method(method)
     model = load(file)
     named = [(name, x) for path in inputs for name, x in _read(path, model)]
-    prediction = model.predict(torch.stack([x for _, x in named]), samples, seed)
+    prediction = model.predict(torch.stack([x for _, x in named]), samples, seed, method=way)
     rows = [{"input": name, **row} for (name, _), row in zip(named, answers(prediction, model.card), strict=True)]
     if as_json:
-        print(json.dumps({"predictions": rows, "samples": prediction.samples, "seed": prediction.seed}))
+        told = {"samples": prediction.samples, "seed": prediction.seed, "method": prediction.method}
+        print(json.dumps({"predictions": rows, **told}))
     else:
-        _table(rows, prediction.samples, prediction.seed)
+        _table(rows, prediction.samples, prediction.seed, prediction.method)
 
 
 def _read(path: Path, model: "Model") -> list[tuple[str, "Tensor"]]:
@@ -210,14 +246,15 @@ def _pixels(path: Path) -> Any:
         raise InputError(f"cannot read {path}: {error}.") from None
 
 
-def _table(rows: list[dict[str, Any]], samples: int, seed: int) -> None:
+def _table(rows: list[dict[str, Any]], samples: int, seed: int, method: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from dubito.models.report import clean
 
     classes, calibrated = "label" in rows[0], rows[0]["ood"] is not None
-    table = Table(title=f"K = {samples}, seed {seed}" if samples else "posterior mean")
+    title = f"K = {samples}, seed {seed}" if samples else "posterior mean"
+    table = Table(title="closed form" if method == "probit" else title)
     names = ["label", "probability", "entropy", "mutual information"]
     if not classes:
         names = ["mean", "std from weights", "std from noise"]
@@ -228,8 +265,8 @@ def _table(rows: list[dict[str, Any]], samples: int, seed: int) -> None:
         table.add_column(name, overflow="fold")
     for row in rows:
         if classes:
-            numbers = (f"{row[key]:.4f}" for key in ("max_probability", "entropy", "mutual_information"))
-            cells = [clean(row["label"]), *numbers]
+            found = (row[key] for key in ("max_probability", "entropy", "mutual_information"))
+            cells = [clean(row["label"]), *("not known" if v is None else f"{v:.4f}" for v in found)]
         else:
             spreads = ([v**0.5 for v in row[f"{kind}_variance"]] for kind in ("epistemic", "aleatoric"))
             cells = [_several(row["mean"]), *map(_several, spreads)]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -43,6 +44,30 @@ def running(run: Run) -> Iterator[None]:
         yield
     finally:
         _run.reset(token)
+
+
+@contextmanager
+def layer_by_layer(attends: bool) -> Iterator[None]:
+    """torch's transformers have a fast path that reads weights past their layers; it must not be taken."""
+    if not attends:
+        yield
+        return
+    global _inside, _fast_before
+    with _fast_lock:  # the switch is the process's: the first in turns it off, the last out restores it
+        if _inside == 0:
+            _fast_before = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _fast_lock:
+            _inside -= 1
+            if _inside == 0:
+                torch.backends.mha.set_fastpath_enabled(_fast_before)
+
+
+_fast_lock, _inside, _fast_before = Lock(), 0, True
 
 
 def current(layer: nn.Module, x: Tensor) -> Run:

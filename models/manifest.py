@@ -23,6 +23,8 @@ Members = Annotated[int, Field(gt=0, le=MOST_MEMBERS)]  # each costs time to bui
 Share = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
+Predictive = Literal["probit", "sampling"]  # how a linearised network answers: in closed form, or by draws
+Selection = Literal["variance", "random", "magnitude", "last-layer"]
 Measure = Literal["entropy", "mutual_information", "max_probability", "epistemic_variance"]
 
 
@@ -128,6 +130,16 @@ class Hierarchy(Strict):
     layer: InducingLayer
 
 
+class SubnetworkEntry(Strict):
+    """A Gaussian over S of the weights of an otherwise plain network [Daxberger21]."""
+
+    method: Literal["subnetwork-laplace"] = "subnetwork-laplace"
+    size: Size  # S
+    select: Selection
+    prior_precision: Positive
+    examples: Annotated[int, Field(gt=0)]  # that the curvature was summed over
+
+
 class Architecture(Strict):
     """`custom` names no builder: such an artifact is loaded into a network that the caller brings."""
 
@@ -167,6 +179,20 @@ class Auto(Strict):
     quantile: FiniteFloat
 
 
+class Closed(Strict):
+    """What holds for the closed-form predictive, which takes no draws."""
+
+    measure: Measure
+    thresholds: dict[Measure, FiniteFloat]
+    quantile: FiniteFloat
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Closed":
+        if self.measure not in self.thresholds:
+            raise ValueError(f"the default measure {self.measure!r} of the closed form has no threshold")
+        return self
+
+
 class Calibration(Strict):
     """Chosen on held-out data for a grid of K: the grid point at or below the K really drawn is used.
 
@@ -181,9 +207,13 @@ class Calibration(Strict):
     quantiles: dict[NonNegativeInt, FiniteFloat]  # of the conformal score 1 − p_y; regression: of |y − mean|/std
     auto: Auto | None = None  # of `samples="auto"`
     temperature: Positive = 1.0
+    closed: Closed | None = None  # of a linearised network's closed form
+    method: Predictive = "sampling"  # how a request is answered that does not say
 
     @model_validator(mode="after")
     def _complete(self) -> "Calibration":
+        if self.method == "probit" and self.closed is None:
+            raise ValueError("the default method is probit, which was not calibrated")
         if self.measure not in self.thresholds:
             raise ValueError(f"the default measure {self.measure!r} has no thresholds")
         if self.auto is not None and self.measure not in self.auto.thresholds:
@@ -218,10 +248,20 @@ class Manifest(Strict):
     layers: dict[str, Layer]  # by module name; layers not named here are deterministic
     members: dict[str, Members] = {}  # modules kept in one copy per ensemble member
     hierarchy: Hierarchy | None = None
+    subnetwork: SubnetworkEntry | None = None
     batchnorm: Literal["kept", "folded"]
     precision: Precision = "float32"  # of the numbers in the file
     card: Card = Card()
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of this manifest without it, and of all tensors
+
+    @model_validator(mode="after")
+    def _linearised(self) -> "Manifest":
+        if self.subnetwork is not None and (self.layers or self.members or self.hierarchy or self.batchnorm != "kept"):
+            raise ValueError("a subnetwork belongs to a plain network, without Bayesian layers or folded BatchNorm")
+        closed = self.card.calibration is not None and self.card.calibration.closed is not None
+        if closed and self.subnetwork is None:
+            raise ValueError("a closed form was calibrated, but the network has none")
+        return self
 
     @model_validator(mode="after")
     def _hierarchical(self) -> "Manifest":

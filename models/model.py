@@ -10,9 +10,11 @@ from torch import Tensor
 
 from dubito.models.adaptive import AT_MOST, TOLERANCE, predict_settled
 from dubito.models.errors import InputError
-from dubito.models.manifest import Card, Manifest
+from dubito.models.manifest import Card, Manifest, Predictive
 from dubito.models.network import BayesianNetwork, NetworkFactors
-from dubito.models.prediction import Prediction, predict
+from dubito.models.prediction import Prediction, predict, predict_closed
+
+USUAL = 20  # draws K
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ class Model:
         return 1.0 if self.card.calibration is None else self.card.calibration.temperature
 
     @property
+    def method(self) -> Predictive:
+        """How it answers who does not say how: as calibrated; in closed form where it was not and there is one."""
+        if self.card.calibration is not None:
+            return self.card.calibration.method
+        return "sampling" if self.manifest.subnetwork is None else "probit"
+
+    @property
     def device(self) -> torch.device:
         return next(self.network.parameters()).device
 
@@ -42,9 +51,10 @@ class Model:
     def predict(
         self,
         x: Tensor,
-        samples: int | Literal["auto"] = 20,
+        samples: int | Literal["auto"] | None = None,
         seed: int | None = None,
         *,
+        method: Predictive | None = None,
         keep_outputs: bool = False,
         max_rows: int | None = None,
         tolerance: float = TOLERANCE,
@@ -52,7 +62,8 @@ class Model:
     ) -> Prediction:
         """K draws for inputs (B, ...) in the space that the manifest declares; `prediction.predict` says the rest.
 
-        With "auto", as many as each input's answer needs to settle: `adaptive.predict_settled` says how.
+        With "auto", as many as each input's answer needs to settle: `adaptive.predict_settled` says how. A linearised
+        network answers as `method` says; without one as calibrated, and by draws where `samples` are asked for.
         """
         declared = self.card.input
         if declared is not None and isinstance(x, Tensor) and tuple(x.shape[1:]) != declared.shape:
@@ -60,6 +71,15 @@ class Model:
                 f"inputs have shape {tuple(x.shape)}; this model takes (B, {', '.join(map(str, declared.shape))})."
             )
         T = self.temperature
+        if method not in (None, "probit", "sampling"):
+            raise InputError(f"method is {method!r}; expected probit, sampling or none.")
+        if method is None:
+            method = self.method if samples is None and not keep_outputs else "sampling"
+        if method == "probit":
+            if samples is not None or keep_outputs:
+                raise InputError("method is 'probit', which takes no draws; leave samples out, or say 'sampling'.")
+            return predict_closed(self.network, self.factors, x, max_rows=max_rows, temperature=T)
+        samples = USUAL if samples is None else samples
         if samples == "auto":
             if keep_outputs:
                 raise InputError('samples is "auto", so inputs differ in their draws; keep_outputs needs a number.')

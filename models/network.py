@@ -1,10 +1,8 @@
 """A Bayesian network: somebody's network with Bayesian layers inside, drawn from jointly."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from threading import Lock
 from types import MappingProxyType
 from weakref import WeakSet
 
@@ -15,7 +13,8 @@ from dubito.models.blocks import Blocks
 from dubito.models.errors import PredictionError
 from dubito.models.geometry import How
 from dubito.models.inducing import Inducing, TrainableInducing, kl_together, train_together
-from dubito.models.layers import BayesianLayer, MemberLayer, Run, Structure, running
+from dubito.models.laplace import Subnetwork, SubnetworkFactors
+from dubito.models.layers import BayesianLayer, MemberLayer, Run, Structure, layer_by_layer, running
 from dubito.models.manifest import Classification, Task
 from dubito.models.parameters import Positive, alike
 from dubito.models.plan import Plan
@@ -32,11 +31,12 @@ class NetworkFactors:
     hierarchy: Factors | None  # draws the V's of all layers at once
     copies: int  # members of the layers that are kept in copies; 0 where there are none
     structure: Structure
+    subnetwork: SubnetworkFactors | None = None  # of a plain network that is linearised about its weights
 
     @cached_property
     def normals(self) -> int:
         """Standard normals that one sample of the whole network needs."""
-        return sum(self.sizes)
+        return sum(self.sizes) + (0 if self.subnetwork is None else self.subnetwork.normals)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -92,6 +92,7 @@ class BayesianNetwork(nn.Module):
         super().__init__()
         self.net = net
         self.hierarchy = hierarchy  # its "weights" are the V's of all layers, side by side
+        self.subnetwork: Subnetwork | None = None  # a Gaussian over some weights of a plain network
         self.task: Task = task if task is not None else Classification()
         self.noise: Positive | None = None  # regression: the standard deviation of the targets, learned
         if self.task.kind == "regression":
@@ -153,7 +154,8 @@ class BayesianNetwork(nn.Module):
         """For serving: compute once, keep, and hand to every prediction."""
         made = {name: layer.q.factors() for name, layer in self.layers.items()}
         above = None if self.hierarchy is None else self.hierarchy.q.factors()
-        return NetworkFactors(MappingProxyType(made), above, self._copies(), Structure.of(self.net))
+        chosen = None if self.subnetwork is None else self.subnetwork.factors()
+        return NetworkFactors(MappingProxyType(made), above, self._copies(), Structure.of(self.net), chosen)
 
     def _copies(self) -> int:
         """Members of the layers that are kept in copies; 0 where there are none."""
@@ -210,7 +212,7 @@ class BayesianNetwork(nn.Module):
         folded = x.repeat(run.K, *[1] * (x.dim() - 1)) if run.K > 1 else x
         if channels_last:
             folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-        with running(replace(run, B=len(x), channels_last=channels_last)), _layer_by_layer(run.structure.attends):
+        with running(replace(run, B=len(x), channels_last=channels_last)), layer_by_layer(run.structure.attends):
             out = self.net(folded)
         if not isinstance(out, Tensor) or len(out) != run.K * len(x):
             came = f"a tensor of {len(out)} rows" if isinstance(out, Tensor) else type(out).__name__
@@ -218,29 +220,7 @@ class BayesianNetwork(nn.Module):
         return out.view(run.K, len(x), *out.shape[1:])
 
 
-@contextmanager
-def _layer_by_layer(attends: bool) -> Iterator[None]:
-    """torch's transformers have a fast path that reads weights past their layers; it must not be taken."""
-    if not attends:
-        yield
-        return
-    global _inside, _fast_before
-    with _fast_lock:  # the switch is the process's: the first in turns it off, the last out restores it
-        if _inside == 0:
-            _fast_before = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-        _inside += 1
-    try:
-        yield
-    finally:
-        with _fast_lock:
-            _inside -= 1
-            if _inside == 0:
-                torch.backends.mha.set_fastpath_enabled(_fast_before)
-
-
 _need_contiguous: WeakSet[BayesianNetwork] = WeakSet()  # networks that take a `view` of a feature map
-_fast_lock, _inside, _fast_before = Lock(), 0, True
 
 
 def _kind(layer: BayesianLayer) -> Hashable:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+TRIANGLE = "subnetwork.triangle"  # what a state calls the factor of a subnetwork's precision
+
 
 class Optional(nn.Module):
     """A module with a buffer that may be None: a state with or without it loads into either."""
@@ -121,9 +123,10 @@ def numbers(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def count(module: nn.Module) -> int:
-    """Parameters that must be stored: all of them, less the pruned ones."""
+    """Numbers that must be stored: all parameters less the pruned ones, and a subnetwork's triangle."""
     pruned = 0
     for part in module.modules():
         if isinstance(part, Free | Positive) and part.keep is not None:
             pruned += part.keep.numel() - int(part.keep.sum())
-    return sum(p.numel() for p in module.parameters()) - pruned
+    triangles = sum(b.numel() for name, b in module.named_buffers() if name.endswith(TRIANGLE))
+    return sum(p.numel() for p in module.parameters()) - pruned + triangles

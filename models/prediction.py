@@ -2,9 +2,10 @@
 
 import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -12,12 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.errors import InputError, PredictionError
+from dubito.models.laplace import SubnetworkFactors, linear_moments, linear_rows, linear_samples, outputs_of
 from dubito.models.layers import FoldError
+from dubito.models.manifest import Predictive
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import Normals
 from dubito.models.plan import Plan, Planner, cheapest
 from dubito.models.stopwatch import Stopwatch
-from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTally
+from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTally, probit, wide
+
+Linear = Callable[[nn.Module, Tensor, SubnetworkFactors], tuple[Tensor, Tensor]]  # f, and what is known about it
 
 MAX_SAMPLES = 1 << 16
 SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
@@ -40,6 +45,7 @@ class Prediction:
     seed: int  # gives the same draws again
     outputs: Tensor | None  # (K, B, ...) logits or means of each draw, where asked for
     settled: Settled | None = None  # of `samples="auto"`, where `samples` is the most that any input needed
+    method: Predictive = "sampling"
 
 
 def predict(
@@ -63,7 +69,7 @@ def predict(
     passes.
     """
     K, noisy = _samples(factors, samples)
-    job = Job.of(network, factors, x, seed, plan, max_rows, temperature, buckets, watch)
+    job = Job.of(network, factors, x, seed, plan, max_rows, temperature, buckets, watch, most=K)
     tally = tally_for(network)
     kept: list[Tensor] = []
     chunk = job.samples_at_once(len(job.x))
@@ -72,7 +78,7 @@ def predict(
             k = min(chunk, K - start)
             noise = job.normals.rows(k, factors.normals) if noisy else None
             job.watch.lap("sample")
-            outputs = job.outputs(job.x, Draws(k, noise, job.seed, start))
+            outputs = job.outputs(Draws(k, noise, job.seed, start))
             job.watch.lap("forward")
             tally.add(outputs)
             job.watch.lap("summarise")
@@ -80,6 +86,35 @@ def predict(
                 kept.append(outputs)
         samples = K if noisy or not factors.random else 0
         return Prediction(finite(tally.summary()), samples, job.seed, torch.cat(kept) if keep_outputs else None)
+
+
+def predict_closed(
+    network: BayesianNetwork,
+    factors: NetworkFactors,
+    x: Tensor,
+    *,
+    max_rows: int | None = None,
+    temperature: float = 1.0,
+    buckets: Sequence[int] = (),
+    watch: Stopwatch | None = None,
+) -> Prediction:
+    """The predictive of a linearised network in closed form, without draws.
+
+    Classes: softmax(f/√(1 + π/8 · diag(J Σ Jᵀ))), the probit approximation, which does not divide its entropy into what
+    the weights and the data are to blame for: both parts are NaN. Values: mean and variance are exact.
+    """
+    if factors.subnetwork is None:
+        raise InputError("method is 'probit'; only a subnetwork Laplace model has a closed form. Leave it out.")
+    job = Job.of(network, factors, x, 0, {}, max_rows, temperature, buckets, watch)
+    with evaluating(network), torch.inference_mode():
+        f, variance = (t / temperature**n for n, t in enumerate(job.moments(), 1))
+        job.watch.lap("forward")
+        tally = tally_for(network)
+        if isinstance(tally, ValueTally):
+            summary: Classified | Regressed = tally.regressed(wide(f), wide(variance))
+        else:
+            summary = probit(f, variance)
+        return Prediction(finite(summary), 0, job.seed, None, method="probit")
 
 
 @dataclass(frozen=True)
@@ -96,6 +131,7 @@ class Job:
     temperature: float
     buckets: Sequence[int]  # batches are padded to the next of these sizes, so that few shapes are ever met
     watch: Stopwatch
+    most: int = 1  # draws that any input may take
 
     @classmethod
     def of(
@@ -109,29 +145,61 @@ class Job:
         temperature: float,
         buckets: Sequence[int] = (),
         watch: Stopwatch | None = None,
+        most: int = 1,
     ) -> "Job":
         seed, x = _seed(seed), _checked(network, x)
         one = cheapest(factors) if plan is None else plan
         planner = one if callable(one) else lambda B, K: one
         rows = _rows(factors, x) if max_rows is None else max_rows
         watch = Stopwatch(x.device) if watch is None else watch
-        return cls(network, factors, x, seed, Normals(seed, x.device), planner, rows, temperature, buckets, watch)
+        return cls(network, factors, x, seed, Normals(seed, x.device), planner, rows, temperature, buckets, watch, most)
 
     def samples_at_once(self, rows: int) -> int:
+        if self.factors.subnetwork is not None:  # a pass with the rows of J serves any number of draws
+            return max(1, NOISE // self.factors.normals)
         return max(1, min(self.max_rows // self._bucket(rows), NOISE // max(1, self.factors.normals)))
 
     def _bucket(self, rows: int) -> int:
         return next((size for size in self.buckets if size >= rows), rows)
 
-    def outputs(self, x: Tensor, draws: Draws) -> Tensor:
-        """Logits or means (K, B, ...) of these draws for some of the inputs."""
+    def outputs(self, draws: Draws, rows: Tensor | None = None) -> Tensor:
+        """Logits or means (K, B, ...) of these draws for all of the inputs, or for some of them."""
+        if draws.noise is not None and self._linear is not None and self.factors.subnetwork is not None:
+            f, J = self._linear if rows is None else (t[rows] for t in self._linear)
+            moves = self.factors.subnetwork.draw(draws.noise)
+            return (f + torch.einsum("bcs,ks->kbc", J, moves.to(J.dtype))) / self.temperature
+        x = self.x if rows is None else self.x[rows]
         more = self._bucket(len(x)) - len(x)
         if more:
             return self._outputs(torch.cat([x, x[:1].expand(more, *x.shape[1:])]), draws)[:, : len(x)]
         return self._outputs(x, draws)
 
+    @cached_property
+    def _linear(self) -> tuple[Tensor, Tensor] | None:
+        """f (B, C) and J (B, C, S) of all inputs, once for all draws, where that is cheap and fits; else None."""
+        chosen = self.factors.subnetwork
+        if chosen is None:
+            return None
+        C = outputs_of(self.network.net, self.x)
+        if 2 * self.most < C or len(self.x) * C * chosen.normals > NOISE:
+            return None
+        return self._in_blocks(linear_rows, chosen)
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance (B, C) of a linearised network's outputs."""
+        assert self.factors.subnetwork is not None
+        return self._in_blocks(linear_moments, self.factors.subnetwork)
+
+    def _in_blocks(self, linear: Linear, chosen: SubnetworkFactors) -> tuple[Tensor, Tensor]:
+        more = self._bucket(len(self.x)) - len(self.x)
+        x = torch.cat([self.x, self.x[:1].expand(more, *self.x.shape[1:])]) if more else self.x
+        first, second = _linear_in_blocks(self.network, linear, chosen, x, self.max_rows)
+        return first[: len(self.x)], second[: len(self.x)]
+
     def _outputs(self, x: Tensor, draws: Draws) -> Tensor:
         network = self.network
+        if self.factors.subnetwork is not None:
+            return self._folded(x, draws)
         if draws.K > 1 and network not in _not_foldable:
             try:
                 return self._folded(x, draws)
@@ -142,7 +210,8 @@ class Job:
     def _folded(self, x: Tensor, draws: Draws) -> Tensor:
         outputs = _forward(self.network, self.factors, draws, self.plan, x, self.max_rows)
         _check_outputs(self.network, outputs)
-        if draws.K > 1 and tuple(x.shape) not in _folds.setdefault(self.network, set()):
+        folded = draws.K > 1 and self.factors.subnetwork is None
+        if folded and tuple(x.shape) not in _folds.setdefault(self.network, set()):
             _check_folding(self.network, self.factors, draws, self.plan(1, 1), x, outputs)
         return outputs / self.temperature if self.temperature != 1 else outputs
 
@@ -220,7 +289,7 @@ def _rows(factors: NetworkFactors, x: Tensor) -> int:
 def _forward(
     network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Planner, x: Tensor, max_rows: int
 ) -> Tensor:
-    rows = max(1, max_rows // draws.K)
+    rows = max(1, max_rows // (draws.K if factors.subnetwork is None else 1))
     try:
         return _in_blocks(network, factors, draws, plan, x, rows)
     except torch.OutOfMemoryError:
@@ -238,9 +307,26 @@ def _in_blocks(
     network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Planner, x: Tensor, rows: int
 ) -> Tensor:
     """The same draws for every block; where there are several, their weights are made once."""
+    if factors.subnetwork is not None:
+        moves = None if draws.noise is None else factors.subnetwork.draw(draws.noise)
+        blocks = [linear_samples(network.net, block, factors.subnetwork, moves, rows) for block in x.split(rows)]
+        return torch.cat(blocks, 1)
     how = plan(min(rows, len(x)), draws.K)
     run = network.arrange(factors, draws, how, keep=len(x) > rows)
     return torch.cat([network.go(block, run) for block in x.split(rows)], 1)
+
+
+def _linear_in_blocks(
+    network: BayesianNetwork, linear: Linear, chosen: SubnetworkFactors, x: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
+    try:
+        blocks = [linear(network.net, block, chosen) for block in x.split(rows)]
+    except torch.OutOfMemoryError:
+        if min(rows, len(x)) == 1:
+            raise
+        return _linear_in_blocks(network, linear, chosen, x, min(rows, len(x)) // 2)
+    _check_outputs(network, blocks[0][0][None])
+    return torch.cat([first for first, _ in blocks]), torch.cat([second for _, second in blocks])
 
 
 def _check_outputs(network: BayesianNetwork, outputs: Tensor) -> None:

@@ -1,11 +1,13 @@
 """What `dubito inspect` tells about an artifact."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dubito.models.architectures import build
 from dubito.models.inducing import Inducing
+from dubito.models.jacobian import chosen_of
 from dubito.models.manifest import Manifest
 from dubito.models.network import BayesianNetwork
 from dubito.models.parameters import count
@@ -21,6 +23,13 @@ WHAT = {
     "ensemble-w": "ensemble of weights",
     "mc-dropout": "dropout at prediction",
     "whvi": "Walsh–Hadamard VI: blocks S_1 H diag(g) H S_2 of W, a distribution over g alone",
+    "subnetwork-laplace": "Gaussian over some of the weights, about which the network is linearised",
+}
+SELECTED = {
+    "variance": "of the largest variance under a diagonal Laplace approximation",
+    "random": "chosen at random",
+    "magnitude": "of the largest magnitude",
+    "last-layer": "of the last layer",
 }
 
 
@@ -60,9 +69,22 @@ def report(manifest: Manifest, network: BayesianNetwork | None, size: int) -> di
         "layers": layers,
         "members": max([0, *manifest.members.values(), *members, (above and above.layer.members) or 0]),
         "hierarchy": None if above is None else above.model_dump(mode="json"),
+        "subnetwork": _subnetwork(manifest, network),
         **manifest.card.model_dump(mode="json"),
         "sha256": manifest.sha256,
     }
+
+
+def _subnetwork(manifest: Manifest, network: BayesianNetwork | None) -> dict[str, Any] | None:
+    """How many of each parameter's weights were chosen, where the network is known."""
+    if manifest.subnetwork is None:
+        return None
+    by_name: dict[str, int] = {}
+    if network is not None and network.subnetwork is not None:
+        chosen = chosen_of(network.net, network.subnetwork.index.long())
+        by_name = {name: len(local) for name, (_, local) in chosen.items()}
+    S = manifest.subnetwork.size
+    return {**manifest.subnetwork.model_dump(mode="json"), "triangle": S * (S + 1) // 2, "parameters": by_name}
 
 
 def clean(text: str) -> str:
@@ -90,7 +112,9 @@ def show(found: dict[str, Any]) -> None:
     methods = {row["method"] for row in found["layers"]}
     for method in sorted(methods):
         say(f"{method}: {WHAT[method]}")
-    if not methods:
+    if found["subnetwork"] is not None:
+        _say_subnetwork(say, found["subnetwork"], found["calibration"])
+    elif not methods:
         say("deterministic: one set of weights, no uncertainty about them")
     if found["layers"]:
         _show_layers(console, Table(), found["layers"])
@@ -110,6 +134,20 @@ def show(found: dict[str, Any]) -> None:
     for name, value in found["metrics"].items():
         say(f"{name}: {value:.4g}")
     say(f"SHA-256 {found['sha256']} (checked)")
+
+
+def _say_subnetwork(say: Callable[[str], None], chosen: dict[str, Any], calibration: dict[str, Any] | None) -> None:
+    say(f"{chosen['method']}: {WHAT[chosen['method']]}")
+    say(f"S = {chosen['size']:,} weights {SELECTED[chosen['select']]}; all others are as trained")
+    say(
+        f"precision: curvature summed over {chosen['examples']:,} examples + {chosen['prior_precision']:.4g} of the "
+        f"prior, as a Cholesky factor of {chosen['triangle']:,} numbers"
+    )
+    default = "probit" if calibration is None else calibration["method"]
+    say(f"answers in closed form (probit) or by draws (sampling); unless told, {default}")
+    if chosen["parameters"]:
+        parts = ", ".join(f"{name} {n:,}" for name, n in chosen["parameters"].items())
+        say(f"chosen in: {parts}")
 
 
 def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]]) -> None:

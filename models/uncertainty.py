@@ -1,5 +1,6 @@
 """What K draws say about an input: probabilities, entropies and their difference; for regression, two variances."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Classified:
-    """Natural logarithms throughout: entropies are in nats."""
+    """Natural logarithms throughout: entropies are in nats. NaN: not known, as of a closed form."""
 
     probabilities: Tensor  # (B, C)  mean over draws
     entropy: Tensor  # (B,)  of the mean: all uncertainty
@@ -38,6 +39,14 @@ def classified(p: Tensor, expected: Tensor) -> Classified:
     total = torch.special.entr(p).sum(-1)
     knowledge = (total - expected).clamp(min=0)  # exactly ≥ 0 by Jensen; only rounding goes below
     return Classified(*(t.float() for t in (p, total, expected, knowledge)))
+
+
+def probit(f: Tensor, variance: Tensor) -> Classified:
+    """softmax(f/√(1 + π/8 · variance)) for Gaussian logits (B, C); the parts of its entropy are not known: NaN."""
+    log_p = (wide(f) / (1 + math.pi / 8 * wide(variance)).sqrt()).log_softmax(-1)
+    total = entropy(log_p)
+    unknown = torch.full_like(total, torch.nan)
+    return Classified(*(t.float() for t in (log_p.exp(), total, unknown, unknown)))
 
 
 def wide(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 from dubito.models.adaptive import answer_each
 from dubito.models.answers import Columns, Rule, Rulebook, columns_of
 from dubito.models.errors import InputError
+from dubito.models.manifest import Predictive
 from dubito.models.model import Model
 from dubito.models.plan import cheapest
-from dubito.models.prediction import Job, predict
+from dubito.models.prediction import Job, predict, predict_closed
 from dubito.models.stopwatch import Stopwatch
 from dubito.service.plans import Memory, Plans
 
@@ -32,6 +33,7 @@ class Ask:
     tolerance: float
     keep: bool = False  # the draws themselves are wanted
     start: int = 0  # of the request whose part this is: its first row
+    closed: bool = False  # no draws at all: the closed form, whose work is reckoned as that of so many draws
 
     rows: int = field(init=False)
     most: int = field(init=False)  # draws
@@ -54,6 +56,7 @@ class Answered:
     seconds: Mapping[str, float]  # of the passes that it came from, by stage
     settled: bool = False  # by "auto": inputs differ in their draws
     outputs: Tensor | None = None  # (K, B, ...) where they were to be kept
+    method: Predictive = "sampling"
 
 
 Answer = Answered | Exception
@@ -106,6 +109,11 @@ class Engine:
                 (found,) = self.answer([Ask(x, K, None, max(1, K), 0.5)])
             if isinstance(found, Exception):
                 raise found
+            if self.model.factors.subnetwork is not None:
+                with device:
+                    (found,) = self.answer([Ask(x, 0, None, 1, 0.5, closed=True)])
+                if isinstance(found, Exception):
+                    raise found
         self.plans.memory.save()
 
     def _group(self, ask: Ask, i: int) -> object:
@@ -113,6 +121,8 @@ class Engine:
         whoever else asks."""
         if ask.keep or ask.seed is not None:
             return i
+        if ask.closed:
+            return "closed"
         if ask.samples == 0 or self.model.factors.normals == 0:
             return ("repeatable", ask.samples)
         return "drawn"
@@ -131,11 +141,11 @@ class Engine:
         first = asks[0]
         x = torch.from_numpy(np.concatenate([ask.x for ask in asks]))
         watch = Stopwatch(self.model.device)
-        if first.keep or first.samples == 0 or self.model.factors.normals == 0:
+        if first.closed or first.keep or first.samples == 0 or self.model.factors.normals == 0:
             return self._repeatable(asks, x, watch)
         most = [ask.most for ask in asks for _ in range(ask.rows)]
         settle = [ask.tolerance if ask.samples == "auto" else 0.0 for ask in asks for _ in range(ask.rows)]
-        job = self._job(x, first.seed, watch)
+        job = self._job(x, first.seed, watch, max(most))
         summary, drawn = answer_each(job, torch.tensor(most), torch.tensor(settle))
         taken: list[int] = drawn.tolist()
         rules: list[Rule] = []
@@ -148,23 +158,17 @@ class Engine:
         """Passes that every request of the group asks for alike."""
         first, model = asks[0], self.model
         samples = max(1, model.factors.members) if first.samples == "auto" else first.samples
-        found = predict(
-            model.network,
-            model.factors,
-            x,
-            samples,
-            first.seed,
-            keep_outputs=first.keep,
-            plan=self.plans.at,
-            temperature=model.temperature,
-            buckets=self.buckets,
-            watch=watch,
-        )
+        same: dict[str, Any] = {"temperature": model.temperature, "buckets": self.buckets, "watch": watch}
+        if first.closed:
+            found = predict_closed(model.network, model.factors, x, **same)
+        else:
+            same |= {"keep_outputs": first.keep, "plan": self.plans.at}
+            found = predict(model.network, model.factors, x, samples, first.seed, **same)
         rules = self.rulebook.of(found)
         columns = columns_of(found.summary, rules)
         outputs = None if found.outputs is None else found.outputs.cpu()  # kept for a request alone
         drawn = [found.samples] * len(rules)
-        return self._apart(asks, columns, rules, drawn, found.seed, watch, outputs, settles=False)
+        return self._apart(asks, columns, rules, drawn, found.seed, watch, outputs, found.method, settles=False)
 
     def _apart(
         self,
@@ -175,6 +179,7 @@ class Engine:
         seed: int,
         watch: Stopwatch,
         outputs: Tensor | None = None,
+        method: Predictive = "sampling",
         settles: bool = True,
     ) -> list[Answered]:
         """To each its own rows; where nothing `settles`, "auto" is no different from a number."""
@@ -186,14 +191,14 @@ class Engine:
             end = at + ask.rows
             mine = {name: column[at:end] for name, column in columns.items()}
             settled = settles and ask.samples == "auto"
-            made.append(Answered(mine, rules[at:end], max(drawn[at:end]), seed, seconds, settled, outputs))
+            made.append(Answered(mine, rules[at:end], max(drawn[at:end]), seed, seconds, settled, outputs, method))
             at = end
         return made
 
-    def _job(self, x: Tensor, seed: int | None, watch: Stopwatch | None) -> Job:
+    def _job(self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1) -> Job:
         model = self.model
         return Job.of(
-            model.network, model.factors, x, seed, self.plans.at, None, model.temperature, self.buckets, watch
+            model.network, model.factors, x, seed, self.plans.at, None, model.temperature, self.buckets, watch, most
         )
 
 
@@ -219,4 +224,5 @@ def joined(parts: Sequence[Answered]) -> Answered:
         {stage: sum(part.seconds.get(stage, 0.0) for part in parts) for stage in first.seconds},
         first.settled,
         None if first.outputs is None else torch.cat([part.outputs for part in parts if part.outputs is not None], 1),
+        first.method,
     )

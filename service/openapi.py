@@ -1,11 +1,12 @@
 """The OpenAPI document: what FastAPI knows of its own routes, and the raw paths beside them."""
 
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from dubito.models.adaptive import AT_MOST, TOLERANCE
+from dubito.models.manifest import Predictive
 from dubito.service.oip import JSON, LENGTH, OCTETS, TYPES
 from dubito.service.options import MOST_SEED, PARAMETERS, RETURNS
 from dubito.service.security import OPEN
@@ -73,6 +74,7 @@ def answer(schema: Json, what: str, statuses: tuple[int, ...] = OF_ANY, *, v2: b
     return {"200": {"description": what, **content(schema, **more)}, **errors(statuses, v2=v2)}
 
 
+METHOD: Json = {"enum": list(get_args(Predictive))}
 DRAWN: Json = {"description": "With `auto`, how many draws this input took; with `return`, the draws themselves."}
 CERTAIN = ["label", "class", "max_probability", "entropy", "expected_entropy", "mutual_information"]
 SCHEMAS: Json = {
@@ -84,7 +86,11 @@ SCHEMAS: Json = {
             "label": TEXT,
             "class": WHOLE,
             "probabilities": some(NUMBER),
-            **dict.fromkeys(CERTAIN[2:], NUMBER),
+            **dict.fromkeys(CERTAIN[2:4], NUMBER),
+            **{
+                name: {**or_none(NUMBER), "description": "Null: a closed form does not know it."}
+                for name in CERTAIN[4:]
+            },
             "prediction_set": or_none(some(TEXT)),
             "ood": or_none(ref("Ood")),
             "samples": DRAWN,
@@ -106,6 +112,7 @@ SCHEMAS: Json = {
             "version": TEXT,
             "samples": WHOLE,
             "seed": WHOLE,
+            "method": METHOD,
             "predictions": some({"anyOf": [ref("Classified"), ref("Regressed")]}),
             "timing_ms": {"type": "object", "additionalProperties": NUMBER},
         }
@@ -117,6 +124,7 @@ SCHEMAS: Json = {
             "task": {"enum": ["classification", "regression"]},
             "architecture": TEXT,
             "methods": some(TEXT),
+            "method": {**METHOD, "description": "How a request is answered that does not say."},
             "input": thing({"shape": some(WHOLE), "image": or_none({"type": "object"})}),
             "labels": or_none(some(TEXT)),
             "outputs": or_none(WHOLE),
@@ -137,7 +145,9 @@ SCHEMAS: Json = {
             "model_name": TEXT,
             "model_version": TEXT,
             "id": TEXT,
-            "parameters": thing({"samples": WHOLE, "seed": {**TEXT, "description": "As text: it has up to 63 bits."}}),
+            "parameters": thing(
+                {"samples": WHOLE, "seed": {**TEXT, "description": "As text: it has up to 63 bits."}, "method": METHOD}
+            ),
             "outputs": some(
                 thing(
                     {
@@ -206,6 +216,11 @@ def _options(settings: Settings) -> Json:
             "description": "Posterior draws K; 0 is the posterior mean, `auto` draws until the answer has settled.",
         },
         "seed": {"type": "integer", "minimum": 0, "maximum": MOST_SEED, "description": "Fixes the draws."},
+        "method": {
+            **METHOD,
+            "description": "Of a linearised network: `probit`, its closed form, which takes no draws, or `sampling`. "
+            "Without it, as calibrated, and by sampling where `samples`, `max_samples` or `tolerance` are given.",
+        },
         "max_samples": {"type": "integer", "minimum": 1, "maximum": most, "default": min(AT_MOST, most)},
         "tolerance": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1, "default": TOLERANCE},
         "timeout_ms": {

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dubito.models.adaptive import AT_MOST, TOLERANCE
+from dubito.models.manifest import Predictive
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
 
@@ -24,7 +25,8 @@ RETURNS = (  # `probabilities` and `samples` are large, and left out unless they
     "aleatoric_variance",
     "interval",
 )
-PARAMETERS = ("samples", "seed", "max_samples", "tolerance", "timeout_ms")  # of a v2 request too
+DRAWN = ("samples", "max_samples", "tolerance")  # whoever gives one of these asks for draws
+PARAMETERS = ("samples", "seed", "max_samples", "tolerance", "timeout_ms", "method")  # of a v2 request too
 KNOWN = (*PARAMETERS, "return", "version")
 MOST_SEED = (1 << 63) - 1
 
@@ -38,6 +40,7 @@ class Options:
     timeout_ms: int
     returns: tuple[str, ...]
     version: str | None
+    method: Predictive | None  # None: as the model was calibrated
 
 
 def read_options(given: Mapping[str, Any], settings: Settings) -> Options:
@@ -65,7 +68,24 @@ def read_options(given: Mapping[str, Any], settings: Settings) -> Options:
         _whole(given, "timeout_ms", min(settings.deadline_ms, settings.max_deadline_ms), 1, settings.max_deadline_ms),
         tuple(wanted),
         version,
+        _method(given, "samples" in wanted),
     )
+
+
+def _method(given: Mapping[str, Any], draws: bool) -> Predictive | None:
+    """A closed form takes no draws, so whoever asks for them asks for sampling."""
+    method = given.get("method")
+    asked = [f"`{name}`" for name in DRAWN if name in given] + (["the draws"] if draws else [])
+    match method:
+        case "sampling":
+            return "sampling"
+        case "probit":
+            if asked:
+                raise Problem(400, f"method is 'probit', which takes no draws; it came with {asked[0]}.")
+            return "probit"
+        case None:
+            return "sampling" if asked else None
+    raise Problem(400, f"method is {said(method)}; expected 'probit' or 'sampling'.")
 
 
 def _tolerance(value: Any) -> float:

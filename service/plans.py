@@ -27,6 +27,7 @@ from dubito.models.prediction import Job, evaluating
 log = logging.getLogger("dubito")
 RUNS = 3  # of each way that is not out of the question after one
 HOPELESS = 2.0  # times the fastest
+NEAR = 4  # times as many inputs
 MOST = 1 << 16  # ways that a file holds
 
 
@@ -50,8 +51,13 @@ class Plans:
         return self.known[min(self.known, key=distance)] if self.known else self.usual
 
     def measure(self, job: Job, K: int) -> None:
-        """Each layer's ways, on what reaches it in a pass of K samples of the job's inputs."""
+        """Each layer's ways, on what reaches it in a pass of K samples of the job's inputs.
+
+        Not where a size near it is known: what is fastest changes slowly with the batch.
+        """
         found, structure = dict(self.usual), job.factors.structure
+        if not structure.layers or any(k == K and 1 / NEAR < B / len(job.x) < NEAR for B, k in self.known):
+            return
 
         def choose(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
             assert isinstance(layer, BayesianLayer)

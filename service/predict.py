@@ -106,6 +106,7 @@ class Predictor:
             "version": served.version,
             "samples": found.samples,
             "seed": found.seed,
+            "method": found.method,
             "predictions": rows,
             "timing_ms": timing.milliseconds(),
         }
@@ -132,6 +133,8 @@ class Predictor:
             given["timeout_ms"] = _milliseconds(wanted.parameters["timeout"])
         options = read_options(given, self.settings) if given else self.usual
         keep = wanted.outputs is not None and DRAWS in wanted.outputs
+        if keep and options.method == "probit":
+            raise Problem(400, f"the output {DRAWS!r} is asked for, but method is 'probit', which takes no draws.")
         if keep and options.samples == "auto":
             raise Problem(400, f'the output {DRAWS!r} is asked for, but samples is "auto": give a number.')
 
@@ -146,7 +149,7 @@ class Predictor:
                 known = ", ".join(served.outputs)
                 raise Problem(400, f"this model has no output {output[:40]!r}; it has {known}.")
         found = await self._ask(x, options, keep, served, timing, receive)
-        told = {"samples": found.samples, "seed": str(found.seed)}
+        told = {"samples": found.samples, "seed": str(found.seed), "method": found.method}
         outputs = outputs_of(found, served)
         content, extra = oip.write(served.name, served.version, wanted, outputs, served.outputs, told)
         content, packed = await _packed(content, headers)
@@ -180,7 +183,10 @@ class Predictor:
         if keep:
             self._check_values(x, options, served)
         timing.parsed = time.monotonic()
-        ask = Ask(x, options.samples, options.seed, options.max_samples, options.tolerance, keep)
+        closed = not keep and (options.method or served.model.method) == "probit"
+        if closed and served.model.manifest.subnetwork is None:
+            raise Problem(400, "method is 'probit', but this model has no closed form; expected 'sampling', or none.")
+        ask = Ask(x, options.samples, options.seed, options.max_samples, options.tolerance, keep, closed)
         left = timing.began + options.timeout_ms / 1000 - timing.parsed
         leaving = Leaving(receive)  # looked for only once the answer takes a while: most are there before
         tickets = served.batcher.put(ask, left, leaving.start)

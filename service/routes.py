@@ -249,13 +249,15 @@ def about(served: Served, server: "Server") -> dict[str, Any]:
         told = calibration.model_dump(
             mode="json", include={"false_positive_rate", "coverage", "measure", "temperature"}
         )
-    task = model.manifest.task
+    task, chosen = model.manifest.task, model.manifest.subnetwork
+    plain = "deterministic" if chosen is None else chosen.method
     return {
         "name": served.name,
         "version": served.version,
         "task": task.kind,
         "architecture": known["architecture"]["name"],
-        "methods": sorted({row["method"] for row in known["layers"]}) or ["deterministic"],
+        "methods": sorted({row["method"] for row in known["layers"]}) or [plain],
+        "method": model.method,
         "input": served.declared.model_dump(mode="json"),
         "labels": known["labels"],
         "outputs": task.outputs if task.kind == "regression" else None,

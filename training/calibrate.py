@@ -11,12 +11,12 @@ from dubito.models.adaptive import AT_MOST, TOLERANCE
 from dubito.models.answers import scores
 from dubito.models.directions import set_directions
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Auto, Calibration, Measure
+from dubito.models.manifest import Auto, Calibration, Closed, Measure, Predictive
 from dubito.models.model import Model
 from dubito.models.uncertainty import Classified
 from dubito.training.config import Calibrate
 from dubito.training.data import Examples, enter
-from dubito.training.evaluate import GRID, Summary, ask, ask_settled, check, declared_by, drawn
+from dubito.training.evaluate import GRID, Summary, Way, ask, ask_closed, ask_settled, check, declared_by, drawn
 from dubito.training.metrics import auroc
 from dubito.training.seeds import stream
 
@@ -54,6 +54,8 @@ def calibrate(model: Model, held: Examples, settings: Calibrate | None = None, *
     check(model, held)
     set_directions(model.network, enter(held.x[:PATCHES_FROM], declared_by(model)), settings.directions, seed)
     model = Model(model.network, model.manifest)  # its factors are computed anew
+    if settings.method == "probit" and model.manifest.subnetwork is None:
+        raise CalibrationError("method is 'probit'; only a subnetwork-laplace model has a closed form. Leave it out.")
     seed += OWN_DRAWS
     T = 1.0
     if settings.temperature:
@@ -66,6 +68,11 @@ def calibrate(model: Model, held: Examples, settings: Calibrate | None = None, *
     if settled is not None:
         thresholds, quantile = _limits(settled[0], held.y, settings)
         auto = Auto(tolerance=TOLERANCE, max_samples=AT_MOST, thresholds=thresholds, quantile=quantile)
+    closed = None
+    if model.manifest.subnetwork is not None:
+        thresholds, quantile = _limits(ask_closed(model, held.x), held.y, settings)
+        measure = choose_measure(model, held, seed, "probit")
+        closed = Closed(measure=measure, thresholds=thresholds, quantile=quantile)
     found = Calibration(
         false_positive_rate=settings.false_positive_rate,
         coverage=settings.coverage,
@@ -74,6 +81,8 @@ def calibrate(model: Model, held: Examples, settings: Calibrate | None = None, *
         quantiles={K: quantile for K, (_, quantile) in limits.items()},
         auto=auto,
         temperature=T,
+        closed=closed,
+        method=settings.method or ("sampling" if closed is None else "probit"),
     )
     return model.with_card(calibration=found)
 
@@ -148,17 +157,17 @@ def best_temperature(model: Model, held: Examples, seed: int) -> float:
     return math.exp((low + high) / 2)
 
 
-def choose_measure(model: Model, held: Examples, seed: int) -> Measure:
+def choose_measure(model: Model, held: Examples, seed: int, method: Predictive = "sampling") -> Measure:
     """The measure that best tells held-out examples from spoiled copies of them: no OOD data are needed."""
     rng = torch.Generator().manual_seed(seed)
     x = held.x[torch.randperm(len(held), generator=rng)[:SPOILED]]
-    K = drawn(model, CHOOSING)
-    inside = scores(ask(model, x, [K], seed)[K])
+    way = Way.of(model, CHOOSING, method)
+    inside = scores(way.ask(model, x, seed))
     total = dict.fromkeys(inside, 0.0)
-    if K == 1:
+    if not model.factors.random:
         total.pop("mutual_information", None)  # one function agrees with itself
     for spoiled in spoil(x, rng):
-        outside = scores(ask(model, spoiled, [K], seed)[K])
+        outside = scores(way.ask(model, spoiled, seed))
         for measure in total:
             total[measure] += auroc(inside[measure], outside[measure])
     return max(total, key=total.__getitem__)

@@ -1,15 +1,15 @@
-"""Commands that need data: train, prune, calibrate, evaluate."""
+"""Commands that need data: train, prune, laplace, calibrate, evaluate."""
 
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dubito.models.cli import Artifact, AsJson, Samples
+from dubito.models.cli import Artifact, AsJson, Method, Samples, chosen_method
 
 if TYPE_CHECKING:
     import torch
@@ -134,6 +134,107 @@ def prune(
 
 
 @app.command()
+def laplace(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A deterministic artifact, or with --arch a state dict; both .safetensors.",
+            show_default=False,
+        ),
+    ],
+    data: DataName,
+    out: Out,
+    size: Annotated[int | None, typer.Option(help="S weights; without it, 1,000.", min=1, show_default=False)] = None,
+    select: Annotated[str, typer.Option(help="variance, random, magnitude or last-layer.")] = "variance",
+    prior_precision: Annotated[
+        float | None,
+        typer.Option(help="Of the weights; without it, a grid on the validation part's log-likelihood."),
+    ] = None,
+    method: Method = None,
+    arch: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The architecture of a state dict.", show_default=False)
+    ] = None,
+    task: Annotated[str, typer.Option(help="Of a state dict: classification or regression.")] = "classification",
+    target: Annotated[
+        str | None, typer.Option(help="Of a state dict and csv:PATH: the column to predict.", show_default=False)
+    ] = None,
+    mean: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Of a state dict: pixels in [0, 1] were normalised by this mean, once per channel; without it, "
+            "by the data's own.",
+            show_default=False,
+        ),
+    ] = None,
+    std: Annotated[
+        list[float] | None, typer.Option(help="The standard deviation that goes with --mean.", show_default=False)
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="float32, float16, bfloat16 or int8; without it, as FILE.", show_default=False)
+    ] = None,
+    seed: Seed = 0,
+    data_root: DataRoot = None,
+    download: Download = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Give a trained network a posterior over some of its weights: subnetwork Laplace, calibrated and measured.
+
+    Nothing is trained. Try:
+
+        dubito laplace plain.safetensors --data digits --size 500 --out laplace.safetensors
+
+        dubito laplace resnet18.safetensors --arch resnet18-cifar --data cifar10 --out laplace.safetensors
+    """
+    from pydantic import ValidationError
+
+    from dubito.models.errors import InputError
+    from dubito.models.manifest import Image
+    from dubito.training.config import Calibrate, Laplace
+    from dubito.training.posthoc import from_artifact, from_weights
+
+    _writable(out)
+    try:
+        settings = Laplace(size=size, select=select, prior_precision=prior_precision)  # type: ignore[arg-type]
+        image = None if mean is None and std is None else Image(mean=tuple(mean or ()), std=tuple(std or ()))
+        told: dict[str, Any] = {
+            "calibrate": Calibrate(method=chosen_method(method)),
+            "seed": seed,
+            "data_root": data_root,
+            "download": download,
+            "device": chosen_device(device),
+        }
+        if precision is not None:
+            told["precision"] = chosen_precision(precision)
+        if arch is None:
+            for name, value in (("--target", target), ("--mean", mean), ("--std", std)):
+                if value is not None:
+                    raise InputError(f"{name} belongs to a state dict; say which network it is with --arch.")
+            model = from_artifact(file, data, out, settings, **told)
+        else:
+            if task not in ("classification", "regression"):
+                raise InputError(f"--task is {task!r}; expected classification or regression.")
+            model = from_weights(file, arch, data, out, settings, task=task, target=target, image=image, **told)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"--{part} " for part in first["loc"]).replace("_", "-")
+        raise InputError(f"{place}{first['msg'].removeprefix('Value error, ')}; it is {first['input']!r}.") from None
+    _tell(out, model, as_json)
+
+
+def chosen_precision(name: str) -> str:
+    from typing import get_args
+
+    from dubito.models.errors import InputError
+    from dubito.models.manifest import Precision
+
+    if name not in get_args(Precision):
+        raise InputError(f"--precision is {name!r}; expected one of {', '.join(get_args(Precision))}.")
+    return name
+
+
+@app.command()
 def calibrate(
     file: Artifact,
     data: DataName,
@@ -150,6 +251,7 @@ def calibrate(
     coverage: Annotated[float, typer.Option(help="Share of prediction sets that hold the true answer.")] = 0.9,
     directions: Annotated[int, typer.Option(help="R: directions with their own noise in factored layers.", min=0)] = 4,
     temperature: Annotated[bool, typer.Option("--temperature", help="Also fit a temperature of the logits.")] = False,
+    method: Method = None,
     seed: Seed = 0,
     data_root: DataRoot = None,
     download: Download = False,
@@ -173,7 +275,11 @@ def calibrate(
 
     try:
         settings = Calibrate(
-            false_positive_rate=false_positive_rate, coverage=coverage, directions=directions, temperature=temperature
+            false_positive_rate=false_positive_rate,
+            coverage=coverage,
+            directions=directions,
+            temperature=temperature,
+            method=chosen_method(method),
         )
     except ValidationError as error:
         first = error.errors()[0]
@@ -262,7 +368,8 @@ def evaluate(
     shift: Annotated[
         bool, typer.Option("--shift", help="Also on rotated (grey) or corrupted (colour) pictures.")
     ] = False,
-    samples: Samples = 20,
+    samples: Samples = None,
+    method: Method = None,
     seed: Seed = 0,
     report: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write DIR/index.html, one page with plots.", show_default=False)
@@ -281,11 +388,15 @@ def evaluate(
         dubito evaluate model.safetensors --data fashion-mnist --ood mnist --shift --data-root data --report report
     """
     from dubito.models.artifact import load
+    from dubito.models.errors import InputError
     from dubito.training.data import part_of
     from dubito.training.evaluate import evaluate as measure_all
     from dubito.training.sources import read_for
     from dubito.training.table import show
 
+    way = chosen_method(method)
+    if way == "probit" and samples is not None:
+        raise InputError("--method is probit, which takes no draws; leave --samples out.")
     model = load(file)
     name, examples = part_of(read_for(model.manifest, data, data_root, download=download), model.card, part)
     outside = {}
@@ -297,7 +408,10 @@ def evaluate(
 
         open_folder(report)  # before the work, not after it
     model = model.to(chosen_device(device))
-    evaluation = measure_all(model, examples, outside, shift=shift, samples=samples, seed=seed)
+    if way is None and samples is not None:  # whoever asks for draws gets draws
+        way = "sampling"
+    K = 20 if samples is None else samples
+    evaluation = measure_all(model, examples, outside, shift=shift, samples=K, seed=seed, method=way)
     about = {"model": str(file), "data": data, "part": name}
     if report is not None:
         about["report"] = str(write(evaluation, about, report))

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Precision
+from dubito.models.manifest import Precision, Predictive, Selection
 
 # strict: true, "20" and 20.0 are no whole numbers
 Whole = Annotated[int, Field(strict=True, ge=0)]
@@ -20,6 +20,7 @@ Share = Annotated[float, Field(strict=True, gt=0, lt=1)]
 OWN_DATA = ("folder", "npz", "csv")  # `dubito train npz:PATH` follows the recipe npz with that data
 WORDS = {"True": True, "False": False, "None": None, "none": None}  # read by `--set` too; TOML has no none
 EXPECTED = {"model_type": "expected a table", "dict_type": "expected a table", "tuple_type": "expected a list"}
+LAPLACE = "subnetwork-laplace"
 MOST_COMPLAINTS = 3  # at a time
 
 
@@ -65,7 +66,7 @@ class Network(Strict):
 
 class Posterior(Strict):
     method: str
-    options: dict[str, JsonValue] = {}  # of `bayesianize`: inducing, lam_max, sigma_max, members, hierarchy …
+    options: dict[str, JsonValue] = {}  # of `bayesianize`: inducing, lam_max, members …; or those of `Laplace`
     layers: dict[str, JsonValue] = {}  # options of some layers, by name or glob
 
 
@@ -109,11 +110,27 @@ class Fit(Strict):
         return self
 
 
+class Laplace(Strict):
+    """`posterior.options` of the method subnetwork-laplace."""
+
+    size: Count | None = None  # S weights; None: 1,000, or all where there are fewer. Not of last-layer
+    select: Selection = "variance"
+    prior_precision: Positive | None = None  # None: a grid on the validation part's log-likelihood
+    batch: Count = 128  # examples at a time, at most
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Laplace":
+        if self.select == "last-layer" and self.size is not None:
+            raise ValueError(f"size is {self.size}, but select is 'last-layer', which has a size of its own")
+        return self
+
+
 class Calibrate(Strict):
     false_positive_rate: Share = 0.05
     coverage: Share = 0.9
     directions: Whole = 4  # R of way 3
     temperature: bool = False
+    method: Predictive | None = None  # that answers by default; None: probit where there is a closed form
 
 
 class Recipe(Strict):
@@ -126,11 +143,35 @@ class Recipe(Strict):
     calibrate: Calibrate = Calibrate()
     precision: Precision = "float32"
 
+    @property
+    def laplace(self) -> "Laplace | None":
+        """How the trained network is made Bayesian afterwards, where that is the method."""
+        return Laplace.model_validate(self.posterior.options) if self.posterior.method == LAPLACE else None
+
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
+        if self.posterior.method == LAPLACE:
+            if self.posterior.layers:
+                raise ValueError(f"posterior.layers belongs to methods that work layer by layer; it is {LAPLACE}")
+            try:
+                Laplace.model_validate(self.posterior.options)
+            except ValidationError as error:
+                raise ValueError(f"posterior.options: {_first(error, Laplace)}") from None
+        elif self.calibrate.method == "probit":
+            raise ValueError(f"calibrate.method is 'probit', which belongs to {LAPLACE}")
         if self.task == "regression" and self.calibrate.temperature:
             raise ValueError("calibrate.temperature is true; a temperature belongs to classification")
         return self
+
+
+def _first(error: ValidationError, section: type[BaseModel]) -> str:
+    found = error.errors()[0]
+    place = ".".join(map(str, found["loc"]))
+    if found["type"] == "extra_forbidden":
+        return f"there is no {place}; there are: {', '.join(section.model_fields)}"
+    if found["type"] == "value_error":
+        return found["msg"].removeprefix("Value error, ")
+    return f"{place} is {found['input']!r}; {found['msg'].replace('Input should be', 'expected')}"
 
 
 def shipped() -> list[str]:

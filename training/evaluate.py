@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dubito.models.adaptive import AT_MOST, TOLERANCE
-from dubito.models.answers import Rule, auto_rule, rule_for, scores
+from dubito.models.answers import Rule, auto_rule, closed_rule, rule_for, scores
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Calibration, Input, Measure
+from dubito.models.manifest import Calibration, Input, Measure, Predictive
 from dubito.models.model import Model
 from dubito.models.prediction import tally_for
 from dubito.models.uncertainty import Classified, Regressed
@@ -40,11 +40,17 @@ class Evaluation:
     outside: dict[str, tuple[Examples, Summary]]  # by name of the data set
 
 
-def measure(model: Model, examples: Examples, *, samples: int = 20, seed: int = 0) -> dict[str, float]:
-    """The plain numbers, each finite: quality, and where calibrated, coverage and the rate of OOD flags."""
+def measure(
+    model: Model, examples: Examples, *, samples: int = 20, seed: int = 0, method: Predictive | None = None
+) -> dict[str, float]:
+    """The plain numbers, each finite: quality, and where calibrated, coverage and the rate of OOD flags.
+
+    Without a `method`, of the one that the model answers by.
+    """
     check(model, examples)
-    K = drawn(model, samples)
-    return _quality(ask(model, examples.x, [K], seed)[K], examples.y, rule_for(model.card.calibration, K))
+    way = Way.of(model, samples, method)
+    found = way.ask(model, examples.x, seed)
+    return _quality(found, examples.y, way.rule(model)) | _changed(model, found, examples.x)
 
 
 def evaluate(
@@ -55,6 +61,7 @@ def evaluate(
     shift: bool = False,
     samples: int = 20,
     seed: int = 0,
+    method: Predictive | None = None,
 ) -> Evaluation:
     """Everything there is to measure; the answers come along for a report."""
     outside = outside or {}
@@ -63,19 +70,19 @@ def evaluate(
         _check_inputs(model, others, f"{name}: ")
     if shift:
         _check_pictures(model, examples)
-    K, calibration = drawn(model, samples), model.card.calibration
-    rule = rule_for(calibration, K)
+    way, calibration = Way.of(model, samples, method), model.card.calibration
+    K, rule = way.K, way.rule(model)
     grid = sorted({*GRID, K} - {0}) if model.factors.random else [1]
     pictures = _some(examples, SHIFTED, seed)
     changes = [(f, s) for f, all_s in families(pictures.x.shape[1]).items() for s in all_s] if shift else []
     asked = sum(map(len, outside.values())) + len(changes) * len(pictures)
     with _progress(max(grid) * len(examples) + max(1, K) * asked) as advance:
         curve = ask(model, examples.x, grid, seed, advance)
-        inside = curve[K] if K else ask(model, examples.x, [0], seed)[0]
-        answers = {name: ask(model, others.x, [K], seed, advance)[K] for name, others in outside.items()}
+        inside = curve[K] if K else way.ask(model, examples.x, seed)
+        answers = {name: way.ask(model, others.x, seed, advance) for name, others in outside.items()}
         shifted: dict[str, list[Figures]] = {}
         for family, severity in changes:
-            found = ask(model, corrupt(pictures.x, family, severity, seed), [K], seed, advance)[K]
+            found = way.ask(model, corrupt(pictures.x, family, severity, seed), seed, advance)
             row = {"severity": severity, **_quality(found, pictures.y, rule)}
             shifted.setdefault(family, []).append(row)
     figures = {
@@ -83,8 +90,10 @@ def evaluate(
         "examples": len(examples),
         "samples": K,
         "seed": seed,
+        "method": way.method,
         "calibration": promises(calibration),
         **_quality(inside, examples.y, rule, errors=True),
+        **_changed(model, inside, examples.x),
         "curve": [
             {"samples": k, **_quality(s, examples.y, rule_for(calibration, k), errors=True)} for k, s in curve.items()
         ],
@@ -99,7 +108,7 @@ def evaluate(
         first = next(iter(against.values()))  # of several, the one that was named first
         figures |= {"measure": first["measure"], "auroc": first["auroc"], "aupr": first["aupr"], "ood": against}
     if shift:
-        clean = measure(model, pictures, samples=samples, seed=seed)
+        clean = measure(model, pictures, samples=samples, seed=seed, method=method)
         figures["shift"] = {"examples": len(pictures), "clean": clean, "families": shifted}
     return Evaluation(figures, model, examples, inside, {n: (outside[n], answers[n]) for n in outside})
 
@@ -133,7 +142,7 @@ def _quality(summary: Summary, y: Tensor, rule: Rule, *, errors: bool = False) -
     if isinstance(summary, Classified):
         p = summary.probabilities
         found = {f.__name__: f(p, y) for f in (metrics.accuracy, metrics.nll, metrics.ece, metrics.brier)}
-        found |= {name: float(getattr(summary, name).mean()) for name in ("entropy", "mutual_information")}
+        found |= {name: float(getattr(summary, name).mean()) for name in ("entropy", "mutual_information")}  # or NaN
     else:
         variance = summary.epistemic_variance + summary.aleatoric_variance
         found = {"rmse": metrics.rmse(summary.mean, y), "nll": metrics.gaussian_nll(summary.mean, variance, y)}
@@ -186,7 +195,47 @@ def _detection(inside: Summary, outside: Summary, rule: Rule) -> Figures:
     return found
 
 
+def _changed(model: Model, found: Summary, x: Tensor) -> dict[str, float]:
+    """The share of inputs that a linearised network names another class for than the network itself does."""
+    if model.manifest.subnetwork is None or not isinstance(found, Classified):
+        return {}
+    plain = ask(model, x, [0], 0)[0]
+    assert isinstance(plain, Classified)
+    return {"changed": float((found.probabilities.argmax(-1) != plain.probabilities.argmax(-1)).double().mean())}
+
+
 # asking
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is asked: by K draws, or in closed form, for which K is 0."""
+
+    method: Predictive
+    K: int
+
+    @classmethod
+    def of(cls, model: Model, samples: int, method: Predictive | None) -> "Way":
+        method = model.method if method is None else method
+        return cls(method, 0 if method == "probit" else drawn(model, samples))
+
+    def rule(self, model: Model) -> Rule:
+        calibration = model.card.calibration
+        return closed_rule(calibration) if self.method == "probit" else rule_for(calibration, self.K)
+
+    def ask(self, model: Model, x: Tensor, seed: int, advance: Callable[[int], None] = lambda rows: None) -> Summary:
+        if self.method == "sampling":
+            return ask(model, x, [self.K], seed, advance)[self.K]
+        return ask_closed(model, x, advance)
+
+
+def ask_closed(model: Model, x: Tensor, advance: Callable[[int], None] = lambda rows: None) -> Summary:
+    """The answers in closed form."""
+    found = []
+    for piece in x.split(1024):
+        found.append(model.predict(enter(piece, declared_by(model)), method="probit").summary)
+        advance(len(piece))
+    return _joined(found, torch.arange(len(x)))
 
 
 def ask(

@@ -100,7 +100,10 @@ def _told(e: Evaluation, g: Group, i: int) -> dict[str, Any]:
             "predicted": f"{label_of(card, int(leading))}, {float(p):.0%}",
             "true": None if truth is None else label_of(card, truth),
             "mark": "good" if truth == int(leading) else "bad",
-            "doubt": {"entropy": f"{float(s.entropy[i]):.2g}", "MI": f"{float(s.mutual_information[i]):.2g}"},
+            "doubt": {
+                "entropy": f"{float(s.entropy[i]):.2g}",
+                **({} if s.mutual_information[i].isnan() else {"MI": f"{float(s.mutual_information[i]):.2g}"}),
+            },
         }
     std = (s.epistemic_variance[i] + s.aleatoric_variance[i]).sqrt()
     pairs = zip(s.mean[i].tolist(), std.tolist(), strict=True)

@@ -82,5 +82,6 @@ def recipe_of(model: Model) -> Recipe:
             coverage=promised.coverage,
             directions=max((e.directions for e in model.manifest.layers.values() if e.kind == "inducing"), default=0),
             temperature=promised.temperature != 1,
+            method=None if promised.closed is None else promised.method,
         )
     return recipe.model_copy(update=today)

@@ -26,6 +26,7 @@ from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data import Examples, Parts, divide, enter, input_of
 from dubito.training.evaluate import measure
 from dubito.training.fit import Epoch, FitError, Run
+from dubito.training.laplace import linearise
 from dubito.training.log import progress, tensorboard, write_csv
 from dubito.training.ranks import Ranks
 from dubito.training.sources import read_data
@@ -74,7 +75,10 @@ def train(
     run = fitting.fit(make_bayesian(net, recipe, parts, start), recipe.fit, "posterior")
     if run.ranks.index > 0:
         return None
-    trained = Trained(finish(run.finish(), recipe, parts, declared, out), run.log)
+    network = run.finish()
+    if recipe.laplace is not None:  # so far it is the plain network at its most likely weights
+        network = linearise(network, parts.train, parts.validation, declared, recipe.laplace, recipe.seed).network
+    trained = Trained(finish(network, recipe, parts, declared, out), run.log)
     fitting.clean()
     return trained
 
@@ -161,6 +165,8 @@ def _load_weights(net: nn.Module, path: str) -> None:
 
 
 def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["network", "prior"]) -> BayesianNetwork:
+    if recipe.laplace is not None:
+        return bayesianize(net, "deterministic", task=task_of(parts))
     options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.posterior.options.items()}
     layers: Any = recipe.posterior.layers or None
     try:

@@ -23,10 +23,11 @@ NAMES = {
     "set_size": "set size",
     "width": "interval width",
     "ood_rate": "OOD flags",
+    "changed": "classes changed",
 }
 SHIFT = ("accuracy", "rmse", "nll", "ece", "entropy", "mutual_information", "ood_rate")
 CURVE = ("accuracy", "rmse", "nll", "ece", "coverage", "set_size", "width", "ood_rate")
-PERCENT = {"accuracy", "ece", "coverage", "ood_rate"}
+PERCENT = {"accuracy", "ece", "coverage", "ood_rate", "changed"}
 PROMISES = {"coverage": "coverage", "ood_rate": "false_positive_rate"}  # figure -> key of the calibration
 
 
@@ -56,6 +57,7 @@ def curve_with_auto(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 def show(about: Mapping[str, str], figures: Mapping[str, Any]) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     draws = f"K = {figures['samples']}, seed {figures['seed']}" if figures["samples"] else "posterior mean"
+    draws = "closed form" if figures["method"] == "probit" else draws
     console.print(
         clean(f"{about['model']} on {about['data']}, {about['part']}: {figures['examples']:,} examples, {draws}")
     )

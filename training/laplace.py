@@ -1,0 +1,247 @@
+"""Subnetwork Laplace [Daxberger21]: from a trained network to a Gaussian over some of its weights.
+
+The diagonal of the generalised Gauss-Newton matrix over all weights tells which S to choose; the whole matrix over
+those S, with the prior's precision on its diagonal, is the precision of the Gaussian.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.errors import DubitoError
+from dubito.models.jacobian import Linearised, add_squares, layout
+from dubito.models.laplace import Subnetwork
+from dubito.models.manifest import Input, SubnetworkEntry
+from dubito.models.network import BayesianNetwork
+from dubito.models.prediction import evaluating, tally_for
+from dubito.models.start import CONVERTIBLE
+from dubito.models.uncertainty import ValueTally, probit
+from dubito.training.config import Laplace
+from dubito.training.data import Examples, enter
+from dubito.training.metrics import gaussian_nll, nll
+
+USUAL_SIZE = 1000  # S
+JACOBIAN = 1 << 26  # numbers of a Jacobian held at a time
+VALIDATION = 1 << 28  # numbers of the validation examples' Jacobian, which is kept for the whole grid
+COARSE = tuple(10.0**n for n in range(-4, 5))
+FINE = 4  # steps to a factor of ten
+
+
+class LaplaceError(DubitoError):
+    """A network or data that no Laplace approximation can be made of."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    network: BayesianNetwork
+    scores: dict[float, float]  # mean validation log-likelihood by prior precision; empty where it was given
+
+
+def linearise(
+    network: BayesianNetwork,
+    train: Examples,
+    validation: Examples,
+    declared: Input,
+    settings: Laplace | None = None,
+    seed: int = 0,
+) -> Fitted:
+    """A copy of a trained plain network with a Gaussian over S of its weights."""
+    settings = Laplace() if settings is None else settings
+    check_plain(network)
+    network = copy.deepcopy(network)
+    network.subnetwork = None
+    network.eval()
+    index = choose(network, train, declared, settings, seed)
+    H = curvature(network, train, declared, index, settings.batch)
+    precision, scores = settings.prior_precision, dict[float, float]()
+    if precision is None:
+        precision, scores = best_precision(network, validation, declared, index, H, settings.batch)
+    entry = SubnetworkEntry(size=len(index), select=settings.select, prior_precision=precision, examples=len(train))
+    network.subnetwork = Subnetwork.of(index, factor(H, precision), entry)
+    return Fitted(network, scores)
+
+
+def check_plain(network: BayesianNetwork) -> None:
+    if network.factors().random and network.subnetwork is None:
+        raise LaplaceError(
+            "this network is Bayesian already; expected a plain one (method deterministic), trained as usual."
+        )
+
+
+def choose(network: BayesianNetwork, train: Examples, declared: Input, settings: Laplace, seed: int = 0) -> Tensor:
+    """The places (S,), rising, of the chosen weights among all parameters in a row."""
+    net = network.net
+    D, device = sum(p.numel() for p in net.parameters()), next(net.parameters()).device
+    if settings.select == "last-layer":
+        return _last_layer(net).to(device)
+    S = min(USUAL_SIZE, D) if settings.size is None else settings.size
+    if S > D:
+        raise LaplaceError(f"size is {S:,}, but the network has {D:,} weights; expected no more than those.")
+    match settings.select:
+        case "random":
+            places = torch.randperm(D, generator=torch.Generator().manual_seed(seed))[:S].to(device)
+        case "magnitude":
+            size = torch.cat([p.detach().abs().flatten() for p in net.parameters()])
+            places = size.sort(descending=True, stable=True).indices[:S]
+        case _:  # the largest variances 1/(diag + prior precision) are the least curvatures, whatever the prior
+            places = diagonal(network, train, declared, settings.batch).sort(stable=True).indices[:S]
+    return places.sort().values
+
+
+def _last_layer(net: nn.Module) -> Tensor:
+    last = [name for name, module in net.named_modules() if isinstance(module, CONVERTIBLE)][-1:]
+    if not last:
+        raise LaplaceError("the network has no Linear or Conv layer, so it has no last one; choose another way.")
+    owner = net.get_submodule(last[0])
+    mine = {id(p) for p in owner.parameters(recurse=False)}
+    names = {name for name, p in net.named_parameters() if id(p) in mine}
+    return torch.cat([torch.arange(at.start, at.stop) for name, at in layout(net).items() if name in names])
+
+
+def roots(network: BayesianNetwork, f: Tensor) -> Tensor:
+    """v (n, B, C) with Σ v vᵀ = the second derivative of the negative log-likelihood at the outputs f (B, C).
+
+    Classes: √p_c (e_c − p) for each c, which add up to diag(p) − p pᵀ. Values: e_d/σ_d.
+    """
+    if network.noise is not None:
+        return (torch.diag(1 / network.noise().detach())[:, None].expand(-1, len(f), -1)).to(f)
+    p = f.softmax(-1)
+    return p.T.sqrt()[..., None] * (torch.eye(f.shape[1], device=f.device, dtype=f.dtype)[:, None] - p)
+
+
+def diagonal(network: BayesianNetwork, train: Examples, declared: Input, batch: int) -> Tensor:
+    """The diagonal of the Gauss-Newton matrix over all weights, in one pass over the examples: (D,)."""
+    net = network.net
+    like = next(net.parameters())
+    total = torch.zeros(sum(p.numel() for p in net.parameters()), dtype=torch.float64, device=like.device)
+    with evaluating(network), bar("curvature of each weight", len(train)) as advance:
+        for x in train.x.split(batch):
+            add_squares(net, enter(x.to(like.device), declared), lambda f: roots(network, f), total)
+            advance(len(x))
+    _check_finite(total)
+    return total
+
+
+def curvature(network: BayesianNetwork, train: Examples, declared: Input, index: Tensor, batch: int) -> Tensor:
+    """The Gauss-Newton matrix over the chosen weights, in float64: (S, S)."""
+    net, S = network.net, len(index)
+    device = next(net.parameters()).device
+    H = torch.zeros(S, S, dtype=torch.float64, device=device)
+    with evaluating(network), bar(f"curvature of {S:,} weights", len(train)) as advance:
+        C = len(roots(network, _outputs(network, enter(train.x[:1].to(device), declared))))
+        for x in train.x.split(max(1, min(batch, JACOBIAN // (C * S)))):
+            there = Linearised(net, enter(x.to(device), declared), index)
+            v = roots(network, there.outputs)
+            A = torch.einsum("nbc,bcs->nbs", v, there.jacobian()).flatten(0, 1).double()
+            H.addmm_(A.T, A)
+            advance(len(x))
+    _check_finite(H)
+    return H
+
+
+@torch.no_grad()
+def _outputs(network: BayesianNetwork, x: Tensor) -> Tensor:
+    f: Tensor = network.net(x)
+    return f
+
+
+def _check_finite(curvature: Tensor) -> None:
+    if not curvature.isfinite().all():
+        raise LaplaceError(
+            "the curvature is not finite: the network's weights or some training inputs are out of range. "
+            "Look at the network's outputs on the training part."
+        )
+
+
+def factor(H: Tensor, precision: float) -> Tensor:
+    """L with L Lᵀ = H + precision · I; H is left as it was."""
+    diagonal = H.diagonal().clone()
+    H.diagonal().add_(precision)
+    L, info = torch.linalg.cholesky_ex(H)
+    H.diagonal().copy_(diagonal)
+    if int(info) != 0:
+        raise LaplaceError(
+            f"with a prior precision of {precision:g} the precision matrix over {len(H):,} weights is not positive "
+            "definite in float64: expected a larger prior precision for curvatures as large as these "
+            f"(up to {float(diagonal.max()):.3g})."
+        )
+    lower: Tensor = L
+    return lower
+
+
+def best_precision(
+    network: BayesianNetwork, validation: Examples, declared: Input, index: Tensor, H: Tensor, batch: int
+) -> tuple[float, dict[float, float]]:
+    """The prior precision with the best validation log-likelihood of the closed form: powers of ten, then between."""
+    f, J, y = _validation_jacobian(network, validation, declared, index, batch)
+    scores: dict[float, float] = {}
+    with bar("prior precision", len(COARSE) + 2 * (FINE - 1)) as advance:
+
+        def look(precisions: Iterator[float] | tuple[float, ...]) -> None:
+            for precision in precisions:
+                scores[precision] = _score(network, f, J, y, factor(H, precision), precision)
+                advance(1)
+
+        look(COARSE)
+        best = max(scores, key=scores.__getitem__)
+        steps = [n / FINE for n in range(-FINE + 1, FINE) if n]
+        look(best * 10**n for n in steps if COARSE[0] <= best * 10**n <= COARSE[-1])
+    return max(scores, key=scores.__getitem__), dict(sorted(scores.items()))
+
+
+def _validation_jacobian(
+    network: BayesianNetwork, validation: Examples, declared: Input, index: Tensor, batch: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs (V, C), Jacobians (V, C, S) and targets, of as many examples as the memory set aside for it takes."""
+    device, S = next(network.parameters()).device, len(index)
+    with evaluating(network), bar("validation part", len(validation)) as advance:
+        C = _outputs(network, enter(validation.x[:1].to(device), declared)).shape[1]
+        V = min(len(validation), max(1, VALIDATION // (C * S)))
+        parts = []
+        for x in validation.x[:V].split(max(1, min(batch, JACOBIAN // (C * S)))):
+            there = Linearised(network.net, enter(x.to(device), declared), index)
+            parts.append((there.outputs, there.jacobian()))
+            advance(len(x))
+    return torch.cat([f for f, _ in parts]), torch.cat([J for _, J in parts]), validation.y[:V].to(device)
+
+
+def _score(network: BayesianNetwork, f: Tensor, J: Tensor, y: Tensor, L: Tensor, precision: float) -> float:
+    """Mean log-likelihood of the targets; anything but a number is an error."""
+    rows = J.flatten(0, 1)
+    found = [
+        torch.linalg.solve_triangular(L, some.double().mT, upper=False).square().sum(0)
+        for some in rows.split(max(1, JACOBIAN // len(L)))
+    ]
+    score = -closed_nll(network, f.double(), torch.cat(found).view_as(f), y)
+    if not math.isfinite(score):
+        raise LaplaceError(
+            f"the validation log-likelihood at a prior precision of {precision:g} is {score}, which is no number: "
+            "the network's outputs or Jacobians on the validation part are out of range."
+        )
+    return score
+
+
+def closed_nll(network: BayesianNetwork, f: Tensor, variance: Tensor, y: Tensor) -> float:
+    """Mean negative log-likelihood of the closed-form predictive, in the targets' own units."""
+    tally = tally_for(network)
+    if isinstance(tally, ValueTally):
+        found = tally.regressed(f, variance)
+        return gaussian_nll(found.mean.cpu(), (found.epistemic_variance + found.aleatoric_variance).cpu(), y.cpu())
+    return nll(probit(f, variance).probabilities.cpu(), y.cpu())
+
+
+@contextmanager
+def bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """On stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(title, total=total)
+        yield lambda n: shown.advance(task, n)

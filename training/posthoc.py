@@ -1,0 +1,139 @@
+"""Subnetwork Laplace of a network that was trained before: one of our plain artifacts, or anybody's state dict."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dubito.models import bayesianize
+from dubito.models.artifact import load
+from dubito.models.errors import ArtifactError
+from dubito.models.manifest import Image, Input, Precision, Provenance, Regression
+from dubito.models.model import Model
+from dubito.models.network import BayesianNetwork
+from dubito.models.parameters import Positive
+from dubito.models.prediction import evaluating
+from dubito.training.config import LAPLACE, Calibrate, Data, Fit, Laplace, Network, Posterior, Recipe
+from dubito.training.data import Examples, Parts, data_recipe, divide, enter, input_of
+from dubito.training.laplace import LaplaceError, check_plain, linearise
+from dubito.training.recipe import build_network, finish, read_parts, task_of
+from dubito.training.sources import read_for
+
+
+def from_artifact(
+    file: Path,
+    data: str,
+    out: Path,
+    settings: Laplace,
+    *,
+    calibrate: Calibrate | None = None,
+    precision: Precision | None = None,
+    seed: int = 0,
+    data_root: Path | None = None,
+    download: bool = False,
+    device: torch.device | None = None,
+) -> Model:
+    """Of an artifact of method deterministic. Its own data set is divided as it was in training."""
+    model = load(file)
+    check_plain(model.network)
+    told, own = model.card.provenance, data_recipe(model.card)
+    found = read_for(model.manifest, data, data_root, download=download)
+    same = own is not None and told.recipe is not None and found.hash() == told.data_hash
+    if not same:
+        own, told = Data(name=data), Provenance()
+    assert own is not None
+    kept = (told.recipe or {}).get("seed", 0)
+    divided_by = kept if same and isinstance(kept, int) else seed
+    parts = divide(found, own.validation, own.calibration, own.test, divided_by)
+    architecture = model.manifest.architecture
+    recipe = Recipe(
+        seed=divided_by,
+        task=model.manifest.task.kind,
+        data=own,
+        network=Network(architecture=architecture.name, arguments=architecture.arguments),
+        posterior=Posterior(method=LAPLACE, options=settings.model_dump(mode="json", exclude_defaults=True)),
+        fit=_fit_of(told),
+        calibrate=Calibrate() if calibrate is None else calibrate,
+        precision=model.manifest.precision if precision is None else precision,
+    )
+    if model.card.input is None:
+        raise ArtifactError(f"{file} does not say what its inputs look like; save it with a card that does.")
+    return _made(model.network, recipe, parts, model.card.input, out, settings, device)
+
+
+def from_weights(
+    file: Path,
+    architecture: str,
+    data: str,
+    out: Path,
+    settings: Laplace,
+    *,
+    task: str = "classification",
+    target: str | None = None,
+    image: Image | None = None,
+    calibrate: Calibrate | None = None,
+    precision: Precision = "float32",
+    seed: int = 0,
+    data_root: Path | None = None,
+    download: bool = False,
+    device: torch.device | None = None,
+) -> Model:
+    """Of a state dict in safetensors, for an architecture that has a name here.
+
+    Nobody knows which examples it was trained on: the data set is divided by the seed, and what it holds out was held
+    out from the network only where its owner did so. A regression network answers in the targets' own units; the noise
+    of the targets is what its errors on the validation part say.
+    """
+    recipe = Recipe(
+        seed=seed,
+        task="regression" if task == "regression" else "classification",
+        data=Data(name=data, target=target),
+        network=Network(architecture=architecture, weights=str(file)),
+        posterior=Posterior(method=LAPLACE, options=settings.model_dump(mode="json", exclude_defaults=True)),
+        fit=Fit(epochs=1),
+        calibrate=Calibrate() if calibrate is None else calibrate,
+        precision=precision,
+    )
+    parts = read_parts(recipe, data_root, download)
+    declared = input_of(parts.train)
+    if image is not None:
+        if declared.image is None:
+            raise LaplaceError("a mean and a standard deviation of pixels came, but the data holds no pictures.")
+        declared = Input(shape=declared.shape, image=image)
+    net = build_network(recipe, parts, declared)
+    task_ = task_of(parts)
+    if isinstance(task_, Regression):
+        task_ = Regression(outputs=task_.outputs)
+    network = bayesianize(net, "deterministic", task=task_)
+    _set_noise(network, parts.validation, declared)
+    return _made(network, recipe, parts, declared, out, settings, device)
+
+
+def _made(
+    network: BayesianNetwork,
+    recipe: Recipe,
+    parts: Parts,
+    declared: Input,
+    out: Path,
+    settings: Laplace,
+    device: torch.device | None,
+) -> Model:
+    network = network.to(torch.device("cpu") if device is None else device)
+    fitted = linearise(network, parts.train, parts.validation, declared, settings, recipe.seed)
+    return finish(fitted.network, recipe, parts, declared, out)
+
+
+def _fit_of(told: Provenance) -> Fit:
+    """As the network was trained, where that is known."""
+    fit = (told.recipe or {}).get("fit")
+    return Fit.model_validate(fit) if isinstance(fit, dict) else Fit(epochs=1)
+
+
+def _set_noise(network: BayesianNetwork, validation: Examples, declared: Input) -> None:
+    """The root mean squared error on the validation part, output by output."""
+    if network.noise is None:
+        return
+    with evaluating(network), torch.no_grad():
+        f: Tensor = torch.cat([network.net(enter(x, declared)) for x in validation.x.split(1024)])
+        error: Tensor = (f - validation.y).square().mean(0).sqrt()
+    network.noise = Positive(error, 1e-4)
