@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dubito.models.errors import InputError
-from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
+from dubito.models.network import BayesianNetwork, NetworkFactors
 from dubito.models.plan import Plan
 from dubito.models.prediction import MAX_SAMPLES, Job, Prediction, Settled, evaluating, finite, predict, tally_for
 from dubito.models.uncertainty import Classified, Regressed, ValueTally, classified, entropy, wide
@@ -63,9 +63,9 @@ def answer_each(job: Job, most: Tensor, tolerance: Tensor) -> tuple[Classified |
             k = min(job.samples_at_once(len(left)), int(most[left].min()) - start)
             if (tolerance[left] > 0).any():
                 k = min(k, CHUNK - start % CHUNK)  # answers are looked at after each chunk, whoever else is here
-            noise = job.normals.rows(k, job.factors.normals)
+            draws = job.draws(start, k)
             job.watch.lap("sample")
-            outputs = job.outputs(Draws(k, noise, job.seed, start), left)
+            outputs = job.outputs(draws, left)
             job.watch.lap("forward")
             tally.add(left, start, outputs)
             start += k

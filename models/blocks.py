@@ -1,7 +1,7 @@
 """A weight matrix of square blocks S_1 H diag(g) H S_2 [Rossi20], which acts on inputs without being formed."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +88,12 @@ class Blocks:
         y = (transform(x) * S_1).sum(-2) if grid.columns > 1 else (transform(x) * S_1).squeeze(-2)
         y = y.flatten(-2)[..., : grid.d_out]
         return y if self.bias is None else y + self.bias[:, None].to(x.dtype)
+
+    def part(self, at: int, k: int) -> "Blocks":
+        """The k samples from `at` on."""
+        g, bias = (t if t is None or len(t) == 1 else t[at : at + k] for t in (self.g, self.bias))
+        assert g is not None
+        return replace(self, g=g, bias=bias)
 
     def dense(self) -> Tensor:
         """The matrices themselves, the bias as their last column: (K, d_out, d_in)."""

@@ -65,11 +65,12 @@ class Draws:
     seed: int  # orders the members
     start: int = 0  # how many samples came before these
     keys: Tensor | None = None  # training: numbers whose order is that of the members, instead of the seed's
+    stock: "Mapping[nn.Module, Operand] | None" = None  # what the seed's first samples come to, drawn ahead
 
     def part(self, at: int, k: int) -> "Draws":
         """The k samples from `at` on."""
         noise = None if self.noise is None else self.noise[at : at + k]
-        return Draws(k, noise, self.seed, self.start + at, self.keys)
+        return replace(self, K=k, noise=noise, start=self.start + at)
 
     def member(self, E: int) -> Tensor:
         """Each sample's member of E: a seeded order, cycled; the mean takes them in turn."""
@@ -167,18 +168,21 @@ class BayesianNetwork(nn.Module):
 
     def arrange(self, factors: NetworkFactors, draws: Draws, plan: Plan, keep: bool = False) -> Run:
         """What a pass needs; with `keep`, operands are made once and kept for further passes with the same draws."""
+        layers = factors.structure.layers
+        by_layer: dict[nn.Module, How] = {layers[name]: how for name, how in plan.items()}
+        if draws.stock is not None:
+            stored = {layer: partial(all_.part, draws.start, draws.K) for layer, all_ in draws.stock.items()}
+            return Run(draws.K, stored, by_layer, draws.member, factors.structure)
         shares: list[Tensor | None] = [None] * len(factors.sizes)
         if draws.noise is not None:
             shares = list(draws.noise.split(factors.sizes, dim=1))
         V: dict[nn.Module, Tensor] = {}
         if factors.hierarchy is not None:
             V = self._shared_out(_matrix(_draw(factors.hierarchy, shares[0], draws, None)))
-        layers = factors.structure.layers
         operands: dict[nn.Module, Callable[[], Operand]] = {}
         for (name, f), share in zip(factors.layers.items(), shares[1:], strict=True):
             make = partial(_draw, f, share, draws, V.get(layers[name]))
             operands[layers[name]] = cache(make) if keep else make
-        by_layer: dict[nn.Module, How] = {layers[name]: how for name, how in plan.items()}
         return Run(draws.K, operands, by_layer, draws.member, factors.structure)
 
     def _shared_out(self, V: Tensor) -> dict[nn.Module, Tensor]:

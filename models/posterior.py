@@ -16,6 +16,10 @@ class Dense:
 
     W: Tensor  # (K or 1, d_out, d_in)
 
+    def part(self, at: int, k: int) -> "Dense":
+        """The k samples from `at` on."""
+        return Dense(self.W[at : at + k]) if len(self.W) > 1 else self
+
 
 @dataclass(frozen=True)
 class Factored:
@@ -29,6 +33,10 @@ class Factored:
         """The linear part as matrices: (K, d_out, d_in)."""
         return self.G @ self.B.T
 
+    def part(self, at: int, k: int) -> "Factored":
+        """The k samples from `at` on."""
+        return Factored(self.B, self.G[at : at + k], None if self.e is None else self.e[at : at + k])
+
 
 @dataclass(frozen=True)
 class Dropped:
@@ -36,6 +44,9 @@ class Dropped:
 
     W: Tensor  # (1, d_out, d_in)
     rate: float
+
+    def part(self, at: int, k: int) -> "Dropped":
+        return self
 
 
 Operand = Dense | Factored | Dropped | Blocks

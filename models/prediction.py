@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,7 @@ from dubito.models.manifest import Predictive
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import Normals
 from dubito.models.plan import Plan, Planner, cheapest
+from dubito.models.posterior import Operand
 from dubito.models.stopwatch import Stopwatch
 from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTally, probit, wide
 
@@ -76,9 +77,9 @@ def predict(
     with evaluating(network), torch.inference_mode():
         for start in range(0, K, chunk):
             k = min(chunk, K - start)
-            noise = job.normals.rows(k, factors.normals) if noisy else None
+            draws = job.draws(start, k) if noisy else Draws(k, None, job.seed, start)
             job.watch.lap("sample")
-            outputs = job.outputs(Draws(k, noise, job.seed, start))
+            outputs = job.outputs(draws)
             job.watch.lap("forward")
             tally.add(outputs)
             job.watch.lap("summarise")
@@ -132,6 +133,7 @@ class Job:
     buckets: Sequence[int]  # batches are padded to the next of these sizes, so that few shapes are ever met
     watch: Stopwatch
     most: int = 1  # draws that any input may take
+    stock: Mapping[nn.Module, Operand] | None = None  # the seed's first samples, drawn ahead: `most` or more
 
     @classmethod
     def of(
@@ -146,13 +148,21 @@ class Job:
         buckets: Sequence[int] = (),
         watch: Stopwatch | None = None,
         most: int = 1,
+        stock: Mapping[nn.Module, Operand] | None = None,
     ) -> "Job":
         seed, x = _seed(seed), _checked(network, x)
         one = cheapest(factors) if plan is None else plan
         planner = one if callable(one) else lambda B, K: one
         rows = _rows(factors, x) if max_rows is None else max_rows
         watch = Stopwatch(x.device) if watch is None else watch
-        return cls(network, factors, x, seed, Normals(seed, x.device), planner, rows, temperature, buckets, watch, most)
+        normals = Normals(seed, x.device)
+        return cls(network, factors, x, seed, normals, planner, rows, temperature, buckets, watch, most, stock)
+
+    def draws(self, start: int, k: int) -> Draws:
+        """The seed's k samples from `start` on, to be asked for in order."""
+        if self.stock is not None:
+            return Draws(k, torch.empty(k, 0), self.seed, start, stock=self.stock)
+        return Draws(k, self.normals.rows(k, self.factors.normals), self.seed, start)
 
     def samples_at_once(self, rows: int) -> int:
         if self.factors.subnetwork is not None:  # a pass with the rows of J serves any number of draws

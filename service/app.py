@@ -136,15 +136,19 @@ class Server:
         found = self.repository
         served = {} if found is None else dict(found.served)
         kinds = ("artifact", "resident", "deterministic")
+        bytes_: dict[tuple[str, ...], float] = {
+            (name, kind): one.bytes[kind] for name, one in served.items() for kind in kinds
+        }
+        bytes_ |= {(name, "bank"): one.engine.bank.bytes for name, one in served.items() if one.engine.bank is not None}
         return {
             ("dubito_queue_depth", "Requests that wait.", ("model",)): {
                 (name,): one.batcher.depth for name, one in served.items()
             },
             (
                 "dubito_model_bytes",
-                "Bytes of a model: its file, in memory, and as the plain network.",
+                "Bytes of a model: its file, in memory, as the plain network, and of draws made ahead.",
                 ("model", "kind"),
-            ): {(name, kind): one.bytes[kind] for name, one in served.items() for kind in kinds},
+            ): bytes_,
             ("dubito_factor_cache_bytes", "Bytes of a model's factors.", ("model",)): {
                 (name,): one.bytes["factors"] for name, one in served.items()
             },

@@ -19,6 +19,7 @@ from dubito.models.model import Model
 from dubito.models.plan import cheapest
 from dubito.models.prediction import Job, predict, predict_closed
 from dubito.models.stopwatch import Stopwatch
+from dubito.service.bank import Bank, Stock
 from dubito.service.plans import Memory, Plans
 
 
@@ -70,9 +71,18 @@ class Engine:
     """A model on its device."""
 
     def __init__(
-        self, model: Model, buckets: Sequence[int], memory: Memory | None = None, plan_seconds: float = 0.0
+        self,
+        model: Model,
+        buckets: Sequence[int],
+        memory: Memory | None = None,
+        plan_seconds: float = 0.0,
+        bank: Bank | None = None,
     ) -> None:
-        """Ways of computing are measured for about `plan_seconds`, those apart that the memory holds."""
+        """Ways of computing are measured for about `plan_seconds`, those apart that the memory holds.
+
+        Where there is a bank, draws that nobody has named a seed for come out of it.
+        """
+        self.bank = bank
         self.model, self.buckets = model, buckets
         self.rulebook = Rulebook(model.card.calibration)
         self.plans = Plans(cheapest(model.factors), memory or Memory(None, model.device), plan_seconds)
@@ -145,7 +155,11 @@ class Engine:
             return self._repeatable(asks, x, watch)
         most = [ask.most for ask in asks for _ in range(ask.rows)]
         settle = [ask.tolerance if ask.samples == "auto" else 0.0 for ask in asks for _ in range(ask.rows)]
-        job = self._job(x, first.seed, watch, max(most))
+        ahead = self.bank.take(max(most)) if self.bank is not None and first.seed is None else None
+        if ahead is None:
+            job = self._job(x, first.seed, watch, max(most))
+        else:
+            job = self._job(x, ahead.seed, watch, max(most), ahead.stock)
         summary, drawn = answer_each(job, torch.tensor(most), torch.tensor(settle))
         taken: list[int] = drawn.tolist()
         rules: list[Rule] = []
@@ -195,10 +209,12 @@ class Engine:
             at = end
         return made
 
-    def _job(self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1) -> Job:
-        model = self.model
+    def _job(
+        self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1, stock: Stock | None = None
+    ) -> Job:
+        model, plan = self.model, self.plans.at
         return Job.of(
-            model.network, model.factors, x, seed, self.plans.at, None, model.temperature, self.buckets, watch, most
+            model.network, model.factors, x, seed, plan, None, model.temperature, self.buckets, watch, most, stock
         )
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from dubito.models.geometry import Conv, Geometry, How, apply
 from dubito.models.layers import BayesianLayer, FoldError, current
-from dubito.models.network import Draws
 from dubito.models.plan import Plan
 from dubito.models.posterior import Dense, Factored, Operand
 from dubito.models.prediction import Job, evaluating
@@ -67,10 +66,9 @@ class Plans:
                 found[structure.names[layer]] = way
 
         hooks = [layer.register_forward_pre_hook(choose) for layer in structure.layers.values()]
-        draws = Draws(K, job.normals.rows(K, job.factors.normals), job.seed)
         try:
             with evaluating(job.network), torch.inference_mode(), suppress(FoldError):  # then samples go one by one
-                job.network.go(job.x, job.network.arrange(job.factors, draws, self.usual))
+                job.network.go(job.x, job.network.arrange(job.factors, job.draws(0, K), self.usual))
         finally:
             for hook in hooks:
                 hook.remove()

@@ -16,6 +16,7 @@ from dubito.models.errors import ArtifactError, DubitoError, InputError
 from dubito.models.manifest import Input
 from dubito.models.model import Model
 from dubito.models.report import report
+from dubito.service.bank import Bank
 from dubito.service.batcher import Batcher
 from dubito.service.engine import Engine
 from dubito.service.metrics import Metrics, Series, model_bytes
@@ -45,7 +46,7 @@ class Served:
     """A version that answers."""
 
     source: Source
-    model: Model
+    engine: Engine
     declared: Input
     known: dict[str, Any]  # what `dubito inspect` would say
     bytes: dict[str, int]
@@ -53,6 +54,10 @@ class Served:
     series: Series
     outputs: dict[str, tuple[str, list[int]]]  # of the Open Inference Protocol
     retired: bool = False  # another one answers now
+
+    @property
+    def model(self) -> Model:
+        return self.engine.model
 
     @property
     def name(self) -> str:
@@ -192,7 +197,7 @@ class Repository:
             )
             sizes = model_bytes(engine.model, known["bytes"], known["deterministic"])
             outputs = outputs_of(engine.model)
-            self.served[name] = Served(source, engine.model, declared, known, sizes, batcher, series, outputs)
+            self.served[name] = Served(source, engine, declared, known, sizes, batcher, series, outputs)
             self.expected.add(name)  # once more, where it had been unloaded
             log.info("model serves", extra={"model": name, "version": source.version, "device": str(self.device)})
             if old is not None:
@@ -214,12 +219,20 @@ class Repository:
         engine = Engine(model, self.settings.buckets, memory, self.settings.plan_seconds)
         try:
             engine.warm(self.settings.samples, self.turn)
+            engine.bank = self._bank(model)
         except DubitoError:
             raise
         except Exception as error:
             log.exception("the model fails on zeros")
             raise ArtifactError(f"{source.path} fails on an input of zeros: {type(error).__name__}.") from error
         return engine, declared, known
+
+    def _bank(self, model: Model) -> Bank | None:
+        """None where draws are made anew, or there are none to be made ahead."""
+        settings = self.settings
+        if settings.sample_mode == "fresh" or model.factors.normals == 0 or model.factors.subnetwork is not None:
+            return None
+        return Bank(model, settings.bank_sets, settings.bank_samples, settings.bank_seconds)
 
     async def unload(self, name: str) -> None:
         async with self.changing:
@@ -233,6 +246,8 @@ class Repository:
     async def _retire(self, old: Served) -> None:
         old.retired = True
         await old.batcher.close()
+        if old.engine.bank is not None:
+            old.engine.bank.close()
         log.info("model retired", extra={"model": old.name, "version": old.version})
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

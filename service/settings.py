@@ -45,6 +45,15 @@ class Settings(BaseSettings):
     buckets: Annotated[
         tuple[PositiveInt, ...], Field(min_length=1, description="Batches are padded to these sizes, each warmed.")
     ] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    sample_mode: Annotated[
+        Literal["fresh", "bank"],
+        Field(description="Draws of requests without a seed: new ones each time, or out of a bank made ahead."),
+    ] = "fresh"
+    bank_sets: Annotated[PositiveInt, Field(description="Seeds in the bank of each model.")] = 8
+    bank_samples: Annotated[
+        PositiveInt, Field(description="Draws of each; requests that may need more get new ones.")
+    ] = 128
+    bank_seconds: Annotated[PositiveFloat, Field(description="How long a seed of the bank may be in use.")] = 60.0
     plan_seconds: Annotated[
         Seconds, Field(description="Time to find each layer's fastest way, for each model; remembered. 0: by counting.")
     ] = 5.0
