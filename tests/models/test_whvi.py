@@ -22,6 +22,7 @@ from dubito.models.flows import Planar
 from dubito.models.full_covariance import BlockCovariance
 from dubito.models.mean_field import MeanField
 from dubito.models.network import BayesianNetwork, Draws
+from dubito.models.options import Overrides
 from dubito.models.posterior import Dense
 from dubito.models.pruning import prune
 from dubito.models.whvi import Whvi, WhviFactors, nearest
@@ -329,7 +330,9 @@ def test_a_start_from_a_network_keeps_the_size_of_its_weights_and_its_bias() -> 
 class Largest(TorchDispatchMode):
     """The largest tensor that anything makes."""
 
-    numel = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -358,7 +361,13 @@ def test_W_is_never_formed(layer: nn.Module, x: Tensor) -> None:
     assert seen.numel >= n
 
 
-MIXED = {"0": {"method": "ffg-u", "inducing": 4}, "3": {"D": 32}, "7": {"covariance": "full"}, "9": {"flows": 1}}
+MIXED: Overrides = {
+    "0": {"method": "ffg-u", "inducing": 4},
+    "3": {"D": 32},
+    "7": {"covariance": "full"},
+    "9": {"flows": 1},
+    "11": {"method": "ensemble-w", "members": 2},
+}
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8"])
@@ -366,7 +375,7 @@ def test_methods_mixed_by_layer_round_trip(tmp_path: Path, precision: Any) -> No
     """FFG-U first, blocks of two kinds, flows, an ensemble last: saved, loaded, the same answers."""
     torch.manual_seed(0)
     net = build("lenet")
-    network = stirred(bayesianize(net, "whvi", layers={**MIXED, "11": {"method": "ensemble-w", "members": 2}}))
+    network = stirred(bayesianize(net, "whvi", layers=MIXED))
     x = torch.randn(3, 1, 28, 28)
     path = tmp_path / "mixed.safetensors"
     save(network, path, precision=precision)

@@ -1,0 +1,78 @@
+"""Walsh–Hadamard VI the whole way: recipe, training, calibration, evaluation, and an artifact that answers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from dubito.cli import app
+from dubito.models import load
+from dubito.models.errors import ConversionError
+from dubito.models.whvi import Whvi, WhviFactors
+
+
+def run(*command: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(part) for part in command])
+
+
+def answered(*command: str | Path) -> Any:
+    answer = run(*command, "--json")
+    assert answer.exit_code == 0, answer.exception
+    return json.loads(answer.stdout)
+
+
+CHANGES = {
+    "network.architecture": "mlp",
+    "network.arguments": "{hidden=[64, 64]}",
+    "posterior.method": "whvi",
+    "posterior.options": "{}",
+    "fit.pretrain_epochs": "0",
+    "fit.epochs": "8",
+    "fit.lr": "0.02",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whvi") / "digits.safetensors"
+    answered("train", "digits", "--out", out, *(f"--set={k}={v}" for k, v in CHANGES.items()))
+    return out
+
+
+def test_a_recipe_becomes_an_artifact_that_knows_digits(trained: Path, tmp_path: Path) -> None:
+    told = answered("inspect", trained)
+    assert {row["method"] for row in told["layers"]} == {"whvi"}
+    assert told["parameters"] < 0.2 * told["deterministic"]
+    assert told["metrics"]["accuracy"] > 0.8  # of ten classes
+    again = tmp_path / "calibrated.safetensors"
+    run("calibrate", trained, "--data", "digits", "--coverage", "0.8", "--out", again)
+    calibration = load(again).card.calibration
+    assert calibration is not None
+    assert calibration.coverage == 0.8
+    found = answered("evaluate", again, "--data", "digits")
+    assert found["accuracy"] == pytest.approx(told["metrics"]["accuracy"], abs=0.05)
+    refusal = run("prune", trained, "--keep", "0.5", "--out", tmp_path / "pruned.safetensors").exception
+    assert isinstance(refusal, ConversionError)
+    assert "whvi layers have no Z" in str(refusal)
+
+
+def test_its_draws_differ_and_its_mean_is_one_answer(trained: Path) -> None:
+    model = load(trained)
+    x = torch.rand(3, *model.card.input.shape)  # type: ignore[union-attr]
+    outputs = model.predict(x, 8, 0, keep_outputs=True).outputs
+    assert outputs is not None
+    assert outputs.std(0).min() > 0
+    assert model.predict(x, 0).samples == 0
+    assert all(isinstance(f, WhviFactors) for f in model.factors.layers.values())
+
+
+def test_training_moves_every_part(trained: Path) -> None:
+    for layer in load(trained).network.layers.values():
+        q = layer.posterior
+        assert isinstance(q, Whvi)
+        assert q.S_1.abs().std() > 1e-3 * q.S_1.abs().mean()  # all were of one size
+        assert q.S_2.abs().std() > 1e-3 * q.S_2.abs().mean()
+        assert q.law.spread().std() > 0  # type: ignore[union-attr, operator]
