@@ -88,9 +88,19 @@ def choose(network: BayesianNetwork, train: Examples, declared: Input, settings:
         case "magnitude":
             size = torch.cat([p.detach().abs().flatten() for p in net.parameters()])
             places = size.sort(descending=True, stable=True).indices[:S]
-        case _:  # the largest variances 1/(diag + prior precision) are the least curvatures, whatever the prior
-            places = diagonal(network, train, declared, settings.batch).sort(stable=True).indices[:S]
+        case _:
+            places = least_curved(diagonal(network, train, declared, settings.batch), S)
     return places.sort().values
+
+
+def least_curved(diagonal: Tensor, S: int) -> Tensor:
+    """The S largest variances 1/(diagonal + prior precision), which are the least curvatures whatever the prior.
+
+    Weights of no curvature at all come last, although their variance is the prior's: no output depended on them at any
+    training input (behind a dead unit, say), so a posterior over them would change no answer.
+    """
+    reached = torch.where(diagonal > 0, diagonal, torch.inf)
+    return reached.sort(stable=True).indices[:S]
 
 
 def _last_layer(net: nn.Module) -> Tensor:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 
 from dubito.models import bayesianize
@@ -71,6 +72,7 @@ def from_weights(
     task: str = "classification",
     target: str | None = None,
     image: Image | None = None,
+    arguments: dict[str, JsonValue] | None = None,
     calibrate: Calibrate | None = None,
     precision: Precision = "float32",
     seed: int = 0,
@@ -88,7 +90,7 @@ def from_weights(
         seed=seed,
         task="regression" if task == "regression" else "classification",
         data=Data(name=data, target=target),
-        network=Network(architecture=architecture, weights=str(file)),
+        network=Network(architecture=architecture, arguments=arguments or {}, weights=str(file)),
         posterior=Posterior(method=LAPLACE, options=settings.model_dump(mode="json", exclude_defaults=True)),
         fit=Fit(epochs=1),
         calibrate=Calibrate() if calibrate is None else calibrate,

@@ -14,7 +14,16 @@ from dubito.models.prediction import predict_closed
 from dubito.models.uncertainty import Classified, Regressed
 from dubito.training.config import Laplace
 from dubito.training.data import Examples
-from dubito.training.laplace import LaplaceError, best_precision, choose, closed_nll, curvature, diagonal, linearise
+from dubito.training.laplace import (
+    LaplaceError,
+    best_precision,
+    choose,
+    closed_nll,
+    curvature,
+    diagonal,
+    least_curved,
+    linearise,
+)
 from tests.models.test_jacobian import brute, mixed
 
 INPUT = Input(shape=(2, 9, 9))
@@ -133,7 +142,8 @@ def test_each_way_of_choosing() -> None:
     chosen = choose(made, data, INPUT, Laplace(size=20))
     others = torch.ones(D, dtype=torch.bool)
     others[chosen] = False
-    assert float(least[chosen].max()) <= float(least[others].min())  # the largest variances
+    assert float(least[chosen].max()) <= float(least[others & (least > 0)].min())  # the largest variances
+    assert least_curved(torch.tensor([0.0, 3.0, 1.0, 0.0, 2.0]), 4).tolist() == [2, 4, 1, 0]  # unreached ones last
     large = torch.cat([p.detach().abs().flatten() for p in made.net.parameters()])
     chosen = choose(made, data, INPUT, Laplace(size=20, select="magnitude"))
     assert sorted(chosen.tolist()) == sorted(large.topk(20).indices.tolist())
