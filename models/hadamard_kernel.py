@@ -76,5 +76,6 @@ def transform_on_gpu(x: Tensor) -> Tensor:
     R = max(TILE // D, 16 * c // D, 1)  # tl.dot wants 16 rows at least
     precision = "tf32" if x.dtype == torch.bfloat16 else "tf32x3"  # 11 bits hold 8; 24 go in three parts
     grid = (triton.cdiv(N, R),)
-    _kernel[grid](x, y, N, 1 / math.sqrt(D), R, a, b, c, precision, num_warps=8)
+    with torch.cuda.device_of(x):
+        _kernel[grid](x, y, N, 1 / math.sqrt(D), R, a, b, c, precision, num_warps=8)
     return y
