@@ -228,10 +228,8 @@ def _entries(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]], loc
             return _sum(_columns(layer, g).sum(-1)[:, local] for _, g in pairs)
         if SPARSE * len(local) < weight.numel():
             return _sum(_gathered(layer, x, g, local) for x, g in pairs)
-    B = len(pairs[0][0])
     blocks = []
-    for at in torch.arange(B).split(max(1, AT_ONCE // weight.numel())):
-        rows = slice(int(at[0]), int(at[-1]) + 1)
+    for rows in _blocks(weight, pairs):
         blocks.append(_sum(_dense(layer, own, x[rows], g[rows]) for x, g in pairs).flatten(1)[:, local])
     return torch.cat(blocks)
 
@@ -244,10 +242,15 @@ def _squares(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]]) -> 
         x, g = pairs[0]
         return g.square().T @ x.square()
     total = torch.zeros_like(weight)
-    for at in torch.arange(len(pairs[0][0])).split(max(1, AT_ONCE // weight.numel())):
-        rows = slice(int(at[0]), int(at[-1]) + 1)
+    for rows in _blocks(weight, pairs):
         total += _sum(_dense(layer, own, x[rows], g[rows]) for x, g in pairs).square().sum(0)
     return total
+
+
+def _blocks(weight: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[slice]:
+    """So many inputs at a time that their gradients fit."""
+    size = max(1, AT_ONCE // weight.numel())
+    return (slice(at, at + size) for at in range(0, len(pairs[0][0]), size))
 
 
 def _dense(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
