@@ -2,9 +2,10 @@
 
     python -m benchmarks.rotated_mnist --data-root DIR [--download]
 
-One LeNet is trained for each seed; all that follows is about that network. Subnetwork Laplace (the largest variances,
-random weights, the last layer) and diagonal Laplace over all weights, each in closed form about the same logits, each
-with the prior precision that its own grid finds on the validation part. Log-likelihood of the test part, turned.
+One LeNet is trained for each seed, on part of MNIST; all that follows is about that network. Subnetwork Laplace (the
+largest variances, random weights, the last layer) and diagonal Laplace over all weights, each in closed form about the
+same logits, each with the prior precision that its own grid finds on the validation part. Log-likelihood of the test
+part, turned.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +32,7 @@ from dubito.training.laplace import COARSE, FINE, closed_nll, diagonal, linearis
 from dubito.training.metrics import accuracy, nll
 from dubito.training.recipe import read_parts, train
 from dubito.training.shift import ANGLES, corrupt
+from dubito.training.sources import read_data
 
 PLAIN = ["posterior.method=deterministic", "posterior.options={}", "data.augment=[]", "data.validation=0.05"]
 FITTED = ["fit.pretrain_epochs=0", "fit.likelihood_epochs=0", "fit.warmup_epochs=0"]
@@ -98,9 +101,9 @@ def diagonal_laplace(network: BayesianNetwork, parts: Parts) -> tuple[Answer, fl
     return answer, best
 
 
-def measure(model: Model, parts: Parts, pictures: int, size: int, seed: int) -> dict[str, dict[str, list[float]]]:
+def measure(model: Model, parts: Parts, size: int, seed: int) -> dict[str, dict[str, list[float]]]:
     network, declared = model.network, input_of(parts.train)
-    test = Examples(parts.test.x[:pictures], parts.test.y[:pictures])
+    test = parts.test
     with evaluating(network):
         ways, precisions = answers(network, parts, size, seed)
         rows: dict[str, dict[str, list[float]]] = {}
@@ -116,24 +119,35 @@ def measure(model: Model, parts: Parts, pictures: int, size: int, seed: int) -> 
     return rows
 
 
+def some(path: Path, args: argparse.Namespace) -> None:
+    """The first examples of MNIST's training part, and of its test part."""
+    data = read_data("mnist", args.data_root, download=args.download)
+    assert data.test is not None
+    parts = {"": (data.train, args.examples), "_test": (data.test, args.pictures)}
+    arrays = {f"{key}{name}": getattr(e, key)[:n].numpy() for name, (e, n) in parts.items() for key in ("x", "y")}
+    np.savez(path, **arrays)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, required=True)
     parser.add_argument("--download", action="store_true")
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--examples", type=int, default=10_000, help="of the training part")
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--size", type=int, default=1000, help="S")
-    parser.add_argument("--pictures", type=int, default=2000, help="of the test part")
+    parser.add_argument("--pictures", type=int, default=1000, help="of the test part")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     found = []
     for seed in range(args.seeds):
-        recipe = read_recipe("mnist", [*PLAIN, *FITTED, f"fit.epochs={args.epochs}", f"seed={seed}"])
         with tempfile.TemporaryDirectory() as folder:
-            done = train(recipe, Path(folder) / "lenet.safetensors", data_root=args.data_root, download=args.download)
-        assert done is not None
-        parts = read_parts(recipe, args.data_root)
-        found.append(measure(done.model, parts, args.pictures, args.size, seed))
+            some(Path(folder) / "mnist.npz", args)
+            changes = [f'data.name="npz:{folder}/mnist.npz"', f"fit.epochs={args.epochs}", f"seed={seed}"]
+            recipe = read_recipe("mnist", [*PLAIN, *FITTED, *changes])
+            done = train(recipe, Path(folder) / "lenet.safetensors")
+            assert done is not None
+            found.append(measure(done.model, read_parts(recipe, None), args.size, seed))
         if args.json:
             print(json.dumps({"seed": seed, "rows": found[-1]}), flush=True)
     table = Table("way", "prior precision", *map(str, (0, *ANGLES)), title=f"log-likelihood by angle; {machine()}")

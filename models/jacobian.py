@@ -7,12 +7,12 @@ that stand elsewhere than in a layer of one input and one output are differentia
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock, RLock
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -136,7 +136,7 @@ class Tape:
     def __init__(self, net: nn.Module, x: Tensor, names: Sequence[str]) -> None:
         _check_apart(net)
         self.net, self.x = net, x.clone() if x.is_inference() else x
-        homes = {} if net in _by_input else _homes(net)
+        homes = {name: home for name, home in _homes(net).items() if name not in _elsewhere.get(net, ())}
         self.own = {name: homes[name] for name in names if name in homes}  # (layer, its name for the parameter)
         layers = {layer: None for layer, _ in self.own.values()}
         with_graph = set(names)
@@ -228,10 +228,8 @@ def _entries(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]], loc
             return _sum(_columns(layer, g).sum(-1)[:, local] for _, g in pairs)
         if SPARSE * len(local) < weight.numel():
             return _sum(_gathered(layer, x, g, local) for x, g in pairs)
-    B = len(pairs[0][0])
     blocks = []
-    for at in torch.arange(B).split(max(1, AT_ONCE // weight.numel())):
-        rows = slice(int(at[0]), int(at[-1]) + 1)
+    for rows in _blocks(weight, pairs):
         blocks.append(_sum(_dense(layer, own, x[rows], g[rows]) for x, g in pairs).flatten(1)[:, local])
     return torch.cat(blocks)
 
@@ -244,10 +242,15 @@ def _squares(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]]) -> 
         x, g = pairs[0]
         return g.square().T @ x.square()
     total = torch.zeros_like(weight)
-    for at in torch.arange(len(pairs[0][0])).split(max(1, AT_ONCE // weight.numel())):
-        rows = slice(int(at[0]), int(at[-1]) + 1)
+    for rows in _blocks(weight, pairs):
         total += _sum(_dense(layer, own, x[rows], g[rows]) for x, g in pairs).square().sum(0)
     return total
+
+
+def _blocks(weight: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[slice]:
+    """So many inputs at a time that their gradients fit."""
+    size = max(1, AT_ONCE // weight.numel())
+    return (slice(at, at + size) for at in range(0, len(pairs[0][0]), size))
 
 
 def _dense(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
@@ -310,7 +313,8 @@ def _by_vmap(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
         found: Tensor = back(g)[0]
         return found
 
-    return vmap(one)(x, g)
+    found: Tensor = vmap(one)(x, g)
+    return found.detach()
 
 
 def _sum(parts: Iterator[Tensor]) -> Tensor:
@@ -324,8 +328,8 @@ def _sum(parts: Iterator[Tensor]) -> Tensor:
 
 _turns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _turns_lock = Lock()
-_by_input: WeakSet[nn.Module] = WeakSet()  # networks whose layers see the rows of a batch in another order
-_known: WeakKeyDictionary[nn.Module, set[tuple[int, ...]]] = WeakKeyDictionary()  # shapes whose order was checked
+_elsewhere: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # parameters whose layers do not tell it all
+_known: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()  # batches and parameters that were checked
 
 
 @contextmanager
@@ -353,19 +357,50 @@ def _check_apart(net: nn.Module) -> None:
 
 
 def taped(net: nn.Module, x: Tensor, names: Sequence[str]) -> Tape:
-    """A tape whose layers see each input in its own row, which is looked at once per network and shape.
+    """A tape whose layers tell the truth, which is looked at once per network, shape and parameters.
 
-    A network that turns (B, T, d) to (T, B, d) gives rows to the wrong inputs where T = B, with nothing else to show.
+    A network that turns (B, T, d) to (T, B, d) gives rows to the wrong inputs where T = B, and one that uses a layer's
+    weight a second time, past the layer, has a gradient that the layer knows nothing of; nothing else would show it.
     """
     tape = Tape(net, x, names)
-    known = _known.setdefault(net, set())
-    if len(x) > 1 and tape.own and tuple(x.shape) not in known:
+    known, key = _known.setdefault(net, set()), (tuple(x.shape), tuple(names))
+    if tape.own and key not in known:
         lone = Tape(net, x[-1:], names)
-        if tape.own.keys() != lone.own.keys() or not all(_same_row(lone, m, calls) for m, calls in tape.calls.items()):
-            _by_input.add(net)
+        same = tape.own.keys() == lone.own.keys() and all(_same_row(lone, m, of) for m, of in tape.calls.items())
+        wrong = _not_whole(tape) if same else set(tape.own)
+        if wrong:
+            _elsewhere.setdefault(net, set()).update(wrong)
             tape = Tape(net, x, names)
-        known.add(tuple(x.shape))
+        known.add(key)
     return tape
+
+
+def _not_whole(tape: Tape) -> set[str]:
+    """Parameters whose gradient over the whole batch is not what their layers make of it."""
+    if not tape.f.requires_grad:
+        return set()
+    v = torch.randn(tape.f.shape, generator=torch.Generator().manual_seed(0)).to(tape.f)
+    names = list(tape.own)
+    whole = torch.autograd.grad(tape.f, [tape.parameters[n] for n in names], v, retain_graph=True, allow_unused=True)
+    pairs, wrong = tape.gradients(v, keep=True), set()
+    for name, expected in zip(names, whole, strict=True):
+        layer, own = tape.own[name]
+        found = torch.zeros_like(tape.parameters[name])
+        for x, g in pairs.get(name, []):
+            found += _together(layer, own, x, g)
+        expected = torch.zeros_like(found) if expected is None else expected
+        if float((found - expected).abs().max()) > 1e-2 * max(float(expected.abs().max()), 1e-30):
+            wrong.add(name)
+    return wrong
+
+
+def _together(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
+    """The gradient of one parameter from one call, summed over inputs."""
+    weight = layer._parameters[own]
+    assert weight is not None
+    back = vjp(lambda w: functional_call(layer, {own: w}, (x,)), weight.detach())[1]
+    found: Tensor = back(g)[0]
+    return found.detach()
 
 
 def _same_row(lone: Tape, layer: nn.Module, calls: list[Call]) -> bool:

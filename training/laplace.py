@@ -66,6 +66,25 @@ def linearise(
     return Fitted(network, scores)
 
 
+def said(fitted: Fitted) -> str:
+    """What the grid found, in a sentence or two."""
+    chosen = fitted.network.subnetwork
+    assert chosen is not None
+    S, precision = chosen.entry.size, chosen.entry.prior_precision
+    if not fitted.scores:
+        return f"a posterior over {S:,} weights, with a prior precision of {precision:.4g} as told"
+    text = (
+        f"a posterior over {S:,} weights, with a prior precision of {precision:.4g}: validation log-likelihood "
+        f"{fitted.scores[precision]:.4f}, from {min(fitted.scores.values()):.4f} elsewhere on the grid"
+    )
+    if precision < max(COARSE):
+        return text
+    return (
+        f"{text}. It is the grid's largest: on the validation part the network is best as it is, and the posterior "
+        "adds next to no doubt. Choose a smaller prior precision for more."
+    )
+
+
 def check_plain(network: BayesianNetwork) -> None:
     if network.factors().random and network.subnetwork is None:
         raise LaplaceError(

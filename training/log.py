@@ -24,6 +24,11 @@ def write_csv(log: list[Epoch], path: Path) -> None:
     write_whole(path, text.getvalue().encode())
 
 
+def remark(text: str) -> None:
+    """A line on stderr."""
+    Console(stderr=True).print(text, highlight=False, markup=False)
+
+
 @contextmanager
 def tensorboard(folder: Path) -> Iterator[Callable[[Epoch], None]]:
     """Takes each epoch's numbers, where TensorBoard is installed."""

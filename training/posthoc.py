@@ -16,7 +16,8 @@ from dubito.models.parameters import Positive
 from dubito.models.prediction import evaluating
 from dubito.training.config import LAPLACE, Calibrate, Data, Fit, Laplace, Network, Posterior, Recipe
 from dubito.training.data import Examples, Parts, data_recipe, divide, enter, input_of
-from dubito.training.laplace import LaplaceError, check_plain, linearise
+from dubito.training.laplace import LaplaceError, check_plain, linearise, said
+from dubito.training.log import remark
 from dubito.training.recipe import build_network, finish, read_parts, task_of
 from dubito.training.sources import read_for
 
@@ -122,6 +123,7 @@ def _made(
 ) -> Model:
     network = network.to(torch.device("cpu") if device is None else device)
     fitted = linearise(network, parts.train, parts.validation, declared, settings, recipe.seed)
+    remark(said(fitted))
     return finish(fitted.network, recipe, parts, declared, out)
 
 

@@ -26,8 +26,8 @@ from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data import Examples, Parts, divide, enter, input_of
 from dubito.training.evaluate import measure
 from dubito.training.fit import Epoch, FitError, Run
-from dubito.training.laplace import linearise
-from dubito.training.log import progress, tensorboard, write_csv
+from dubito.training.laplace import linearise, said
+from dubito.training.log import progress, remark, tensorboard, write_csv
 from dubito.training.ranks import Ranks
 from dubito.training.sources import read_data
 from dubito.training.stop import stoppable
@@ -77,7 +77,9 @@ def train(
         return None
     network = run.finish()
     if recipe.laplace is not None:  # so far it is the plain network at its most likely weights
-        network = linearise(network, parts.train, parts.validation, declared, recipe.laplace, recipe.seed).network
+        fitted = linearise(network, parts.train, parts.validation, declared, recipe.laplace, recipe.seed)
+        remark(said(fitted))
+        network = fitted.network
     trained = Trained(finish(network, recipe, parts, declared, out), run.log)
     fitting.clean()
     return trained

@@ -4,9 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from dubito.models import bayesianize, predict
+from dubito.models import bayesianize, build, predict
 from dubito.models.geometry import How
 from dubito.models.hadamard import by_steps, transform
+from dubito.models.laplace import Subnetwork, by_jvp
+from dubito.models.manifest import SubnetworkEntry
+from dubito.models.network import BayesianNetwork
+from dubito.models.normals import Normals
+from dubito.models.prediction import predict_closed
 from dubito.models.uncertainty import Classified
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU predictions are not tested")
@@ -120,3 +125,56 @@ def test_walsh_hadamard_layers_train() -> None:
         out = network(torch.randn(6, 300, device="cuda"))
     (out.float().square().mean() + network.kl() * 1e-4).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+
+
+def linearised(S: int, net: nn.Module) -> BayesianNetwork:
+    """A made-up posterior over S weights: a diagonal, and a little beside it."""
+    network = bayesianize(net, "deterministic").eval()
+    D = sum(p.numel() for p in net.parameters())
+    rng = torch.Generator().manual_seed(0)
+    L = torch.eye(S)
+    L[1:, 0] = 0.01 * torch.randn(S - 1, generator=rng)
+    entry = SubnetworkEntry(size=S, select="random", prior_precision=1.0, examples=1)
+    network.subnetwork = Subnetwork.of(torch.randperm(D, generator=rng)[:S].sort().values, 30 * L, entry)
+    return network
+
+
+def test_a_subnetwork_answers_as_on_the_cpu() -> None:
+    network, x = linearised(50, small()), torch.randn(6, 3, 16, 16)
+    here = predict_closed(network, network.factors(), x).summary
+    network = network.cuda()
+    factors = network.factors()
+    there = predict_closed(network, factors, x).summary
+    assert isinstance(here, Classified)
+    assert isinstance(there, Classified)
+    torch.testing.assert_close(there.probabilities.cpu(), here.probabilities, rtol=1e-2, atol=1e-2)
+    rows = predict(network, factors, x, 8, 0, keep_outputs=True).outputs
+    assert rows is not None
+    chosen = factors.subnetwork
+    assert chosen is not None
+    noise = Normals(0, torch.device("cuda")).rows(8, 50)
+    forward = by_jvp(network.net, x.cuda(), chosen.index, chosen.draw(noise), 8)
+    torch.testing.assert_close(rows, forward, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_forty_thousand_weights_fit_and_answer() -> None:
+    """The paper's largest subnetwork has 42,438."""
+    from dubito.models.manifest import Input
+    from dubito.training.data import Examples
+    from dubito.training.laplace import curvature, factor
+
+    network = linearised(40_000, build("resnet18-cifar")).cuda()
+    factors = network.factors()
+    x = torch.randn(32, 3, 32, 32)
+    closed = predict_closed(network, factors, x).summary
+    assert isinstance(closed, Classified)
+    assert closed.probabilities.isfinite().all()
+    drawn = predict(network, factors, x, 20, 0).summary
+    assert isinstance(drawn, Classified)
+    assert (drawn.probabilities - closed.probabilities).abs().max() < 0.2
+    assert factors.subnetwork is not None
+    data = Examples(x, torch.zeros(32, dtype=torch.long))
+    H = curvature(network, data, Input(shape=(3, 32, 32)), factors.subnetwork.index, 32)
+    L = factor(H, 1.0)
+    assert L.diagonal().min() >= 1 - 1e-6

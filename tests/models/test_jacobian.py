@@ -138,6 +138,24 @@ def test_frozen_unused_and_tied_weights() -> None:
     assert list(layout(net)) == ["one.weight", "one.bias", "two.bias", "unused.weight", "unused.bias"]
 
 
+def test_a_weight_that_is_used_past_its_layer_too() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(nn.functional.linear(self.layer(x).tanh(), self.layer.weight))
+            return out
+
+    torch.manual_seed(0)
+    net, x = Again().double().eval(), torch.randn(4, 3).double()
+    J = brute(net, x)
+    found = Linearised(net, x, torch.arange(J.shape[2]))
+    torch.testing.assert_close(found.jacobian(), J)
+    assert found.tape.others == ["layer.weight"]
+
+
 def test_a_network_whose_rows_see_each_other_is_refused() -> None:
     with pytest.raises(PredictionError, match="normalises by the batch"):
         Linearised(mixed().train(), torch.randn(2, 2, 9, 9).double(), torch.arange(3))
