@@ -206,7 +206,7 @@ class BayesianNetwork(nn.Module):
         folded = x.repeat(run.K, *[1] * (x.dim() - 1)) if run.K > 1 else x
         if channels_last:
             folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-        with running(replace(run, B=len(x), channels_last=channels_last)), _layer_by_layer(self.net):
+        with running(replace(run, B=len(x), channels_last=channels_last)), layer_by_layer(self.net):
             out = self.net(folded)
         if not isinstance(out, Tensor) or len(out) != run.K * len(x):
             came = f"a tensor of {len(out)} rows" if isinstance(out, Tensor) else type(out).__name__
@@ -215,7 +215,7 @@ class BayesianNetwork(nn.Module):
 
 
 @contextmanager
-def _layer_by_layer(net: nn.Module) -> Iterator[None]:
+def layer_by_layer(net: nn.Module) -> Iterator[None]:
     """torch's transformers have a fast path that reads weights past their layers; it must not be taken."""
     if not any(isinstance(m, nn.TransformerEncoderLayer | nn.MultiheadAttention) for m in net.modules()):
         yield
