@@ -27,40 +27,31 @@ class Place:
     after: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Affine:
-    scale: Array  # (d_out,)
-    shift: Array
-
-
-def apply(g: Graph, K: int, geometry: Geometry, place: Place, operand: Operand, affine: Affine | None) -> str:
-    """Activations (K·B, ...) behind the layer, and behind a folded BatchNorm over its outputs where one follows."""
+def apply(g: Graph, K: int, geometry: Geometry, place: Place, operand: Operand, shift: Array | None) -> str:
+    """Activations (K·B, ...) behind the layer, each channel shifted where a shift (d_out,) is given."""
     match operand:
         case Factored():
-            return _factored(g, K, geometry, place, operand, affine)
+            return _factored(g, K, geometry, place, operand, shift)
         case Dense():
             out = _dense(g, K, geometry, place, operand.W)
         case Masked():
             out = _masked(g, K, geometry, place, operand)
-    return out if affine is None else scaled(g, out, len(place.after), affine)
+    return out if shift is None else g.add(out, g.constant(by_channel(shift, len(place.after))))
 
 
-def scaled(g: Graph, x: str, dims: int, affine: Affine) -> str:
-    """scale x + shift per channel, the first of `dims` axes behind the rows."""
-    shape = (-1, *[1] * (dims - 1))
-    return g.add(g.mul(x, g.constant(affine.scale.reshape(shape))), g.constant(affine.shift.reshape(shape)))
+def by_channel(values: Array, dims: int) -> Array:
+    """Numbers of channels, the first of `dims` axes behind the rows."""
+    return values.reshape(-1, *[1] * (dims - 1))
 
 
-def _factored(g: Graph, K: int, geometry: Geometry, place: Place, f: Factored, affine: Affine | None) -> str:
+def _factored(g: Graph, K: int, geometry: Geometry, place: Place, f: Factored, shift: Array | None) -> str:
     G = f.G
-    if affine is not None:
-        G = g.mul(G, g.constant(affine.scale[:, None]))
     if isinstance(geometry, Linear):
         c = _project_linear(g, geometry, place.x, f)
         flat = g.reshape(c, (1 if place.shared else K, -1, f.r + f.outside))
         out = g.matmul(flat, g.op("Transpose", G, perm=[0, 2, 1]))
-        if affine is not None:
-            out = g.add(out, g.constant(affine.shift))
+        if shift is not None:
+            out = g.add(out, g.constant(shift))
         return g.reshape(out, (-1, *place.after))
     groups, d = geometry.groups, geometry.outputs
     c = _project_conv(g, geometry, place, f)
@@ -73,8 +64,8 @@ def _factored(g: Graph, K: int, geometry: Geometry, place: Place, f: Factored, a
         by_group = g.reshape(c, (rows, -1, groups, f.r + f.outside, spots))
         out = g.matmul(g.reshape(G, (K, 1, groups, d // groups, f.r + f.outside)), by_group)
         shape = (groups, d // groups, 1)
-    if affine is not None:
-        out = g.add(out, g.constant(affine.shift.reshape(shape)))
+    if shift is not None:
+        out = g.add(out, g.constant(shift.reshape(shape)))
     return g.reshape(out, (-1, *place.after))
 
 
@@ -105,24 +96,26 @@ def _project_conv(g: Graph, conv: Conv, place: Place, f: Factored) -> str:
     c = _conv(g, conv, x, kernel, bias, conv.groups)
     if not f.outside:
         return c
-    sizes = place.after[1:]
-    per_group = (-1, conv.groups, conv.inputs // conv.groups, *place.before[1:])
-    if conv.groups == 1:
-        squares = g.op("ReduceSumSquare", place.x, g.constant([1]))
-    else:
-        squares = g.op("ReduceSumSquare", g.reshape(place.x, per_group), g.constant([2]), keepdims=0)
-    energy = _padded(g, conv, squares)
+    sizes, groups, spots = place.after[1:], conv.groups, math.prod(place.after[1:])
+    squares = _sums(g, place.x, groups, conv.inputs // groups, math.prod(place.before[1:]))
+    energy = _padded(g, conv, g.reshape(squares, (-1, groups, *place.before[1:])))
     if math.prod(conv.kernel) > 1 or any(s > 1 for s in conv.stride) or any(sum(p) for p in pads(conv)):
-        ones = g.constant(np.ones((conv.groups, 1, *conv.kernel), np.float32))
-        energy = _conv(g, conv, energy, ones, None, conv.groups)
+        ones = g.constant(np.ones((groups, 1, *conv.kernel), np.float32))
+        energy = _conv(g, conv, energy, ones, None, groups)
     if conv.bias:
         energy = g.add(energy, g.constant(1.0))
-    if conv.groups == 1:
-        return g.op("Concat", c, _length(g, energy, g.op("ReduceSumSquare", c, g.constant([1]))), axis=1)
-    by_group = g.reshape(c, (-1, conv.groups, f.r, *sizes))
-    inside = g.op("ReduceSumSquare", by_group, g.constant([2]))
-    length = _length(g, g.reshape(energy, (-1, conv.groups, 1, *sizes)), inside)
-    return g.op("Concat", by_group, length, axis=2)
+    inside = g.reshape(_sums(g, c, groups, f.r, spots), (-1, groups, *sizes))
+    length = _length(g, energy, inside)
+    if groups == 1:
+        return g.op("Concat", c, length, axis=1)
+    by_group = g.reshape(c, (-1, groups, f.r, *sizes))
+    return g.op("Concat", by_group, g.reshape(length, (-1, groups, 1, *sizes)), axis=2)
+
+
+def _sums(g: Graph, x: str, groups: int, channels: int, spots: int) -> str:
+    """Squares summed over the channels of a group: (rows, groups, 1, spots). A product with ones is the fastest sum."""
+    by_group = g.reshape(x, (-1, groups, channels, spots))
+    return g.matmul(g.constant(np.ones((1, channels), np.float32)), g.mul(by_group, by_group))
 
 
 def _kernel(g: Graph, conv: Conv, W: str, filters: int) -> tuple[str, str | None]:

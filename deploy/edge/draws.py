@@ -10,6 +10,7 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dubito.deploy.edge.errors import ExportError
@@ -27,6 +28,7 @@ from dubito.models.parameters import Free, Positive
 from dubito.models.posterior import Factors, Frozen, Law
 from dubito.models.weight_space import WeightFactors, WeightSpace
 
+HIERARCHY = "hierarchy"  # its name among the layers
 SMALLEST_ROOT = 1e-3  # of q or p: below it Z alone does not give its direction back
 
 
@@ -41,7 +43,7 @@ class Factored:
 
     B_T: str  # (r, d_in)
     r: int
-    G: str  # (K, d_out, r), or (K, d_out, r + 1) with e as its last column
+    G: str  # (K, d_out, r); with an outside (K, d_out, r + 1), e its last column
     outside: bool
 
 
@@ -62,7 +64,6 @@ class Sampler:
         self.noise = None if seed is None else Noise(graph, K, seed)
         self.rotations = Rotations()
         self.rotated: list[str] = []
-        self.noises: list[str] = []  # one value per part of the network that draws
         self.keys: str | None = None
         self._members: dict[int, str] = {}
 
@@ -70,8 +71,7 @@ class Sampler:
         if n == 0:
             return ""
         assert self.noise is not None
-        self.noises.append(f"{name}:normals")
-        return self.noise.normals(n, self.noises[-1])
+        return self.noise.normals(n, name)
 
     def start_members(self, most: int) -> None:
         if most > 1:
@@ -101,53 +101,75 @@ def array(t: Tensor) -> Array:
     return t.detach().double().cpu().numpy()
 
 
-def draw(s: Sampler, name: str, layer: BayesianLayer, factors: Factors, V: str | None) -> Operand:
-    """K samples of a layer; V where a hierarchy has drawn it already."""
+def draw(s: Sampler, name: str, layer: BayesianLayer, factors: Factors, V: str | None, scale: Array) -> Operand:
+    """K samples of a layer, its outputs scaled by `scale` (d_out,); V where a hierarchy has drawn it already."""
     for kind, write in WRITERS.items():
         if isinstance(factors, kind):
-            return write(s, name, layer.posterior, factors, V)
+            return write(s, name, layer.posterior, factors, V, scale)
     raise ExportError(f"layer {name!r}: no export of {type(factors).__name__} is known.")
 
 
-def _inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: str | None) -> Operand:
+def _inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: str | None, scale: Array) -> Operand:
     g, K = s.graph, s.K
-    d_out, d_in = f.shape
-    of_V, first, second = f._parts()
-    noise = s.normals(f.normals, name)
-    for_V, for_first, for_second = g.split(noise, 1, [of_V, first, second]) if noise else ("", "", "")
     if V is None:
         assert f.q_V is not None
-        V = _law(s, f.q_V, q.law, for_V)
-    rows, columns = _Side(s, q.Z_r, q.D_r, f.matheron.Q_r, f.matheron.p), _Side(s, q.Z_c, q.D_c, f.matheron.Q_c, f.matheron.q)
+        V = _law(s, f.q_V, q.law, s.normals(f.normals_of_V, f"{name}:V"))
+    rows = _Side(s, q.Z_r, q.D_r, f.matheron.Q_r, f.matheron.p)
+    columns = _Side(s, q.Z_c, q.D_c, f.matheron.Q_c, f.matheron.q)
     if f.lam == 0:
-        sigma = g.constant(f.sigma)
-        return Factored(columns.A_T(), len(q.Z_c.value), g.matmul(g.mul(g.op("Transpose", rows.A_T()), sigma), V), False)
+        A_r = g.mul(g.op("Transpose", rows.A_T()), _times(g, f.sigma, scale))
+        return Factored(columns.A_T(), len(q.Z_c.value), g.matmul(A_r, V), False)
     B_r_T, B_c_T = rows.B_T(f.matheron.B_r), columns.B_T(f.matheron.B_c)
-    B_r = g.op("Transpose", B_r_T)
-    decided = g.matmul(g.matmul(g.op("Transpose", rows.turned()), V), columns.turned())  # √(p qᵀ) ∘ Q_rᵀ V Q_c
-    p, t = np.asarray(array(f.matheron.p)), np.asarray(array(f.matheron.q))
-    unknown = g.op("Sub", g.constant(1.0), g.mul(g.constant(p[:, None]), g.constant(t[None, :])))
-    unknown = g.op("Sqrt", g.op("Relu", unknown))
+    p, t = array(f.matheron.p), array(f.matheron.q)
     if f.noise == "exact":
-        E, eps = g.reshape(for_first, (K, d_out, d_in)), g.reshape(for_second, (K, len(p), len(t)))
-        of_E = g.matmul(g.matmul(B_r_T, E), g.op("Transpose", B_c_T))
-        inner = g.add(decided, g.mul(g.op("Sub", g.mul(unknown, eps), of_E), g.constant(f.lam)))
-        mean = g.matmul(g.mul(g.matmul(B_r, inner), g.constant(f.sigma)), B_c_T)
-        return Dense(g.add(mean, g.mul(E, g.constant(f.lam * f.sigma))))
-    r, R = len(t), f.B.shape[1] - len(t)
-    eps, extra = g.split(g.reshape(for_first, (K, d_out, r + R)), 2, [r, R])
-    less = g.mul(g.op("Sub", unknown, g.constant(1.0)), g.constant(f.lam))
-    inner = g.mul(g.add(decided, g.mul(less, g.matmul(B_r_T, eps))), g.constant(f.sigma))
-    scale = g.constant(f.lam * f.sigma)
-    parts = [g.add(g.matmul(B_r, inner), g.mul(eps, scale))]
-    B_T = B_c_T
-    if R:
-        parts.append(g.mul(extra, scale))
-        B_T = g.op("Concat", B_c_T, g.weights(array(f.B)[:, r:].T), axis=0)
-    if not f.spans:
-        parts.append(g.mul(g.reshape(for_second, (K, d_out, 1)), scale))
-    G = parts[0] if len(parts) == 1 else g.op("Concat", *parts, axis=2)
-    return Factored(B_T, r + R, G, not f.spans)
+        return Dense(_way_2(s, name, f, V, rows, columns, B_r_T, B_c_T, scale))
+    d_out, r = len(f.matheron.B_r), len(t)
+    R, outside = f.B.shape[1] - r, int(not f.spans)
+    width = r + R + outside
+    # columns beyond r have noise of their own and nothing else: zeros beside what r decide
+    more = np.zeros(R + outside)
+    decided = g.matmul(g.matmul(g.op("Transpose", rows.turned()), V), columns.turned(R + outside))
+    E = g.reshape(s.normals(d_out * width, f"{name}:E"), (K, d_out, width))
+    less = g.op("Sub", _unknown(g, p, np.concatenate([t, more])), g.constant(1.0))
+    inner = g.add(decided, g.mul(g.mul(less, g.constant(f.lam)), g.matmul(B_r_T, E)))
+    B_r = g.mul(g.op("Transpose", B_r_T), _times(g, f.sigma, scale))
+    G = g.add(g.matmul(B_r, inner), g.mul(E, _times(g, f.lam * f.sigma, scale)))
+    B_T = g.op("Concat", B_c_T, g.weights(array(f.B)[:, r:].T), axis=0) if R else B_c_T
+    return Factored(B_T, r + R, G, bool(outside))
+
+
+def _times(g: Graph, number: float, scale: Array) -> str:
+    """number · scale, a row each; the vector is stored once."""
+    return g.constant(number) if (scale == 1).all() else g.mul(g.constant(scale[:, None]), g.constant(number))
+
+
+def _unknown(g: Graph, p: Array, q: Array) -> str:
+    """√(1 − p qᵀ), from its two vectors."""
+    known = g.mul(g.constant(p[:, None]), g.constant(q[None, :]))
+    return g.op("Sqrt", g.op("Relu", g.op("Sub", g.constant(1.0), known)))
+
+
+def _way_2(
+    s: Sampler,
+    name: str,
+    f: InducingFactors,
+    V: str,
+    rows: "_Side",
+    columns: "_Side",
+    B_r_T: str,
+    B_c_T: str,
+    scale: Array,
+) -> str:
+    """The exact law: W itself, (K, d_out, d_in)."""
+    g, (d_out, d_in), (r_out, r_in) = s.graph, f.shape, f.matheron.known.shape
+    E = g.reshape(s.normals(d_out * d_in, f"{name}:E"), (s.K, d_out, d_in))
+    eps = g.reshape(s.normals(r_out * r_in, f"{name}:eps"), (s.K, r_out, r_in))
+    decided = g.matmul(g.matmul(g.op("Transpose", rows.turned()), V), columns.turned())
+    of_E = g.matmul(g.matmul(B_r_T, E), g.op("Transpose", B_c_T))
+    unknown = _unknown(g, array(f.matheron.p), array(f.matheron.q))
+    inner = g.add(decided, g.mul(g.op("Sub", g.mul(unknown, eps), of_E), g.constant(f.lam)))
+    B_r = g.mul(g.op("Transpose", B_r_T), _times(g, f.sigma, scale))
+    return g.add(g.matmul(g.matmul(B_r, inner), B_c_T), g.mul(E, _times(g, f.lam * f.sigma, scale)))
 
 
 class _Side:
@@ -175,9 +197,11 @@ class _Side:
         turn = g.op("Transpose", g.mul(self._rotation(), g.constant(self._signs() / self.root)))
         return g.matmul(turn, self._from_Z(self._inverse()))
 
-    def turned(self) -> str:
-        """Q diag(√q): (M, r)"""
-        return self.s.graph.mul(self._rotation(), self.s.graph.constant(self._signs() * self.root))
+    def turned(self, more: int = 0) -> str:
+        """Q diag(√q), and columns of zeros beside it: (M, r + more)"""
+        g = self.s.graph
+        found = g.mul(self._rotation(), g.constant(self._signs() * self.root))
+        return g.op("Pad", found, g.constant([0, 0, 0, more])) if more else found
 
     def _rotation(self) -> str:
         if self._turn is None:
@@ -246,15 +270,20 @@ def _law(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
     raise ExportError(f"no export of {type(frozen).__name__} is known.")
 
 
-def _weights(s: Sampler, name: str, q: WeightSpace, f: WeightFactors, V: str | None) -> Operand:
-    return Dense(_law(s, f.q_W, q.law, s.normals(f.normals, name)))
+def _weights(s: Sampler, name: str, q: WeightSpace, f: WeightFactors, V: str | None, scale: Array) -> Operand:
+    W = _law(s, f.q_W, q.law, s.normals(f.normals, f"{name}:W"))
+    return Dense(_scaled(s.graph, W, scale))
 
 
-def _dropout(s: Sampler, name: str, q: Any, f: DropoutFactors, V: str | None) -> Operand:
+def _scaled(g: Graph, W: str, scale: Array) -> str:
+    return W if (scale == 1).all() else g.mul(W, g.constant(scale[:, None]))
+
+
+def _dropout(s: Sampler, name: str, q: Any, f: DropoutFactors, V: str | None, scale: Array) -> Operand:
     g = s.graph
-    below = g.op("Less", s.normals(f.normals, name), g.constant(NormalDist().inv_cdf(1 - f.rate)))
+    below = g.op("Less", s.normals(f.normals, f"{name}:z"), g.constant(NormalDist().inv_cdf(1 - f.rate)))
     kept = g.mul(g.op("Cast", below, to=1), g.constant(1 / (1 - f.rate)))
-    return Masked(g.weights(array(f.W)), kept)
+    return Masked(_scaled(g, g.weights(array(f.W)), scale), kept)
 
 
 WRITERS: Mapping[type, Callable[..., Operand]] = {
@@ -266,7 +295,7 @@ WRITERS: Mapping[type, Callable[..., Operand]] = {
 
 def V_of_all(s: Sampler, above: BayesianLayer, factors: Factors) -> str:
     """What a hierarchy draws: (K, M_out, Σ M_in)."""
-    match drawn := draw(s, "hierarchy", above, factors, None):
+    match drawn := draw(s, HIERARCHY, above, factors, None, np.ones(above.geometry.shape[0])):
         case Dense():
             return drawn.W
         case Factored():
@@ -274,3 +303,21 @@ def V_of_all(s: Sampler, above: BayesianLayer, factors: Factors) -> str:
             return s.graph.matmul(drawn.G, drawn.B_T)
     raise ExportError("a hierarchy draws inducing weights only.")
 
+
+def normals_in_order(f: Factors, K: int, drawn: Callable[[str], Array]) -> Tensor:
+    """What the graph drew for a layer, as the torch layer takes it: (K, normals); `drawn` gives a value by its kind."""
+    if f.normals == 0:
+        return torch.zeros(K, 0)
+    if isinstance(f, WeightFactors):
+        return torch.from_numpy(drawn("W"))
+    if isinstance(f, DropoutFactors):
+        return torch.from_numpy(drawn("z"))
+    assert isinstance(f, InducingFactors)
+    parts = [drawn("V")] if f.normals_of_V else []
+    if f.lam > 0 and f.noise == "exact":
+        parts += [drawn("E"), drawn("eps")]
+    elif f.lam > 0:
+        E = drawn("E").reshape(K, len(f.matheron.B_r), -1)
+        inside, outside = np.split(E, [f.B.shape[1]], axis=2)
+        parts += [inside.reshape(K, -1), outside.reshape(K, -1)]
+    return torch.from_numpy(np.concatenate(parts, 1))

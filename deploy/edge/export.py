@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +12,16 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from dubito.deploy.edge.apply import Affine, Place, apply, scaled
+from dubito.deploy.edge.apply import Place, apply, by_channel
 from dubito.deploy.edge.draws import Dense, Operand, Sampler, V_of_all, array, draw
 from dubito.deploy.edge.errors import ExportError
-from dubito.deploy.edge.graph import OPSET, OURS, Graph, Precision
+from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, Precision
 from dubito.deploy.edge.summary import classified, regressed
 from dubito.deploy.edge.trace import Traced, trace
 from dubito.models.answers import rule_for
 from dubito.models.artifact import write_by
 from dubito.models.geometry import Conv
 from dubito.models.inducing import Inducing
-from dubito.models.layers import BayesianLayer
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork, NetworkFactors
 
@@ -112,6 +112,7 @@ class _Writer:
         for node in graph.node:
             for name in node.input:
                 self.readers.setdefault(name, []).append(node)
+        self.calls = Counter(_name(node) for node in graph.node if node.domain == OURS)
         self.value: dict[str, str] = {}  # what a traced value is called here
         self.once: set[str] = set()  # traced values that all samples share: they have B rows
         self.fixed: set[str] = set()  # traced values that no input changes
@@ -180,13 +181,15 @@ class _Writer:
         (out,) = node.output
         match node.op_type:
             case "Layer":
-                layer, operand = self._operand(_name(node), V)
-                follower = self._affine_behind(out, layer)
-                affine = None if follower is None else self._affine(follower)
+                name = _name(node)
+                layer = self.traced.layers[name]
+                follower = self._affine_behind(out, name)
+                scale, shift = (np.ones(layer.geometry.shape[0]), None) if follower is None else self._affine(follower)
                 end = out if follower is None else follower.output[0]
+                operand = self._operand(name, V, scale)
                 before, after = self.shapes[node.input[0]][1:], self.shapes[out][1:]
                 place = Place(self.value[node.input[0]], node.input[0] in self.once, before, after)
-                self.value[end] = apply(self.g, self.K, layer.geometry, place, operand, affine)
+                self.value[end] = apply(self.g, self.K, layer.geometry, place, operand, shift)
                 if self.K == 1 and place.shared:
                     self.once.add(end)
                 self.skip.add(end)
@@ -197,32 +200,35 @@ class _Writer:
                 self.value[out] = self._chosen(rows, self.shapes[out][1:])
         return None
 
-    def _operand(self, name: str, V: Mapping[str, str]) -> tuple[BayesianLayer, Operand]:
+    def _operand(self, name: str, V: Mapping[str, str], scale: Array) -> Operand:
         """Drawn once, wherever a network calls the layer."""
-        layer = self.traced.layers[name]
         if name not in self.operands:
-            self.operands[name] = draw(self.s, name, layer, self.factors.layers[name], V.get(name))
+            layer, factors = self.traced.layers[name], self.factors.layers[name]
+            self.operands[name] = draw(self.s, name, layer, factors, V.get(name), scale)
             if isinstance(self.operands[name], Dense):
                 self.formed.append(name)
-        return layer, self.operands[name]
+        return self.operands[name]
 
-    def _affine_behind(self, value: str, layer: BayesianLayer) -> onnx.NodeProto | None:
-        """A folded BatchNorm that alone reads a layer's outputs, channel by channel."""
+    def _affine_behind(self, value: str, name: str) -> onnx.NodeProto | None:
+        """A folded BatchNorm that alone reads a layer's outputs, channel by channel, where the layer is called once."""
         readers = self.readers.get(value, [])
         if len(readers) != 1 or readers[0].domain != OURS or readers[0].op_type != "Affine":
             return None
-        by_channel = isinstance(layer.geometry, Conv) or len(self.shapes[value]) == 2
-        return readers[0] if by_channel and len(self.traced.affines[_name(readers[0])]) == 1 else None
+        by_channel = isinstance(self.traced.layers[name].geometry, Conv) or len(self.shapes[value]) == 2
+        once = self.calls[name] == 1 and len(self.traced.affines[_name(readers[0])]) == 1
+        return readers[0] if by_channel and once else None
 
-    def _affine(self, node: onnx.NodeProto) -> Affine:
+    def _affine(self, node: onnx.NodeProto) -> tuple[Array, Array]:
+        """Scale and shift."""
         (one,) = self.traced.affines[_name(node)]
-        return Affine(array(one.scale), array(one.shift))
+        return array(one.scale), array(one.shift)
 
     def _affine_alone(self, node: onnx.NodeProto) -> None:
         (value,), (out,) = node.input, node.output
         each, sizes = self.traced.affines[_name(node)], self.shapes[value][1:]
         if len(each) == 1:
-            self.value[out] = scaled(self.g, self.value[value], len(sizes), self._affine(node))
+            scale, shift = (self.g.constant(by_channel(v, len(sizes))) for v in self._affine(node))
+            self.value[out] = self.g.add(self.g.mul(self.value[value], scale), shift)
             self._follow(node, value in self.once)
             return
         g, member = self.g, self.s.member(len(each))
