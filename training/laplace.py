@@ -92,15 +92,22 @@ def check_plain(network: BayesianNetwork) -> None:
         )
 
 
+def check_size(net: nn.Module, settings: Laplace) -> int:
+    """S, where the network has as many weights."""
+    D = sum(p.numel() for p in net.parameters())
+    S = min(USUAL_SIZE, D) if settings.size is None else settings.size
+    if S > D:
+        raise LaplaceError(f"size is {S:,}, but the network has {D:,} weights; expected no more than those.")
+    return S
+
+
 def choose(network: BayesianNetwork, train: Examples, declared: Input, settings: Laplace, seed: int = 0) -> Tensor:
     """The places (S,), rising, of the chosen weights among all parameters in a row."""
     net = network.net
     D, device = sum(p.numel() for p in net.parameters()), next(net.parameters()).device
     if settings.select == "last-layer":
         return _last_layer(net).to(device)
-    S = min(USUAL_SIZE, D) if settings.size is None else settings.size
-    if S > D:
-        raise LaplaceError(f"size is {S:,}, but the network has {D:,} weights; expected no more than those.")
+    S = check_size(net, settings)
     match settings.select:
         case "random":
             places = torch.randperm(D, generator=torch.Generator().manual_seed(seed))[:S].to(device)
