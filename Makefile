@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-NEED_DATA := fashion uci
+NEED_DATA := fashion rotated_mnist uci
 BENCH ?= $(filter-out _% $(NEED_DATA),$(basename $(notdir $(wildcard benchmarks/*.py))))
 DATA ?= data
 

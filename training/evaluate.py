@@ -1,8 +1,7 @@
 """What a model is worth on data: its answers, its doubt inside and outside, under shift, and as draws are added."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,6 +18,7 @@ from dubito.models.prediction import tally_for
 from dubito.models.uncertainty import Classified, Regressed
 from dubito.training import metrics
 from dubito.training.data import DataError, Examples, enter
+from dubito.training.log import bar
 from dubito.training.seeds import stream
 from dubito.training.shift import corrupt, families
 
@@ -76,7 +76,7 @@ def evaluate(
     pictures = _some(examples, SHIFTED, seed)
     changes = [(f, s) for f, all_s in families(pictures.x.shape[1]).items() for s in all_s] if shift else []
     asked = sum(map(len, outside.values())) + len(changes) * len(pictures)
-    with _progress(max(grid) * len(examples) + max(1, K) * asked) as advance:
+    with bar("evaluating", max(grid) * len(examples) + max(1, K) * asked) as advance:
         curve = ask(model, examples.x, grid, seed, advance)
         inside = curve[K] if K else way.ask(model, examples.x, seed)
         answers = {name: way.ask(model, others.x, seed, advance) for name, others in outside.items()}
@@ -111,17 +111,6 @@ def evaluate(
         clean = measure(model, pictures, samples=samples, seed=seed, method=method)
         figures["shift"] = {"examples": len(pictures), "clean": clean, "families": shifted}
     return Evaluation(figures, model, examples, inside, {n: (outside[n], answers[n]) for n in outside})
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("evaluating", total=total)
-        yield lambda rows: bar.advance(task, rows)
 
 
 def flags(summary: Summary, rule: Rule) -> Tensor | None:

@@ -6,8 +6,7 @@ those S, with the prior's precision on its diagonal, is the precision of the Gau
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +22,7 @@ from dubito.models.start import CONVERTIBLE
 from dubito.models.uncertainty import ValueTally, probit
 from dubito.training.config import Laplace
 from dubito.training.data import Examples, enter
+from dubito.training.log import bar
 from dubito.training.metrics import gaussian_nll, nll
 
 USUAL_SIZE = 1000  # S
@@ -92,15 +92,22 @@ def check_plain(network: BayesianNetwork) -> None:
         )
 
 
+def check_size(net: nn.Module, settings: Laplace) -> int:
+    """S, where the network has as many weights."""
+    D = sum(p.numel() for p in net.parameters())
+    S = min(USUAL_SIZE, D) if settings.size is None else settings.size
+    if S > D:
+        raise LaplaceError(f"size is {S:,}, but the network has {D:,} weights; expected no more than those.")
+    return S
+
+
 def choose(network: BayesianNetwork, train: Examples, declared: Input, settings: Laplace, seed: int = 0) -> Tensor:
     """The places (S,), rising, of the chosen weights among all parameters in a row."""
     net = network.net
     D, device = sum(p.numel() for p in net.parameters()), next(net.parameters()).device
     if settings.select == "last-layer":
         return _last_layer(net).to(device)
-    S = min(USUAL_SIZE, D) if settings.size is None else settings.size
-    if S > D:
-        raise LaplaceError(f"size is {S:,}, but the network has {D:,} weights; expected no more than those.")
+    S = check_size(net, settings)
     match settings.select:
         case "random":
             places = torch.randperm(D, generator=torch.Generator().manual_seed(seed))[:S].to(device)
@@ -262,15 +269,3 @@ def closed_nll(network: BayesianNetwork, f: Tensor, variance: Tensor, y: Tensor)
         found = tally.regressed(f, variance)
         return gaussian_nll(found.mean.cpu(), (found.epistemic_variance + found.aleatoric_variance).cpu(), y.cpu())
     return nll(probit(f, variance).probabilities.cpu(), y.cpu())
-
-
-@contextmanager
-def bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """On stderr, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
-        task = shown.add_task(title, total=total)
-        yield lambda n: shown.advance(task, n)

@@ -68,3 +68,12 @@ def progress(run: Run, title: str) -> Iterator[Callable[[Told], None]]:
                 console.print(f"{title}: {said}", highlight=False)
 
         yield tell
+
+
+@contextmanager
+def bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Of any other long work, on stderr where that is a terminal; it is told how much more is done."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(title, total=total)
+        yield lambda n: shown.advance(task, n)

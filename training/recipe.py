@@ -26,7 +26,7 @@ from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data import Examples, Parts, divide, enter, input_of
 from dubito.training.evaluate import measure
 from dubito.training.fit import Epoch, FitError, Run
-from dubito.training.laplace import linearise, said
+from dubito.training.laplace import check_size, linearise, said
 from dubito.training.log import progress, remark, tensorboard, write_csv
 from dubito.training.ranks import Ranks
 from dubito.training.sources import read_data
@@ -168,6 +168,7 @@ def _load_weights(net: nn.Module, path: str) -> None:
 
 def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["network", "prior"]) -> BayesianNetwork:
     if recipe.laplace is not None:
+        check_size(net, recipe.laplace)  # before the work, not after it
         return bayesianize(net, "deterministic", task=task_of(parts))
     options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.posterior.options.items()}
     layers: Any = recipe.posterior.layers or None

@@ -7,7 +7,7 @@ from dubito.models import load
 from dubito.models.answers import answers
 from dubito.models.embedded import embedded
 from dubito.models.model import Model
-from dubito.training.config import read_recipe
+from dubito.training.config import Recipe, read_recipe
 from dubito.training.data import enter, part_of
 from dubito.training.evaluate import measure
 from dubito.training.shift import corrupt
@@ -29,7 +29,7 @@ def test_it_is_small_and_calibrated(model: Model) -> None:
 
 def test_it_comes_from_the_shipped_recipe(model: Model) -> None:
     provenance = model.card.provenance
-    assert provenance.recipe == read_recipe("digits").model_dump(mode="json")
+    assert Recipe.model_validate(provenance.recipe) == read_recipe("digits")  # keys that came later have their defaults
     assert provenance.data_hash == read_data("digits").hash()
 
 

@@ -173,6 +173,8 @@ def test_what_is_refused(plain: Path, data: Path, tmp_path: Path) -> None:
     assert "cannot be loaded" in refused("laplace", plain, "--arch", "mlp", *of, "--out", out)
     assert "no architecture" in refused("laplace", plain, "--arch", "nothing", *of, "--out", out)
     recipe: list[str | Path] = ["train", f"npz:{data}", "--out", out, *QUICK, *LAPLACE]
+    assert "has 134 weights" in refused(*recipe, "--set=posterior.options={size=200}")
+    assert not list(tmp_path.iterdir())  # refused before the work
     assert "there is no inducing" in refused(*recipe, "--set=posterior.options={inducing=3}")
     assert "posterior.layers" in refused(*recipe, "--set=posterior.options={}", "--set=posterior.layers={x={}}")
     assert "'probit'" in refused("train", f"npz:{data}", "--out", out, "--set=calibrate.method=probit")
