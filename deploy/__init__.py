@@ -1,0 +1,1 @@
+"""Where a model runs: the edge (ONNX), and what watches a server."""

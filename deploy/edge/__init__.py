@@ -1,0 +1,1 @@
+"""The compact model as ONNX, still Bayesian: its graph, its check, and a runtime without torch."""

@@ -1,0 +1,210 @@
+"""How K samples of a layer act on activations in a graph: as `dubito.models.geometry`, channels first.
+
+Rows are K·B, sample after sample; an input that all samples share has B rows, and what is the same for all samples is
+computed on those.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dubito.deploy.edge.draws import Dense, Factored, Masked, Operand
+from dubito.deploy.edge.errors import ExportError
+from dubito.deploy.edge.graph import Array, Graph
+from dubito.deploy.edge.trace import pads
+from dubito.models.geometry import Conv, Geometry, Linear
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer stands: its input, whether all samples share it, and sizes without the rows."""
+
+    x: str
+    shared: bool
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def apply(g: Graph, K: int, geometry: Geometry, place: Place, operand: Operand, shift: Array | None) -> str:
+    """Activations (K·B, ...) behind the layer, each channel shifted where a shift (d_out,) is given."""
+    match operand:
+        case Factored():
+            return _factored(g, K, geometry, place, operand, shift)
+        case Dense():
+            out = _dense(g, K, geometry, place, operand.W)
+        case Masked():
+            out = _masked(g, K, geometry, place, operand)
+    return out if shift is None else g.add(out, g.constant(by_channel(shift, len(place.after))))
+
+
+def by_channel(values: Array, dims: int) -> Array:
+    """Numbers of channels, the first of `dims` axes behind the rows."""
+    return values.reshape(-1, *[1] * (dims - 1))
+
+
+def _factored(g: Graph, K: int, geometry: Geometry, place: Place, f: Factored, shift: Array | None) -> str:
+    G = f.G
+    if isinstance(geometry, Linear):
+        c = _project_linear(g, geometry, place.x, f)
+        flat = g.reshape(c, (1 if place.shared else K, -1, f.r + f.outside))
+        out = g.matmul(flat, g.op("Transpose", G, perm=[0, 2, 1]))
+        if shift is not None:
+            out = g.add(out, g.constant(shift))
+        return g.reshape(out, (-1, *place.after))
+    groups, d = geometry.groups, geometry.outputs
+    c = _project_conv(g, geometry, place, f)
+    spots = math.prod(place.after[1:])
+    rows = 1 if place.shared else K
+    if groups == 1:
+        out = g.matmul(g.reshape(G, (K, 1, d, f.r + f.outside)), g.reshape(c, (rows, -1, f.r + f.outside, spots)))
+        shape: tuple[int, ...] = (d, 1)
+    else:
+        by_group = g.reshape(c, (rows, -1, groups, f.r + f.outside, spots))
+        out = g.matmul(g.reshape(G, (K, 1, groups, d // groups, f.r + f.outside)), by_group)
+        shape = (groups, d // groups, 1)
+    if shift is not None:
+        out = g.add(out, g.constant(shift.reshape(shape)))
+    return g.reshape(out, (-1, *place.after))
+
+
+def _project_linear(g: Graph, linear: Linear, x: str, f: Factored) -> str:
+    B = g.op("Transpose", f.B_T)
+    c = g.matmul(x, g.part(B, 0, 0, linear.inputs) if linear.bias else B)
+    if linear.bias:
+        c = g.add(c, g.reshape(g.part(B, 0, linear.inputs, linear.inputs + 1), (f.r,)))
+    if not f.outside:
+        return c
+    energy = g.op("ReduceSumSquare", x, g.constant([-1]))
+    if linear.bias:
+        energy = g.add(energy, g.constant(1.0))
+    return g.op("Concat", c, _length(g, energy, g.op("ReduceSumSquare", c, g.constant([-1]))), axis=-1)
+
+
+def _length(g: Graph, whole: str, inside: str) -> str:
+    return g.op("Sqrt", g.op("Relu", g.op("Sub", whole, inside)))
+
+
+def _project_conv(g: Graph, conv: Conv, place: Place, f: Factored) -> str:
+    """(rows, groups · (r + 1 where there is an outside), *sizes)"""
+    x = _padded(g, conv, place.x)
+    kernel, bias = _kernel(g, conv, f.B_T, f.r)
+    if conv.groups > 1:
+        kernel = g.op("Tile", kernel, g.constant([conv.groups] + [1] * (conv.dims + 1)))
+        bias = bias and g.op("Tile", bias, g.constant([conv.groups]))
+    c = _conv(g, conv, x, kernel, bias, conv.groups)
+    if not f.outside:
+        return c
+    sizes, groups, spots = place.after[1:], conv.groups, math.prod(place.after[1:])
+    squares = _sums(g, place.x, groups, conv.inputs // groups, math.prod(place.before[1:]))
+    energy = _padded(g, conv, g.reshape(squares, (-1, groups, *place.before[1:])))
+    if math.prod(conv.kernel) > 1 or any(s > 1 for s in conv.stride) or any(sum(p) for p in pads(conv)):
+        ones = g.constant(np.ones((groups, 1, *conv.kernel), np.float32))
+        energy = _conv(g, conv, energy, ones, None, groups)
+    if conv.bias:
+        energy = g.add(energy, g.constant(1.0))
+    inside = g.reshape(_sums(g, c, groups, f.r, spots), (-1, groups, *sizes))
+    length = _length(g, energy, inside)
+    if groups == 1:
+        return g.op("Concat", c, length, axis=1)
+    by_group = g.reshape(c, (-1, groups, f.r, *sizes))
+    return g.op("Concat", by_group, g.reshape(length, (-1, groups, 1, *sizes)), axis=2)
+
+
+def _sums(g: Graph, x: str, groups: int, channels: int, spots: int) -> str:
+    """Squares summed over the channels of a group: (rows, groups, 1, spots). A product with ones is the fastest sum."""
+    by_group = g.reshape(x, (-1, groups, channels, spots))
+    return g.matmul(g.constant(np.ones((1, channels), np.float32)), g.mul(by_group, by_group))
+
+
+def _kernel(g: Graph, conv: Conv, W: str, filters: int) -> tuple[str, str | None]:
+    """Filters and bias of a matrix (filters, d_in)."""
+    size = conv.shape[1] - conv.bias
+    kernel = g.part(W, 1, 0, size) if conv.bias else W
+    bias = g.reshape(g.part(W, 1, size, size + 1), (filters,)) if conv.bias else None
+    return g.reshape(kernel, (filters, conv.inputs // conv.groups, *conv.kernel)), bias
+
+
+def _padded(g: Graph, conv: Conv, x: str) -> str:
+    """Padding that a convolution cannot do itself."""
+    if conv.padding_mode == "zeros":
+        return x
+    modes = {"reflect": "reflect", "replicate": "edge"}
+    if conv.padding_mode not in modes:
+        raise ExportError(f"a convolution pads {conv.padding_mode!r}, which opset 18 cannot; leave it deterministic.")
+    around = pads(conv)
+    sides = [0, 0, *(p for p, _ in around), 0, 0, *(p for _, p in around)]
+    return g.op("Pad", x, g.constant(sides), mode=modes[conv.padding_mode])
+
+
+def _conv(g: Graph, conv: Conv, x: str, kernel: str, bias: str | None, groups: int) -> str:
+    around = pads(conv) if conv.padding_mode == "zeros" else [(0, 0)] * conv.dims
+    return g.op(
+        "Conv",
+        *([x, kernel] if bias is None else [x, kernel, bias]),
+        kernel_shape=list(conv.kernel),
+        strides=list(conv.stride),
+        dilations=list(conv.dilation),
+        pads=[p for p, _ in around] + [p for _, p in around],
+        group=groups,
+    )
+
+
+def _dense(g: Graph, K: int, geometry: Geometry, place: Place, W: str) -> str:
+    """K weight matrices, each on its own rows: a batched product, or one convolution with K groups side by side."""
+    if isinstance(geometry, Linear):
+        rows = g.reshape(place.x, (1 if place.shared else K, -1, geometry.inputs))
+        weights = g.op("Transpose", W, perm=[0, 2, 1])
+        if geometry.bias:
+            kernel, bias = g.split(weights, 1, [geometry.inputs, 1])
+            return g.reshape(g.add(g.matmul(rows, kernel), bias), (-1, *place.after))
+        return g.reshape(g.matmul(rows, weights), (-1, *place.after))
+    conv, d = geometry, geometry.outputs
+    x = _padded(g, conv, place.x)
+    kernel, bias = _kernel(g, conv, g.reshape(W, (K * d, conv.shape[1])), K * d)
+    groups = K * conv.groups
+    if place.shared and conv.groups == 1:
+        groups = 1
+    elif K > 1:
+        sizes = _sizes(conv, place.before[1:])
+        if place.shared:
+            x = g.op("Tile", x, g.constant([1, K, *[1] * conv.dims]))
+        else:
+            x = _swapped(g, x, K, conv.inputs, sizes)
+    out = _conv(g, conv, x, kernel, bias, groups)
+    if K == 1:
+        return out
+    beside = g.reshape(out, (-1, K, d * math.prod(place.after[1:])))
+    return g.reshape(g.op("Transpose", beside, perm=[1, 0, 2]), (-1, *place.after))
+
+
+def _sizes(conv: Conv, sizes: Sequence[int]) -> tuple[int, ...]:
+    if conv.padding_mode == "zeros":
+        return tuple(sizes)
+    return tuple(n + sum(p) for n, p in zip(sizes, pads(conv), strict=True))
+
+
+def _swapped(g: Graph, x: str, K: int, channels: int, sizes: tuple[int, ...]) -> str:
+    """(K·B, c, ...) -> (B, K·c, ...)"""
+    flat = g.op("Transpose", g.reshape(x, (K, -1, channels * math.prod(sizes))), perm=[1, 0, 2])
+    return g.reshape(flat, (-1, K * channels, *sizes))
+
+
+def _masked(g: Graph, K: int, geometry: Geometry, place: Place, m: Masked) -> str:
+    """One weight matrix for all samples; each sample drops inputs of its own."""
+    rows = 1 if place.shared else K
+    by_sample = g.reshape(place.x, (rows, -1, *place.before))
+    last = isinstance(geometry, Linear)
+    inputs = place.before[-1] if last else place.before[0]
+    shape = [1] * (len(place.before) - 1) + [inputs] if last else [inputs] + [1] * (len(place.before) - 1)
+    dropped = g.mul(by_sample, g.reshape(m.mask, (K, 1, *shape)))
+    x = g.reshape(dropped, (-1, *place.before))
+    if isinstance(geometry, Linear):
+        W = g.op("Transpose", m.W)
+        if not geometry.bias:
+            return g.matmul(x, W)
+        kernel, bias = g.part(W, 0, 0, inputs), g.part(W, 0, inputs, inputs + 1)
+        return g.add(g.matmul(x, kernel), g.reshape(bias, (geometry.outputs,)))
+    kernel, bias_name = _kernel(g, geometry, m.W, geometry.outputs)
+    return _conv(g, geometry, _padded(g, geometry, x), kernel, bias_name, geometry.groups)

@@ -1,0 +1,323 @@
+"""K draws of a layer inside a graph: what each posterior stores and how its samples come of it.
+
+The same formulas as in `dubito.models`, operator by operator, from the same (K, normals) standard normals: with equal
+normals, graph and torch give equal outputs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dubito.deploy.edge.errors import ExportError
+from dubito.deploy.edge.graph import Array, Graph
+from dubito.deploy.edge.noise import Noise
+from dubito.deploy.edge.rotations import Rotations
+from dubito.models.dropout import DropoutFactors
+from dubito.models.full_covariance import FrozenFullCovariance
+from dubito.models.inducing import Inducing, InducingFactors
+from dubito.models.layers import BayesianLayer
+from dubito.models.matheron import cholesky, regularise
+from dubito.models.mean_field import FrozenMeanField, MeanField
+from dubito.models.mixture import FrozenMixture
+from dubito.models.parameters import Free, Positive
+from dubito.models.posterior import Factors, Frozen, Law
+from dubito.models.weight_space import WeightFactors, WeightSpace
+
+HIERARCHY = "hierarchy"  # its name among the layers
+SMALLEST_ROOT = 1e-3  # of q or p: below it Z alone does not give its direction back
+
+
+@dataclass(frozen=True)
+class Dense:
+    W: str  # (K, d_out, d_in)
+
+
+@dataclass(frozen=True)
+class Factored:
+    """W x = G Bᵀx + e ‖x − B Bᵀx‖, as in `dubito.models.posterior`; without e, B need not be orthonormal."""
+
+    B_T: str  # (r, d_in)
+    r: int
+    G: str  # (K, d_out, r); with an outside (K, d_out, r + 1), e its last column
+    outside: bool
+
+
+@dataclass(frozen=True)
+class Masked:
+    W: str  # (d_out, d_in)
+    mask: str  # (K, inputs)
+
+
+Operand = Dense | Factored | Masked
+
+
+class Sampler:
+    """What all layers of a graph share: the normals, the members' order, the rotations."""
+
+    def __init__(self, graph: Graph, K: int, seed: str | None) -> None:
+        self.graph, self.K = graph, K
+        self.noise = None if seed is None else Noise(graph, K, seed)
+        self.rotations = Rotations()
+        self.rotated: list[str] = []
+        self.keys: str | None = None
+        self._members: dict[int, str] = {}
+
+    def normals(self, n: int, name: str) -> str:
+        if n == 0:
+            return ""
+        assert self.noise is not None
+        return self.noise.normals(n, name)
+
+    def start_members(self, most: int) -> None:
+        if most > 1:
+            assert self.noise is not None
+            self.keys = self.noise.keys(most, "member:keys")
+
+    def member(self, E: int) -> str:
+        """(K,) each sample's member of E: an order that the seed decides, cycled."""
+        if E not in self._members:
+            g, places = self.graph, np.arange(self.K) % E
+            if E == 1 or self.keys is None:
+                self._members[E] = g.constant(places)
+            else:
+                keys = g.part(self.keys, 0, 0, E)
+                names = [g.name(), g.name()]
+                order = g.ops("TopK", keys, g.constant([E]), outputs=names, largest=0, sorted=1)[1]
+                self._members[E] = g.op("Gather", order, g.constant(places))
+        return self._members[E]
+
+    def rotation(self, Q: Tensor) -> tuple[str, Array]:
+        name, signs = self.rotations.add(array(Q))
+        self.rotated.append(name)
+        return name, signs
+
+
+def array(t: Tensor) -> Array:
+    return t.detach().double().cpu().numpy()
+
+
+def draw(s: Sampler, name: str, layer: BayesianLayer, factors: Factors, V: str | None, scale: Array) -> Operand:
+    """K samples of a layer, its outputs scaled by `scale` (d_out,); V where a hierarchy has drawn it already."""
+    for kind, write in WRITERS.items():
+        if isinstance(factors, kind):
+            return write(s, name, layer.posterior, factors, V, scale)
+    raise ExportError(f"layer {name!r}: no export of {type(factors).__name__} is known.")
+
+
+def _inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: str | None, scale: Array) -> Operand:
+    g, K = s.graph, s.K
+    if V is None:
+        assert f.q_V is not None
+        V = _law(s, f.q_V, q.law, s.normals(f.normals_of_V, f"{name}:V"))
+    rows = _Side(s, q.Z_r, q.D_r, f.matheron.Q_r, f.matheron.p)
+    columns = _Side(s, q.Z_c, q.D_c, f.matheron.Q_c, f.matheron.q)
+    if f.lam == 0:
+        A_r = g.mul(g.op("Transpose", rows.A_T()), _times(g, f.sigma, scale))
+        return Factored(columns.A_T(), len(q.Z_c.value), g.matmul(A_r, V), False)
+    B_r_T, B_c_T = rows.B_T(f.matheron.B_r), columns.B_T(f.matheron.B_c)
+    p, t = array(f.matheron.p), array(f.matheron.q)
+    if f.noise == "exact":
+        return Dense(_way_2(s, name, f, V, rows, columns, B_r_T, B_c_T, scale))
+    d_out, r = len(f.matheron.B_r), len(t)
+    R, outside = f.B.shape[1] - r, int(not f.spans)
+    width = r + R + outside
+    # columns beyond r have noise of their own and nothing else: zeros beside what r decide
+    more = np.zeros(R + outside)
+    decided = g.matmul(g.matmul(g.op("Transpose", rows.turned()), V), columns.turned(R + outside))
+    E = g.reshape(s.normals(d_out * width, f"{name}:E"), (K, d_out, width))
+    less = g.op("Sub", _unknown(g, p, np.concatenate([t, more])), g.constant(1.0))
+    inner = g.add(decided, g.mul(g.mul(less, g.constant(f.lam)), g.matmul(B_r_T, E)))
+    B_r = g.mul(g.op("Transpose", B_r_T), _times(g, f.sigma, scale))
+    G = g.add(g.matmul(B_r, inner), g.mul(E, _times(g, f.lam * f.sigma, scale)))
+    B_T = g.op("Concat", B_c_T, g.weights(array(f.B)[:, r:].T), axis=0) if R else B_c_T
+    return Factored(B_T, r + R, G, bool(outside))
+
+
+def _times(g: Graph, number: float, scale: Array) -> str:
+    """number · scale, a row each; the vector is stored once."""
+    return g.constant(number) if (scale == 1).all() else g.mul(g.constant(scale[:, None]), g.constant(number))
+
+
+def _unknown(g: Graph, p: Array, q: Array) -> str:
+    """√(1 − p qᵀ), from its two vectors."""
+    known = g.mul(g.constant(p[:, None]), g.constant(q[None, :]))
+    return g.op("Sqrt", g.op("Relu", g.op("Sub", g.constant(1.0), known)))
+
+
+def _way_2(
+    s: Sampler,
+    name: str,
+    f: InducingFactors,
+    V: str,
+    rows: "_Side",
+    columns: "_Side",
+    B_r_T: str,
+    B_c_T: str,
+    scale: Array,
+) -> str:
+    """The exact law: W itself, (K, d_out, d_in)."""
+    g, (d_out, d_in), (r_out, r_in) = s.graph, f.shape, f.matheron.known.shape
+    E = g.reshape(s.normals(d_out * d_in, f"{name}:E"), (s.K, d_out, d_in))
+    eps = g.reshape(s.normals(r_out * r_in, f"{name}:eps"), (s.K, r_out, r_in))
+    decided = g.matmul(g.matmul(g.op("Transpose", rows.turned()), V), columns.turned())
+    of_E = g.matmul(g.matmul(B_r_T, E), g.op("Transpose", B_c_T))
+    unknown = _unknown(g, array(f.matheron.p), array(f.matheron.q))
+    inner = g.add(decided, g.mul(g.op("Sub", g.mul(unknown, eps), of_E), g.constant(f.lam)))
+    B_r = g.mul(g.op("Transpose", B_r_T), _times(g, f.sigma, scale))
+    return g.add(g.matmul(g.matmul(B_r, inner), B_c_T), g.mul(E, _times(g, f.lam * f.sigma, scale)))
+
+
+class _Side:
+    """A and B of the rows or of the columns: stored outright, or as a pruned Z and the inverse of L."""
+
+    def __init__(self, s: Sampler, Z: Free, D: Positive, Q: Tensor, q: Tensor) -> None:
+        self.s, self.Q, self.root = s, Q, np.sqrt(array(q))
+        self.Z = Z().detach().double().cpu()
+        self.D = regularise(self.Z, D().detach().double().cpu())
+        self.keep = None if Z.keep is None else Z.keep.cpu().numpy()
+        self._turn: tuple[str, Array] | None = None
+
+    def A_T(self) -> str:
+        """(M, d)"""
+        inverse = self._inverse()
+        if self._sparse(len(self.Z)):
+            return self._from_Z(inverse)
+        return self.s.graph.weights(inverse @ self.Z.numpy())
+
+    def B_T(self, B: Tensor) -> str:
+        """(r, d), orthonormal rows."""
+        if not self._sparse(len(self.root)) or self.root.min() < SMALLEST_ROOT:
+            return self.s.graph.weights(array(B).T)
+        g = self.s.graph
+        turn = g.op("Transpose", g.mul(self._rotation(), g.constant(self._signs() / self.root)))
+        return g.matmul(turn, self._from_Z(self._inverse()))
+
+    def turned(self, more: int = 0) -> str:
+        """Q diag(√q), and columns of zeros beside it: (M, r + more)"""
+        g = self.s.graph
+        found = g.mul(self._rotation(), g.constant(self._signs() * self.root))
+        return g.op("Pad", found, g.constant([0, 0, 0, more])) if more else found
+
+    def _rotation(self) -> str:
+        if self._turn is None:
+            self._turn = self.s.rotation(self.Q)
+        return self._turn[0]
+
+    def _signs(self) -> Array:
+        self._rotation()
+        assert self._turn is not None
+        return self._turn[1]
+
+    def _inverse(self) -> Array:
+        return np.linalg.inv(cholesky(self.Z, self.D).numpy())
+
+    def _from_Z(self, inverse: Array) -> str:
+        assert self.keep is not None
+        return self.s.graph.matmul(triangle(self.s.graph, inverse), self.s.graph.weights(self.Z.numpy(), self.keep))
+
+    def _sparse(self, r: int) -> bool:
+        """Whether a pruned Z, its bits and a triangle take fewer bytes than the matrix that they give."""
+        if self.keep is None:
+            return False
+        M, d = self.Z.shape
+        each = {"fp32": 4, "fp16": 2, "int8": 1}[self.s.graph.precision]
+        return int(self.keep.sum()) * each + M * d // 8 + M * (M + 1) // 2 * max(each, 2) < r * d * each
+
+
+def triangle(g: Graph, L: Array) -> str:
+    """A lower triangular matrix in the entries that it has: the last columns stand, turned, above the first ones."""
+    n = len(L)
+    side = n + n % 2
+    half = side // 2
+    whole = np.zeros((side, side))
+    whole[:n, :n] = L
+    packed = np.zeros((side + 1, half))
+    packed[1:] = np.tril(whole[:, :half])
+    packed[:half] += np.triu(whole[half:, half:].T)
+    kept = g.weights(packed, least="fp16")
+    left = g.op("Trilu", g.part(kept, 0, 1, side + 1), upper=0)
+    right = g.op("Transpose", g.op("Trilu", g.part(kept, 0, 0, half), upper=1))
+    above = g.op("ConstantOfShape", g.constant([half, half]))
+    full = g.op("Concat", left, g.op("Concat", above, right, axis=0), axis=1)
+    return full if side == n else g.part(g.part(full, 0, 0, n), 1, 0, n)
+
+
+def _law(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
+    """(K, *shape) draws of a distribution over one tensor."""
+    g, K = s.graph, s.K
+    match frozen:
+        case FrozenMeanField():
+            assert isinstance(law, MeanField)
+            shape = tuple(frozen.centre.shape)
+            centre, spread = (
+                g.weights(array(t), None if part.keep is None else part.keep.cpu().numpy())
+                for t, part in ((frozen.centre, law.centre), (frozen.spread, law.spread))
+            )
+            return g.add(centre, g.mul(spread, g.reshape(noise, (K, *shape))))
+        case FrozenFullCovariance():
+            shape = tuple(frozen.centre.shape)
+            root = g.op("Transpose", triangle(g, array(frozen.root)))
+            return g.add(g.weights(array(frozen.centre)), g.reshape(g.matmul(noise, root), (K, *shape)))
+        case FrozenMixture():
+            points = array(frozen.points)
+            rows = g.weights(points.reshape(-1, points.shape[-1]))
+            return g.op("Gather", g.reshape(rows, points.shape), s.member(len(points)))
+    raise ExportError(f"no export of {type(frozen).__name__} is known.")
+
+
+def _weights(s: Sampler, name: str, q: WeightSpace, f: WeightFactors, V: str | None, scale: Array) -> Operand:
+    W = _law(s, f.q_W, q.law, s.normals(f.normals, f"{name}:W"))
+    return Dense(_scaled(s.graph, W, scale))
+
+
+def _scaled(g: Graph, W: str, scale: Array) -> str:
+    return W if (scale == 1).all() else g.mul(W, g.constant(scale[:, None]))
+
+
+def _dropout(s: Sampler, name: str, q: Any, f: DropoutFactors, V: str | None, scale: Array) -> Operand:
+    g = s.graph
+    below = g.op("Less", s.normals(f.normals, f"{name}:z"), g.constant(NormalDist().inv_cdf(1 - f.rate)))
+    kept = g.mul(g.op("Cast", below, to=1), g.constant(1 / (1 - f.rate)))
+    return Masked(_scaled(g, g.weights(array(f.W)), scale), kept)
+
+
+WRITERS: Mapping[type, Callable[..., Operand]] = {
+    InducingFactors: _inducing,
+    WeightFactors: _weights,
+    DropoutFactors: _dropout,
+}
+
+
+def V_of_all(s: Sampler, above: BayesianLayer, factors: Factors) -> str:
+    """What a hierarchy draws: (K, M_out, Σ M_in)."""
+    match drawn := draw(s, HIERARCHY, above, factors, None, np.ones(above.geometry.shape[0])):
+        case Dense():
+            return drawn.W
+        case Factored():
+            assert not drawn.outside  # a hierarchy's own noise is exact
+            return s.graph.matmul(drawn.G, drawn.B_T)
+    raise ExportError("a hierarchy draws inducing weights only.")
+
+
+def normals_in_order(f: Factors, K: int, drawn: Callable[[str], Array]) -> Tensor:
+    """What the graph drew for a layer, as the torch layer takes it: (K, normals); `drawn` gives a value by its kind."""
+    if f.normals == 0:
+        return torch.zeros(K, 0)
+    if isinstance(f, WeightFactors):
+        return torch.from_numpy(drawn("W"))
+    if isinstance(f, DropoutFactors):
+        return torch.from_numpy(drawn("z"))
+    assert isinstance(f, InducingFactors)
+    parts = [drawn("V")] if f.normals_of_V else []
+    if f.lam > 0 and f.noise == "exact":
+        parts += [drawn("E"), drawn("eps")]
+    elif f.lam > 0:
+        E = drawn("E").reshape(K, len(f.matheron.B_r), -1)
+        inside, outside = np.split(E, [f.B.shape[1]], axis=2)
+        parts += [inside.reshape(K, -1), outside.reshape(K, -1)]
+    return torch.from_numpy(np.concatenate(parts, 1))

@@ -1,0 +1,372 @@
+"""From an artifact to the graph that a device runs: pictures or tensors in, answers with their doubt out."""
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from dubito.deploy.edge.apply import Place, apply, by_channel
+from dubito.deploy.edge.draws import Dense, Operand, Sampler, V_of_all, array, draw
+from dubito.deploy.edge.errors import ExportError
+from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, Precision
+from dubito.deploy.edge.summary import classified, regressed
+from dubito.deploy.edge.trace import Traced, trace
+from dubito.models.answers import rule_for
+from dubito.models.artifact import write_by
+from dubito.models.geometry import Conv
+from dubito.models.inducing import Inducing
+from dubito.models.model import Model
+from dubito.models.network import BayesianNetwork, NetworkFactors
+
+KEY = "dubito"  # of the metadata: a JSON object
+FORMAT = 1
+
+Law = Literal["factored", "artifact"]
+Taken = Literal["tensor", "image"]
+
+
+@dataclass(frozen=True)
+class Exported:
+    model: onnx.ModelProto
+    formed: tuple[str, ...]  # layers whose weight matrices are formed as they are drawn
+
+
+def export(
+    model: Model,
+    *,
+    samples: int = 20,
+    precision: Precision = "fp32",
+    law: Law = "factored",
+    take: Taken = "tensor",
+) -> Exported:
+    """`law` is that of the λ-noise: way 3 in every layer, or the artifact's own, whose `exact` layers form W."""
+    declared = model.card.input
+    if declared is None:
+        raise ExportError("this artifact does not say what its inputs look like; save it with a card that does.")
+    if take == "image" and declared.image is None:
+        raise ExportError(
+            f"this model takes tensors of shape {declared.shape}, not pictures: export it without --image."
+        )
+    if samples < 1:
+        raise ExportError(f"samples is {samples}; expected 1 or more.")
+    network = with_law(model.network, law)
+    factors = network.factors()
+    K = samples if factors.random else 1
+    traced = trace(network, declared.shape)
+    writer = _Writer(traced, network, factors, K, precision)
+    if take == "image":
+        x = writer.pixels(declared.shape, declared.image.mean, declared.image.std)  # type: ignore[union-attr]
+        inputs = [
+            helper.make_tensor_value_info("image", TensorProto.UINT8, ["batch", "height", "width", declared.shape[0]])
+        ]
+    else:
+        x = "input"
+        kind = traced.model.graph.input[0].type.tensor_type.elem_type
+        inputs = [helper.make_tensor_value_info("input", kind, ["batch", *declared.shape])]
+    if factors.random:
+        inputs.append(helper.make_tensor_value_info("seed", TensorProto.INT64, []))
+    outputs = writer.write(x, model)
+    made = _model(writer, inputs, outputs)
+    helper.set_model_props(made, {KEY: json.dumps(_facts(model, writer, precision, law, take))})
+    return Exported(_checked(made), tuple(writer.formed))
+
+
+def with_law(network: BayesianNetwork, law: Law) -> BayesianNetwork:
+    """The network whose λ-noise the graph draws; `factored` makes every layer's noise way 3's."""
+    exact = [
+        q for layer in network.layers.values() if isinstance(q := layer.posterior, Inducing) and q.noise == "exact"
+    ]
+    if law == "artifact" or not exact:
+        return network
+    changed = copy.deepcopy(network)
+    for layer in changed.layers.values():
+        if isinstance(layer.posterior, Inducing):
+            layer.posterior.noise = "factored"
+    return changed
+
+
+def save(exported: Exported, path: Path) -> int:
+    """Write the file whole or not at all; how many bytes it has."""
+    content = exported.model.SerializeToString()
+    try:
+        write_by(path.with_name(f".{path.name}.part"), path, content, mode="wb")
+    except (OSError, ValueError) as error:
+        raise ExportError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}.") from None
+    return len(content)
+
+
+class _Writer:
+    """Goes through the traced nodes in order: plain ones are copied, ours are written out."""
+
+    def __init__(
+        self, traced: Traced, network: BayesianNetwork, factors: NetworkFactors, K: int, precision: Precision
+    ) -> None:
+        self.traced, self.network, self.factors, self.K = traced, network, factors, K
+        self.g = Graph(precision)
+        self.formed: list[str] = []
+        self.s = Sampler(self.g, K, "seed" if factors.random else None)
+        graph = traced.model.graph
+        self.shapes = {v.name: _shape(v) for v in [*graph.input, *graph.value_info, *graph.output]}
+        self.readers: dict[str, list[onnx.NodeProto]] = {}
+        for node in graph.node:
+            for name in node.input:
+                self.readers.setdefault(name, []).append(node)
+        self.calls = Counter(_name(node) for node in graph.node if node.domain == OURS)
+        self.value: dict[str, str] = {}  # what a traced value is called here
+        self.once: set[str] = set()  # traced values that all samples share: they have B rows
+        self.fixed: set[str] = set()  # traced values that no input changes
+        self.skip: set[str] = set()
+        self.operands: dict[str, Operand] = {}
+
+    def pixels(self, shape: tuple[int, ...], mean: tuple[float, ...], std: tuple[float, ...]) -> str:
+        """uint8 (B, height, width, channels) of any size -> the network's input."""
+        g = self.g
+        x = g.op("Cast", g.op("Transpose", "image", perm=[0, 3, 1, 2]), to=TensorProto.FLOAT)
+        batch = g.part(g.op("Shape", x), 0, 0, 1)
+        sizes = g.op("Concat", batch, g.constant(list(shape)), axis=0)
+        x = g.op("Resize", x, "", "", sizes, mode="linear", antialias=1, coordinate_transformation_mode="half_pixel")
+        of_channel = (-1, 1, 1)
+        scale = 1 / (255 * np.array(std)).reshape(of_channel)
+        return g.add(g.mul(x, g.constant(scale)), g.constant((-np.array(mean) / np.array(std)).reshape(of_channel)))
+
+    def write(self, x: str, model: Model) -> dict[str, int]:
+        graph, g = self.traced.model.graph, self.g
+        self.s.start_members(self.factors.members)
+        V = self._hierarchy()
+        for tensor in graph.initializer:
+            stored = numpy_helper.to_array(tensor)
+            floats = tensor.data_type == TensorProto.FLOAT
+            self.value[tensor.name] = g.weights(stored) if floats else g.keep(stored)
+            self.fixed.add(tensor.name)
+        # a shape read off an input that has B rows would say nothing of what has K·B
+        apart = self.K == 1 or not any(node.op_type == "Shape" for node in graph.node)
+        self.value["x"] = x if apart else self._tiled(x, len(self.shapes["x"]))
+        if apart:
+            self.once.add("x")
+        for node in graph.node:
+            if node.output[0] not in self.skip:
+                self._node(node, V)
+        (logits,) = (o.name for o in graph.output)
+        if len(self.shapes[logits]) != 2:
+            raise ExportError(
+                f"the network answers with shape {self.shapes[logits]}; expected (rows, classes or values)."
+            )
+        out = self.value[logits] if logits not in self.once or self.K == 1 else self._tiled(self.value[logits], 2)
+        out = g.reshape(out, (self.K, -1, self.shapes[logits][1]))
+        self._rotations()
+        rule = rule_for(model.card.calibration, self.K if self.factors.random else 1)
+        if self.network.task.kind == "classification":
+            return classified(g, out, model.temperature, rule)
+        return regressed(g, out, self.network, rule)
+
+    def _rotations(self) -> None:
+        """They are known when all layers are, and come first."""
+        at = len(self.g.nodes)
+        self.s.rotations.write(self.g, self.s.rotated)
+        self.g.nodes[:] = self.g.nodes[at:] + self.g.nodes[:at]
+
+    def _hierarchy(self) -> dict[str, str]:
+        if self.network.hierarchy is None:
+            return {}
+        assert self.factors.hierarchy is not None
+        V, at, found = V_of_all(self.s, self.network.hierarchy, self.factors.hierarchy), 0, {}
+        for name, layer in self.network.layers.items():
+            entry = layer.entry
+            if entry.kind == "inducing" and entry.method == "hierarchical":
+                found[name], at = self.g.part(V, 2, at, at + entry.M_in), at + entry.M_in
+        return found
+
+    def _node(self, node: onnx.NodeProto, V: Mapping[str, str]) -> None:
+        if node.domain != OURS:
+            return self._plain(node)
+        (out,) = node.output
+        match node.op_type:
+            case "Layer":
+                name = _name(node)
+                layer = self.traced.layers[name]
+                follower = self._affine_behind(out, name)
+                scale, shift = (np.ones(layer.geometry.shape[0]), None) if follower is None else self._affine(follower)
+                end = out if follower is None else follower.output[0]
+                operand = self._operand(name, V, scale)
+                before, after = self.shapes[node.input[0]][1:], self.shapes[out][1:]
+                place = Place(self.value[node.input[0]], node.input[0] in self.once, before, after)
+                self.value[end] = apply(self.g, self.K, layer.geometry, place, operand, shift)
+                if self.K == 1 and place.shared:
+                    self.once.add(end)
+                self.skip.add(end)
+            case "Affine":
+                self._affine_alone(node)
+            case "Choose":
+                rows = [self._all_rows(i) for i in node.input]
+                self.value[out] = self._chosen(rows, self.shapes[out][1:])
+        return None
+
+    def _operand(self, name: str, V: Mapping[str, str], scale: Array) -> Operand:
+        """Drawn once, wherever a network calls the layer."""
+        if name not in self.operands:
+            layer, factors = self.traced.layers[name], self.factors.layers[name]
+            self.operands[name] = draw(self.s, name, layer, factors, V.get(name), scale)
+            if isinstance(self.operands[name], Dense):
+                self.formed.append(name)
+        return self.operands[name]
+
+    def _affine_behind(self, value: str, name: str) -> onnx.NodeProto | None:
+        """A folded BatchNorm that alone reads a layer's outputs, channel by channel, where the layer is called once."""
+        readers = self.readers.get(value, [])
+        if len(readers) != 1 or readers[0].domain != OURS or readers[0].op_type != "Affine":
+            return None
+        by_channel = isinstance(self.traced.layers[name].geometry, Conv) or len(self.shapes[value]) == 2
+        once = self.calls[name] == 1 and len(self.traced.affines[_name(readers[0])]) == 1
+        return readers[0] if by_channel and once else None
+
+    def _affine(self, node: onnx.NodeProto) -> tuple[Array, Array]:
+        """Scale and shift."""
+        (one,) = self.traced.affines[_name(node)]
+        return array(one.scale), array(one.shift)
+
+    def _affine_alone(self, node: onnx.NodeProto) -> None:
+        (value,), (out,) = node.input, node.output
+        each, sizes = self.traced.affines[_name(node)], self.shapes[value][1:]
+        if len(each) == 1:
+            scale, shift = (self.g.constant(by_channel(v, len(sizes))) for v in self._affine(node))
+            self.value[out] = self.g.add(self.g.mul(self.value[value], scale), shift)
+            self._follow(node, value in self.once)
+            return
+        g, member = self.g, self.s.member(len(each))
+        rows = g.reshape(self._all_rows(value), (self.K, -1, *sizes))
+        shape = (self.K, 1, sizes[0], *[1] * (len(sizes) - 1))
+        scale, shift = (
+            g.reshape(g.op("Gather", g.weights(np.stack([array(getattr(a, part)) for a in each])), member), shape)
+            for part in ("scale", "shift")
+        )
+        self.value[out] = g.reshape(g.add(g.mul(rows, scale), shift), (-1, *sizes))
+
+    def _chosen(self, rows: list[str], sizes: tuple[int, ...]) -> str:
+        """Of every member's copy the rows of the samples that are that member's."""
+        g, member = self.g, self.s.member(len(rows))
+        found = g.reshape(rows[0], (self.K, -1, *sizes))
+        for i, copied in enumerate(rows[1:], 1):
+            mine = g.reshape(g.op("Equal", member, g.constant(i)), (self.K, *[1] * (len(sizes) + 1)))
+            found = g.op("Where", mine, g.reshape(copied, (self.K, -1, *sizes)), found)
+        return g.reshape(found, (-1, *sizes))
+
+    def _plain(self, node: onnx.NodeProto) -> None:
+        if node.domain or any(
+            a.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS) for a in node.attribute
+        ):
+            raise ExportError(
+                f"the network uses {node.domain or 'ONNX'} {node.op_type}, which this export cannot fold."
+            )
+        given = [name for name in node.input if name]
+        if all(name in self.fixed for name in given):
+            self.fixed.update(node.output)
+            once = False
+        else:
+            once = all(name in self.fixed or name in self.once for name in given)
+        made = onnx.NodeProto()
+        made.CopyFrom(node)
+        made.ClearField("metadata_props")
+        made.ClearField("doc_string")
+        made.ClearField("name")
+        for i, name in enumerate(node.input):
+            if name:
+                made.input[i] = self.value[name] if once or name in self.fixed else self._all_rows(name)
+        for i, name in enumerate(node.output):
+            if name:
+                self.value[name] = made.output[i] = self.g.name()
+        self.g.nodes.append(made)
+        self._follow(node, once)
+
+    def _follow(self, node: onnx.NodeProto, once: bool) -> None:
+        if once:
+            self.once.update(node.output)
+
+    def _all_rows(self, name: str) -> str:
+        """A value with K·B rows, whether all samples share it or not."""
+        if name not in self.once or self.K == 1:
+            return self.value[name]
+        return self._tiled(self.value[name], len(self.shapes[name]))
+
+    def _tiled(self, value: str, rank: int) -> str:
+        return self.g.op("Tile", value, self.g.constant([self.K] + [1] * (rank - 1)))
+
+
+def _name(node: onnx.NodeProto) -> str:
+    (name,) = (a.s.decode() for a in node.attribute if a.name == "name")
+    return name
+
+
+def _shape(value: onnx.ValueInfoProto) -> tuple[int, ...]:
+    """Rows are −1."""
+    return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
+
+
+def _model(writer: _Writer, inputs: list[onnx.ValueInfoProto], outputs: dict[str, int]) -> onnx.ModelProto:
+    g = writer.g
+    shapes: dict[str, list[str | int]] = {
+        "probabilities": ["batch", "classes"],
+        "prediction_set": ["batch", "classes"],
+        "interval": ["batch", "values", 2],
+    }
+    rows: Callable[[str], list[str | int]] = lambda name: (
+        ["batch", "values"] if "mean" in outputs and not name.startswith("ood") else ["batch"]
+    )
+    made = [helper.make_tensor_value_info(name, kind, shapes.get(name) or rows(name)) for name, kind in outputs.items()]
+    graph = helper.make_graph(g.nodes, "dubito", inputs, made, g.initializers)
+    imports = [helper.make_opsetid("", OPSET)]
+    if g.functions:
+        imports.append(helper.make_opsetid(OURS, 1))
+    return helper.make_model(
+        graph, opset_imports=imports, ir_version=10, producer_name="dubito", functions=list(g.functions.values())
+    )
+
+
+def _facts(model: Model, writer: _Writer, precision: Precision, law: Law, take: Taken) -> dict[str, Any]:
+    """What a device may want to know, as plain JSON."""
+    card, K = model.card, writer.K
+    rule = rule_for(card.calibration, K if writer.factors.random else 1)
+    assert card.input is not None
+    image = card.input.image
+    provenance = card.provenance
+    return {
+        "format": FORMAT,
+        "task": model.manifest.task.kind,
+        "samples": K,
+        "random": writer.factors.random,
+        "precision": precision,
+        "noise": law,
+        "input": {
+            "takes": take,
+            "shape": list(card.input.shape),
+            "mean": None if image is None else list(image.mean),
+            "std": None if image is None else list(image.std),
+        },
+        "labels": None if card.labels is None else list(card.labels),
+        "temperature": model.temperature,
+        "ood": None if rule.ood is None else dict(zip(("measure", "samples", "threshold"), rule.ood, strict=True)),
+        "coverage": None if card.calibration is None else card.calibration.coverage,
+        "quantile": rule.quantile,
+        "architecture": model.manifest.architecture.name,
+        "methods": sorted({entry.method for entry in model.manifest.layers.values()}) or ["deterministic"],
+        "metrics": dict(card.metrics),
+        "provenance": {
+            "artifact_sha256": model.manifest.sha256,
+            "data_hash": provenance.data_hash,
+            "seed": provenance.seed,
+            "versions": dict(provenance.versions),
+        },
+    }
+
+
+def _checked(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Valid, and every shape that can be inferred agrees."""
+    onnx.checker.check_model(model)
+    onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    return model

@@ -1,0 +1,72 @@
+"""What a graph answers: the summary of K samples and what the calibration decides, as `models.uncertainty` and `answers`."""
+
+import numpy as np
+from onnx import TensorProto
+
+from dubito.deploy.edge.draws import array
+from dubito.deploy.edge.graph import Graph
+from dubito.models.answers import Rule
+from dubito.models.network import BayesianNetwork
+
+TINY = float(np.finfo(np.float32).tiny)
+
+
+def classified(g: Graph, logits: str, temperature: float, rule: Rule) -> dict[str, int]:
+    """(K, B, C) logits; the outputs by name, each with its element type."""
+    if temperature != 1:
+        logits = g.op("Div", logits, g.constant(temperature))
+    log_p = g.op("LogSoftmax", logits, axis=-1)
+    each = g.op("Exp", log_p)
+    p = g.op("ReduceMean", each, g.constant([0]), keepdims=0, out="probabilities")
+    g.op("ReduceMean", _entropy(g, each, log_p), g.constant([0]), keepdims=0, out="expected_entropy")
+    total = _entropy(g, p, g.op("Log", g.op("Max", p, g.constant(TINY))))
+    g.op("Identity", total, out="entropy")
+    g.op("Relu", g.op("Sub", total, "expected_entropy"), out="mutual_information")
+    outputs = dict.fromkeys(("probabilities", "entropy", "expected_entropy", "mutual_information"), TensorProto.FLOAT)
+    if rule.ood is not None:
+        measure, _, threshold = rule.ood
+        score = measure
+        if measure == "max_probability":
+            score = g.op("Sub", g.constant(1.0), g.op("ReduceMax", p, g.constant([-1]), keepdims=0))
+        outputs |= _ood(g, score, threshold)
+    if rule.quantile is not None:
+        off = g.op("Sub", g.constant(1, np.float64), g.op("Cast", p, to=TensorProto.DOUBLE))
+        g.op("LessOrEqual", off, g.constant(rule.quantile, np.float64), out="prediction_set")
+        outputs["prediction_set"] = TensorProto.BOOL
+    return outputs
+
+
+def _entropy(g: Graph, p: str, log_p: str) -> str:
+    return g.op("Neg", g.op("ReduceSum", g.mul(p, log_p), g.constant([-1]), keepdims=0))
+
+
+def _ood(g: Graph, score: str, threshold: float) -> dict[str, int]:
+    g.op("Identity", score, out="ood_score")
+    wide = g.op("Cast", score, to=TensorProto.DOUBLE)
+    g.op("Greater", wide, g.constant(threshold, np.float64), out="ood")
+    return {"ood_score": TensorProto.FLOAT, "ood": TensorProto.BOOL}
+
+
+def regressed(g: Graph, means: str, network: BayesianNetwork, rule: Rule) -> dict[str, int]:
+    """(K, B, D) means in the network's units; answers are in the targets' own."""
+    assert network.task.kind == "regression"
+    assert network.noise is not None
+    shift, scale = (np.array(v, np.float64) for v in (network.task.shift, network.task.scale))
+    noise = np.broadcast_to((array(network.noise()) * scale) ** 2, (network.task.outputs,))
+    centre = g.op("ReduceMean", means, g.constant([0]), keepdims=0)
+    spread = g.op("ReduceMean", g.op("Mul", *[g.op("Sub", means, centre)] * 2), g.constant([0]), keepdims=0)
+    g.add(g.mul(centre, g.constant(scale)), g.constant(shift))
+    g.nodes[-1].output[0] = "mean"
+    g.op("Mul", spread, g.constant(scale**2), out="epistemic_variance")
+    g.op("Expand", g.constant(noise), g.op("Shape", "mean"), out="aleatoric_variance")
+    outputs = dict.fromkeys(("mean", "epistemic_variance", "aleatoric_variance"), TensorProto.FLOAT)
+    if rule.ood is not None:
+        ratio = g.op("Div", "epistemic_variance", g.constant(np.maximum(noise, TINY)))
+        outputs |= _ood(g, g.op("ReduceMean", ratio, g.constant([-1]), keepdims=0), rule.ood[2])
+    if rule.quantile is not None:
+        std = g.op("Sqrt", g.add("epistemic_variance", "aleatoric_variance"))
+        reach = g.mul(std, g.constant(rule.quantile))
+        sides = [g.op("Unsqueeze", g.op(kind, "mean", reach), g.constant([-1])) for kind in ("Sub", "Add")]
+        g.op("Concat", *sides, axis=-1, out="interval")
+        outputs["interval"] = TensorProto.FLOAT
+    return outputs

@@ -1,0 +1,136 @@
+"""A network's plain layers as ONNX, by torch's own exporter; what is Bayesian stands there as a node of our domain.
+
+`Layer` is a Bayesian layer, `Affine` a scale and a shift per channel (a folded BatchNorm), `Choose` one of the copies
+that an ensemble's members keep of some other layer. Rows are samples folded into inputs.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor, nn
+
+from dubito.deploy.edge.errors import ExportError
+from dubito.deploy.edge.graph import OPSET, OURS
+from dubito.models.geometry import Conv, Geometry, Linear
+from dubito.models.layers import BayesianLayer, MemberLayer, Structure, layer_by_layer
+from dubito.models.network import BayesianNetwork
+from dubito.models.normalisation import ScaleShift, fold_batchnorm
+
+
+@dataclass(frozen=True)
+class Traced:
+    model: onnx.ModelProto
+    layers: Mapping[str, BayesianLayer]
+    affines: Mapping[str, list[ScaleShift]]  # one, or one per member
+
+
+def trace(network: BayesianNetwork, shape: tuple[int, ...]) -> Traced:
+    """`shape` is that of one input."""
+    folded = fold_batchnorm(network).eval()
+    memo: dict[int, object] = {}
+    affines: dict[str, list[ScaleShift]] = {}
+    for name, module in folded.net.named_modules():
+        match module:
+            case BayesianLayer():
+                memo[id(module)] = _LayerNode(name, module)
+            case MemberLayer():
+                copies = [m for m in module.copies if isinstance(m, ScaleShift)]
+                if len(copies) == len(module.copies):
+                    affines[name] = copies
+                    memo[id(module)] = _AffineNode(name)
+                else:
+                    memo[id(module)] = _ChooseNode(copy.deepcopy(module.copies))
+            case ScaleShift() if id(module) not in memo and not _inside(name, folded.net):
+                affines[name] = [module]
+                memo[id(module)] = _AffineNode(name)
+    twin = copy.deepcopy(folded.net, memo)
+    dtype = torch.int64 if any(isinstance(m, nn.Embedding) for m in twin.modules()) else torch.float32
+    example = torch.zeros(2, *shape, dtype=dtype)
+    try:
+        with layer_by_layer(Structure.of(twin).attends), torch.no_grad():
+            program = torch.onnx.export(
+                twin,
+                (example,),
+                dynamo=True,
+                opset_version=OPSET,
+                dynamic_shapes=({0: torch.export.Dim("rows")},),
+                input_names=["x"],
+                output_names=["logits"],
+                verbose=False,
+            )
+    except Exception as error:  # torch raises many kinds, each a page long
+        reason = str(error).strip().splitlines()
+        raise ExportError(
+            f"torch cannot export this network for inputs of shape {shape}: {reason[0] if reason else error!r}. "
+            "Its forward method may branch on values, or fix the number of rows."
+        ) from error
+    assert program is not None
+    return Traced(program.model_proto, folded.layers, affines)
+
+
+def _inside(name: str, net: nn.Module) -> bool:
+    """Within a layer that an ensemble keeps in copies, which stands for all of them."""
+    above = name.rpartition(".copies.")[0]
+    return bool(above) and isinstance(net.get_submodule(above), MemberLayer)
+
+
+def _symbolic(kind: str, inputs: tuple[Tensor, ...], name: str, shape: tuple[Any, ...]) -> Tensor:
+    made: Tensor = torch.onnx.ops.symbolic(
+        f"{OURS}::{kind}", inputs, attrs={"name": name}, dtype=inputs[0].dtype, shape=shape, version=1
+    )
+    return made
+
+
+class _LayerNode(BayesianLayer):
+    def __init__(self, name: str, layer: BayesianLayer) -> None:
+        super().__init__(layer.geometry, nn.Identity(), layer.entry)
+        self.name = name
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _symbolic("Layer", (input,), self.name, _shape_after(self.geometry, tuple(input.shape)))
+
+
+class _AffineNode(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _symbolic("Affine", (x,), self.name, tuple(x.shape))
+
+
+class _ChooseNode(nn.Module):
+    def __init__(self, copies: nn.ModuleList) -> None:
+        super().__init__()
+        self.copies = copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = tuple(member(x) for member in self.copies)
+        return _symbolic("Choose", found, "", tuple(found[0].shape))
+
+
+def _shape_after(geometry: Geometry, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    if isinstance(geometry, Linear):
+        return (*shape[:-1], geometry.outputs)
+    return (shape[0], geometry.outputs, *sizes_after(geometry, shape[2:]))
+
+
+def sizes_after(conv: Conv, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """A picture's sides behind a convolution."""
+    reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel, strict=True)]
+    around = pads(conv)
+    return tuple((n + sum(p) - r - 1) // s + 1 for n, p, r, s in zip(sizes, around, reach, conv.stride, strict=True))
+
+
+def pads(conv: Conv) -> list[tuple[int, int]]:
+    """Rows of padding before and behind each axis."""
+    if conv.padding == "valid":
+        return [(0, 0)] * conv.dims
+    if isinstance(conv.padding, str):  # same
+        reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel, strict=True)]
+        return [(r // 2, r - r // 2) for r in reach]
+    return [(p, p) for p in conv.padding]
