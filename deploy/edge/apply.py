@@ -157,8 +157,8 @@ def _dense(g: Graph, K: int, geometry: Geometry, place: Place, W: str) -> str:
         rows = g.reshape(place.x, (1 if place.shared else K, -1, geometry.inputs))
         weights = g.op("Transpose", W, perm=[0, 2, 1])
         if geometry.bias:
-            kernel, bias = g.split(weights, 1, [geometry.inputs, 1])
-            return g.reshape(g.add(g.matmul(rows, kernel), bias), (-1, *place.after))
+            columns, last = g.split(weights, 1, [geometry.inputs, 1])
+            return g.reshape(g.add(g.matmul(rows, columns), last), (-1, *place.after))
         return g.reshape(g.matmul(rows, weights), (-1, *place.after))
     conv, d = geometry, geometry.outputs
     x = _padded(g, conv, place.x)
@@ -195,16 +195,15 @@ def _masked(g: Graph, K: int, geometry: Geometry, place: Place, m: Masked) -> st
     """One weight matrix for all samples; each sample drops inputs of its own."""
     rows = 1 if place.shared else K
     by_sample = g.reshape(place.x, (rows, -1, *place.before))
-    last = isinstance(geometry, Linear)
-    inputs = place.before[-1] if last else place.before[0]
-    shape = [1] * (len(place.before) - 1) + [inputs] if last else [inputs] + [1] * (len(place.before) - 1)
+    inputs, ones = geometry.inputs, [1] * (len(place.before) - 1)
+    shape = [*ones, inputs] if isinstance(geometry, Linear) else [inputs, *ones]
     dropped = g.mul(by_sample, g.reshape(m.mask, (K, 1, *shape)))
     x = g.reshape(dropped, (-1, *place.before))
     if isinstance(geometry, Linear):
         W = g.op("Transpose", m.W)
         if not geometry.bias:
             return g.matmul(x, W)
-        kernel, bias = g.part(W, 0, 0, inputs), g.part(W, 0, inputs, inputs + 1)
-        return g.add(g.matmul(x, kernel), g.reshape(bias, (geometry.outputs,)))
-    kernel, bias_name = _kernel(g, geometry, m.W, geometry.outputs)
-    return _conv(g, geometry, _padded(g, geometry, x), kernel, bias_name, geometry.groups)
+        columns, last = g.part(W, 0, 0, inputs), g.part(W, 0, inputs, inputs + 1)
+        return g.add(g.matmul(x, columns), g.reshape(last, (geometry.outputs,)))
+    filters, shift = _kernel(g, geometry, m.W, geometry.outputs)
+    return _conv(g, geometry, _padded(g, geometry, x), filters, shift, geometry.groups)

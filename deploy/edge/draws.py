@@ -226,7 +226,8 @@ class _Side:
             return False
         M, d = self.Z.shape
         each = {"fp32": 4, "fp16": 2, "int8": 1}[self.s.graph.precision]
-        return int(self.keep.sum()) * each + M * d // 8 + M * (M + 1) // 2 * max(each, 2) < r * d * each
+        pruned = int(self.keep.sum()) * each + M * d // 8 + M * (M + 1) // 2 * max(each, 2)
+        return bool(pruned < r * d * each)
 
 
 def triangle(g: Graph, L: Array) -> str:
@@ -304,20 +305,12 @@ def V_of_all(s: Sampler, above: BayesianLayer, factors: Factors) -> str:
     raise ExportError("a hierarchy draws inducing weights only.")
 
 
-def normals_in_order(f: Factors, K: int, drawn: Callable[[str], Array]) -> Tensor:
-    """What the graph drew for a layer, as the torch layer takes it: (K, normals); `drawn` gives a value by its kind."""
-    if f.normals == 0:
-        return torch.zeros(K, 0)
-    if isinstance(f, WeightFactors):
-        return torch.from_numpy(drawn("W"))
-    if isinstance(f, DropoutFactors):
-        return torch.from_numpy(drawn("z"))
-    assert isinstance(f, InducingFactors)
-    parts = [drawn("V")] if f.normals_of_V else []
-    if f.lam > 0 and f.noise == "exact":
-        parts += [drawn("E"), drawn("eps")]
-    elif f.lam > 0:
-        E = drawn("E").reshape(K, len(f.matheron.B_r), -1)
-        inside, outside = np.split(E, [f.B.shape[1]], axis=2)
-        parts += [inside.reshape(K, -1), outside.reshape(K, -1)]
-    return torch.from_numpy(np.concatenate(parts, 1))
+def normals_in_order(f: Factors, K: int, name: str, found: Mapping[str, Array]) -> Tensor:
+    """What the graph drew for a layer, as torch's layer takes it: (K, normals); zeros where it is never reached."""
+    kinds = {kind: found[f"{name}:{kind}"] for kind in ("V", "E", "eps", "W", "z") if f"{name}:{kind}" in found}
+    if not kinds:
+        return torch.zeros(K, f.normals)
+    if isinstance(f, InducingFactors) and f.lam > 0 and f.noise == "factored":  # what is outside comes last
+        inside, outside = np.split(kinds["E"].reshape(K, len(f.matheron.B_r), -1), [f.B.shape[1]], axis=2)
+        kinds |= {"E": inside.reshape(K, -1), "eps": outside.reshape(K, -1)}
+    return torch.from_numpy(np.concatenate(list(kinds.values()), 1))

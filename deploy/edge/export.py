@@ -3,7 +3,7 @@
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +17,14 @@ from dubito.deploy.edge.draws import Dense, Operand, Sampler, V_of_all, array, d
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, Precision
 from dubito.deploy.edge.summary import classified, regressed
-from dubito.deploy.edge.trace import Traced, trace
+from dubito.deploy.edge.trace import affines_of, trace
 from dubito.models.answers import rule_for
 from dubito.models.artifact import write_by
 from dubito.models.geometry import Conv
 from dubito.models.inducing import Inducing
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork, NetworkFactors
+from dubito.models.normalisation import fold_batchnorm
 
 KEY = "dubito"  # of the metadata: a JSON object
 FORMAT = 1
@@ -35,7 +36,10 @@ Taken = Literal["tensor", "image"]
 @dataclass(frozen=True)
 class Exported:
     model: onnx.ModelProto
+    skeleton: onnx.ModelProto  # the plain layers, as they were traced
+    samples: int  # K; 1 where nothing is drawn
     formed: tuple[str, ...]  # layers whose weight matrices are formed as they are drawn
+    changed: tuple[str, ...]  # layers whose exact noise is drawn by way 3
 
 
 def export(
@@ -45,8 +49,12 @@ def export(
     precision: Precision = "fp32",
     law: Law = "factored",
     take: Taken = "tensor",
+    skeleton: onnx.ModelProto | None = None,
 ) -> Exported:
-    """`law` is that of the λ-noise: way 3 in every layer, or the artifact's own, whose `exact` layers form W."""
+    """`law` is that of the λ-noise: way 3 in every layer, or the artifact's own, whose `exact` layers form W.
+
+    `skeleton` is an earlier export's of the same network: tracing is what takes the time.
+    """
     declared = model.card.input
     if declared is None:
         raise ExportError("this artifact does not say what its inputs look like; save it with a card that does.")
@@ -59,8 +67,10 @@ def export(
     network = with_law(model.network, law)
     factors = network.factors()
     K = samples if factors.random else 1
-    traced = trace(network, declared.shape)
-    writer = _Writer(traced, network, factors, K, precision)
+    folded = fold_batchnorm(network)
+    if skeleton is None:
+        skeleton = trace(folded, declared.shape)
+    writer = _Writer(skeleton, folded, factors, K, precision)
     if take == "image":
         x = writer.pixels(declared.shape, declared.image.mean, declared.image.std)  # type: ignore[union-attr]
         inputs = [
@@ -68,14 +78,21 @@ def export(
         ]
     else:
         x = "input"
-        kind = traced.model.graph.input[0].type.tensor_type.elem_type
+        kind = skeleton.graph.input[0].type.tensor_type.elem_type
         inputs = [helper.make_tensor_value_info("input", kind, ["batch", *declared.shape])]
     if factors.random:
         inputs.append(helper.make_tensor_value_info("seed", TensorProto.INT64, []))
     outputs = writer.write(x, model)
     made = _model(writer, inputs, outputs)
     helper.set_model_props(made, {KEY: json.dumps(_facts(model, writer, precision, law, take))})
-    return Exported(_checked(made), tuple(writer.formed))
+    changed = tuple(name for name, law in _laws(model.network).items() if law != _laws(network)[name])
+    return Exported(_checked(made), skeleton, K, tuple(writer.formed), changed)
+
+
+def _laws(network: BayesianNetwork) -> dict[str, str]:
+    """Of the λ-noise of each layer that has any."""
+    found = {name: layer.posterior for name, layer in network.layers.items()}
+    return {name: q.noise for name, q in found.items() if isinstance(q, Inducing) and q.lam is not None}
 
 
 def with_law(network: BayesianNetwork, law: Law) -> BayesianNetwork:
@@ -106,13 +123,14 @@ class _Writer:
     """Goes through the traced nodes in order: plain ones are copied, ours are written out."""
 
     def __init__(
-        self, traced: Traced, network: BayesianNetwork, factors: NetworkFactors, K: int, precision: Precision
+        self, skeleton: onnx.ModelProto, folded: BayesianNetwork, factors: NetworkFactors, K: int, precision: Precision
     ) -> None:
-        self.traced, self.network, self.factors, self.K = traced, network, factors, K
+        self.traced, self.network, self.factors, self.K = skeleton.graph, folded, factors, K
+        self.layers, self.affines = folded.layers, affines_of(folded)
         self.g = Graph(precision)
         self.formed: list[str] = []
         self.s = Sampler(self.g, K, "seed" if factors.random else None)
-        graph = traced.model.graph
+        graph = self.traced
         self.shapes = {v.name: _shape(v) for v in [*graph.input, *graph.value_info, *graph.output]}
         self.readers: dict[str, list[onnx.NodeProto]] = {}
         for node in graph.node:
@@ -129,15 +147,33 @@ class _Writer:
         """uint8 (B, height, width, channels) of any size -> the network's input."""
         g = self.g
         x = g.op("Cast", g.op("Transpose", "image", perm=[0, 3, 1, 2]), to=TensorProto.FLOAT)
-        batch = g.part(g.op("Shape", x), 0, 0, 1)
-        sizes = g.op("Concat", batch, g.constant(list(shape)), axis=0)
-        x = g.op("Resize", x, "", "", sizes, mode="linear", antialias=1, coordinate_transformation_mode="half_pixel")
+        sides = g.op("Shape", x)
+        rows, columns = (
+            self._resized(g.part(sides, 0, axis, axis + 1), n) for axis, n in zip((2, 3), shape[1:], strict=True)
+        )
+        x = g.matmul(g.matmul(rows, x), g.op("Transpose", columns))
         of_channel = (-1, 1, 1)
         scale = 1 / (255 * np.array(std)).reshape(of_channel)
         return g.add(g.mul(x, g.constant(scale)), g.constant((-np.array(mean) / np.array(std)).reshape(of_channel)))
 
+    def _resized(self, side: str, n: int) -> str:
+        """(n, side): what each of n pixels takes of a side's, a triangle as wide as a new pixel, or an old one.
+
+        Runtimes differ in their own resizing where it shrinks; this is the filter of Pillow and of torch.
+        """
+        g = self.g
+        length = g.op("Cast", side, to=TensorProto.FLOAT)
+        scale = g.op("Div", length, g.constant(float(n)))
+        reach = g.op("Max", scale, g.constant(1.0))
+        centres = g.mul(g.constant(np.arange(n)[:, None] + 0.5), scale)
+        zero, one = g.constant(0), g.constant(1)
+        places = g.op("Cast", g.op("Range", zero, g.op("Squeeze", side), one), to=TensorProto.FLOAT)
+        distance = g.op("Abs", g.op("Sub", g.add(places, g.constant(0.5)), centres))
+        weights = g.op("Relu", g.op("Sub", g.constant(1.0), g.op("Div", distance, reach)))
+        return g.op("Div", weights, g.op("ReduceSum", weights, g.constant([1])))
+
     def write(self, x: str, model: Model) -> dict[str, int]:
-        graph, g = self.traced.model.graph, self.g
+        graph, g = self.traced, self.g
         self.s.start_members(self.factors.members)
         V = self._hierarchy()
         for tensor in graph.initializer:
@@ -190,7 +226,7 @@ class _Writer:
         match node.op_type:
             case "Layer":
                 name = _name(node)
-                layer = self.traced.layers[name]
+                layer = self.layers[name]
                 follower = self._affine_behind(out, name)
                 scale, shift = (np.ones(layer.geometry.shape[0]), None) if follower is None else self._affine(follower)
                 end = out if follower is None else follower.output[0]
@@ -211,7 +247,7 @@ class _Writer:
     def _operand(self, name: str, V: Mapping[str, str], scale: Array) -> Operand:
         """Drawn once, wherever a network calls the layer."""
         if name not in self.operands:
-            layer, factors = self.traced.layers[name], self.factors.layers[name]
+            layer, factors = self.layers[name], self.factors.layers[name]
             self.operands[name] = draw(self.s, name, layer, factors, V.get(name), scale)
             if isinstance(self.operands[name], Dense):
                 self.formed.append(name)
@@ -222,18 +258,18 @@ class _Writer:
         readers = self.readers.get(value, [])
         if len(readers) != 1 or readers[0].domain != OURS or readers[0].op_type != "Affine":
             return None
-        by_channel = isinstance(self.traced.layers[name].geometry, Conv) or len(self.shapes[value]) == 2
-        once = self.calls[name] == 1 and len(self.traced.affines[_name(readers[0])]) == 1
+        by_channel = isinstance(self.layers[name].geometry, Conv) or len(self.shapes[value]) == 2
+        once = self.calls[name] == 1 and len(self.affines[_name(readers[0])]) == 1
         return readers[0] if by_channel and once else None
 
     def _affine(self, node: onnx.NodeProto) -> tuple[Array, Array]:
         """Scale and shift."""
-        (one,) = self.traced.affines[_name(node)]
+        (one,) = self.affines[_name(node)]
         return array(one.scale), array(one.shift)
 
     def _affine_alone(self, node: onnx.NodeProto) -> None:
         (value,), (out,) = node.input, node.output
-        each, sizes = self.traced.affines[_name(node)], self.shapes[value][1:]
+        each, sizes = self.affines[_name(node)], self.shapes[value][1:]
         if len(each) == 1:
             scale, shift = (self.g.constant(by_channel(v, len(sizes))) for v in self._affine(node))
             self.value[out] = self.g.add(self.g.mul(self.value[value], scale), shift)
@@ -299,6 +335,7 @@ class _Writer:
 
 
 def _name(node: onnx.NodeProto) -> str:
+    name: str
     (name,) = (a.s.decode() for a in node.attribute if a.name == "name")
     return name
 
@@ -315,10 +352,9 @@ def _model(writer: _Writer, inputs: list[onnx.ValueInfoProto], outputs: dict[str
         "prediction_set": ["batch", "classes"],
         "interval": ["batch", "values", 2],
     }
-    rows: Callable[[str], list[str | int]] = lambda name: (
-        ["batch", "values"] if "mean" in outputs and not name.startswith("ood") else ["batch"]
-    )
-    made = [helper.make_tensor_value_info(name, kind, shapes.get(name) or rows(name)) for name, kind in outputs.items()]
+    values = ("mean", "epistemic_variance", "aleatoric_variance")
+    shapes |= {name: ["batch", "values"] for name in values}
+    made = [helper.make_tensor_value_info(name, kind, shapes.get(name, ["batch"])) for name, kind in outputs.items()]
     graph = helper.make_graph(g.nodes, "dubito", inputs, made, g.initializers)
     imports = [helper.make_opsetid("", OPSET)]
     if g.functions:

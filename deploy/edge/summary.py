@@ -1,4 +1,4 @@
-"""What a graph answers: the summary of K samples and what the calibration decides, as `models.uncertainty` and `answers`."""
+"""What a graph answers: the summary of K samples and what the calibration decides about them."""
 
 import numpy as np
 from onnx import TensorProto
@@ -22,10 +22,11 @@ def classified(g: Graph, logits: str, temperature: float, rule: Rule) -> dict[st
     total = _entropy(g, p, g.op("Log", g.op("Max", p, g.constant(TINY))))
     g.op("Identity", total, out="entropy")
     g.op("Relu", g.op("Sub", total, "expected_entropy"), out="mutual_information")
-    outputs = dict.fromkeys(("probabilities", "entropy", "expected_entropy", "mutual_information"), TensorProto.FLOAT)
+    names = ("probabilities", "entropy", "expected_entropy", "mutual_information")
+    outputs: dict[str, int] = dict.fromkeys(names, TensorProto.FLOAT)
     if rule.ood is not None:
         measure, _, threshold = rule.ood
-        score = measure
+        score: str = measure
         if measure == "max_probability":
             score = g.op("Sub", g.constant(1.0), g.op("ReduceMax", p, g.constant([-1]), keepdims=0))
         outputs |= _ood(g, score, threshold)
@@ -59,7 +60,8 @@ def regressed(g: Graph, means: str, network: BayesianNetwork, rule: Rule) -> dic
     g.nodes[-1].output[0] = "mean"
     g.op("Mul", spread, g.constant(scale**2), out="epistemic_variance")
     g.op("Expand", g.constant(noise), g.op("Shape", "mean"), out="aleatoric_variance")
-    outputs = dict.fromkeys(("mean", "epistemic_variance", "aleatoric_variance"), TensorProto.FLOAT)
+    names = ("mean", "epistemic_variance", "aleatoric_variance")
+    outputs: dict[str, int] = dict.fromkeys(names, TensorProto.FLOAT)
     if rule.ood is not None:
         ratio = g.op("Div", "epistemic_variance", g.constant(np.maximum(noise, TINY)))
         outputs |= _ood(g, g.op("ReduceMean", ratio, g.constant([-1]), keepdims=0), rule.ood[2])

@@ -5,8 +5,6 @@ that an ensemble's members keep of some other layer. Rows are samples folded int
 """
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import onnx
@@ -18,36 +16,34 @@ from dubito.deploy.edge.graph import OPSET, OURS
 from dubito.models.geometry import Conv, Geometry, Linear
 from dubito.models.layers import BayesianLayer, MemberLayer, Structure, layer_by_layer
 from dubito.models.network import BayesianNetwork
-from dubito.models.normalisation import ScaleShift, fold_batchnorm
+from dubito.models.normalisation import ScaleShift
 
 
-@dataclass(frozen=True)
-class Traced:
-    model: onnx.ModelProto
-    layers: Mapping[str, BayesianLayer]
-    affines: Mapping[str, list[ScaleShift]]  # one, or one per member
-
-
-def trace(network: BayesianNetwork, shape: tuple[int, ...]) -> Traced:
-    """`shape` is that of one input."""
-    folded = fold_batchnorm(network).eval()
-    memo: dict[int, object] = {}
-    affines: dict[str, list[ScaleShift]] = {}
+def affines_of(folded: BayesianNetwork) -> dict[str, list[ScaleShift]]:
+    """Every folded BatchNorm by name: one, or one per member."""
+    found: dict[str, list[ScaleShift]] = {}
     for name, module in folded.net.named_modules():
-        match module:
-            case BayesianLayer():
-                memo[id(module)] = _LayerNode(name, module)
-            case MemberLayer():
-                copies = [m for m in module.copies if isinstance(m, ScaleShift)]
-                if len(copies) == len(module.copies):
-                    affines[name] = copies
-                    memo[id(module)] = _AffineNode(name)
-                else:
-                    memo[id(module)] = _ChooseNode(copy.deepcopy(module.copies))
-            case ScaleShift() if id(module) not in memo and not _inside(name, folded.net):
-                affines[name] = [module]
-                memo[id(module)] = _AffineNode(name)
-    twin = copy.deepcopy(folded.net, memo)
+        if isinstance(module, MemberLayer):
+            copies = [m for m in module.copies if isinstance(m, ScaleShift)]
+            if len(copies) == len(module.copies):
+                found[name] = copies
+        elif isinstance(module, ScaleShift) and not _inside(name, folded.net):
+            found[name] = [module]
+    return found
+
+
+def trace(folded: BayesianNetwork, shape: tuple[int, ...]) -> onnx.ModelProto:
+    """`shape` is that of one input; what is traced hangs on the layers' sizes, not on their posteriors."""
+    memo: dict[int, object] = {}
+    affines = affines_of(folded)
+    for name, module in folded.net.named_modules():
+        if isinstance(module, BayesianLayer):
+            memo[id(module)] = _LayerNode(name, module)
+        elif name in affines:
+            memo[id(module)] = _AffineNode(name)
+        elif isinstance(module, MemberLayer):
+            memo[id(module)] = _ChooseNode(copy.deepcopy(module.copies))
+    twin = copy.deepcopy(folded.net, memo).eval()
     dtype = torch.int64 if any(isinstance(m, nn.Embedding) for m in twin.modules()) else torch.float32
     example = torch.zeros(2, *shape, dtype=dtype)
     try:
@@ -69,7 +65,7 @@ def trace(network: BayesianNetwork, shape: tuple[int, ...]) -> Traced:
             "Its forward method may branch on values, or fix the number of rows."
         ) from error
     assert program is not None
-    return Traced(program.model_proto, folded.layers, affines)
+    return program.model_proto
 
 
 def _inside(name: str, net: nn.Module) -> bool:

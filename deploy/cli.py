@@ -1,0 +1,106 @@
+"""Commands that take a model to where it runs: export, check-onnx."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(rich_markup_mode=None)
+
+Artifact = Annotated[Path, typer.Argument(metavar="FILE", help="An artifact (.safetensors).", show_default=False)]
+Onnx = Annotated[Path, typer.Argument(metavar="OUT.onnx", show_default=False)]
+
+
+class Precision(StrEnum):
+    fp32 = "fp32"
+    fp16 = "fp16"
+    int8 = "int8"
+
+
+@app.command()
+def export(
+    file: Artifact,
+    out: Onnx,
+    samples: Annotated[int, typer.Option(help="Posterior draws K of each prediction.", min=1)] = 20,
+    precision: Annotated[Precision, typer.Option(help="How numbers are stored.")] = Precision.fp32,
+    image: Annotated[bool, typer.Option("--image", help="The graph takes uint8 pictures of any size.")] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Keep the artifact's exact noise law, forming those layers' weights.")
+    ] = False,
+) -> None:
+    """Write the compact model as ONNX, still Bayesian: K samples, their uncertainty and the OOD flag in one graph.
+
+    The graph draws its noise from its input `seed`. Answers come from onnxruntime alone.
+
+    Try: dubito export model.safetensors model.onnx --precision fp16
+    """
+    from dubito.deploy.edge.errors import ExportError, need
+
+    need("onnx", "onnxscript")
+    if not out.parent.is_dir():
+        raise ExportError(f"cannot write {out}: there is no folder {out.parent}.")
+    from dubito.deploy.edge.export import export as to_onnx
+    from dubito.deploy.edge.export import save
+    from dubito.models.artifact import load
+
+    model = load(file)
+    made = to_onnx(
+        model,
+        samples=samples,
+        precision=precision.value,
+        law="artifact" if exact else "factored",
+        take="image" if image else "tensor",
+    )
+    size = save(made, out)
+    before = file.stat().st_size
+    print(f"wrote {out}: {size / 1e6:.2f} MB, {precision.value}, K = {made.samples} (artifact: {before / 1e6:.2f} MB)")
+    if made.changed:
+        print(f"layers with exact noise, drawn by way 3 here (--exact keeps them): {_some(made.changed)}")
+    print(f"Next: dubito check-onnx {out} --against {file}")
+
+
+@app.command("check-onnx")
+def check_onnx(
+    out: Onnx,
+    against: Annotated[Path, typer.Option(metavar="FILE", help="The artifact that it was exported from.")],
+    data: Annotated[
+        str | None, typer.Option(metavar="D", help="npz:PATH with x and y: quality on data, too.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
+) -> None:
+    """Compare an exported file with its artifact: outputs under the same noise, size, latency, quality on data.
+
+    Try: dubito check-onnx model.onnx --against model.safetensors
+    """
+    from dubito.deploy.edge.errors import need
+
+    need("onnx", "onnxruntime")
+    from dubito.deploy.edge.check import check
+    from dubito.deploy.edge.data import read
+    from dubito.models.artifact import load
+
+    model = load(against)
+    report = check(out, model, against.stat().st_size, None if data is None else read(data, model))
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _show(report)
+
+
+def _show(report: dict[str, Any]) -> None:
+    share = report["bytes"] / report["artifact_bytes"]
+    print(f"{report['file']}: {report['precision']}, K = {report['samples']}")
+    print(f"size: {report['bytes'] / 1e6:.2f} MB, {share:.0%} of the artifact")
+    print(f"largest difference with the same noise: {report['max_difference']:.2e}")
+    for name, value in report["differences"].items():
+        print(f"  {name}: {value:.2e}")
+    print("latency: " + ", ".join(f"batch {B} {ms:.1f} ms" for B, ms in report["latency_ms"].items()))
+    for name, value in report.get("data", {}).items():
+        told = ", ".join(f"{k} {v:.4f}" for k, v in value.items()) if isinstance(value, dict) else f"{value:.4g}"
+        print(f"{name.replace('_', ' ')}: {told}")
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

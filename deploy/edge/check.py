@@ -1,0 +1,172 @@
+"""Does an exported file say what its artifact says? With the same noise, number by number; on data, in quality."""
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+from torch import Tensor
+
+from dubito.deploy.edge.data import Data
+from dubito.deploy.edge.draws import HIERARCHY, normals_in_order
+from dubito.deploy.edge.errors import OnnxError
+from dubito.deploy.edge.export import with_law
+from dubito.deploy.edge.runtime import EdgeError, EdgeModel, facts_of
+from dubito.models.answers import columns_of, rule_for
+from dubito.models.images import prepare
+from dubito.models.model import Model
+from dubito.models.network import Draws
+from dubito.models.prediction import evaluating, tally_for
+
+INPUTS, SEED, ROUNDS = 4, 7, 9
+BINS = 15  # of the calibration error
+
+
+@dataclass(frozen=True)
+class Difference:
+    largest: float  # over all outputs, in the outputs' own units
+    by_output: dict[str, float]
+
+
+def check(path: Path, model: Model, artifact_bytes: int, data: Data | None = None) -> dict[str, Any]:
+    """A report with plain keys."""
+    edge = _open(path)
+    stated = edge.facts.get("provenance", {}).get("artifact_sha256")
+    if stated != model.manifest.sha256:
+        raise OnnxError(
+            f"{path} was exported from another artifact: it names SHA-256 {str(stated)[:12]}…, and the file given has "
+            f"{model.manifest.sha256[:12]}…. Export that file again, or check against the one it came from."
+        )
+    pixels = _inputs(model, edge, data)
+    difference = parity(path, model, pixels)
+    size = path.stat().st_size
+    report: dict[str, Any] = {
+        "file": str(path),
+        "precision": edge.facts["precision"],
+        "samples": edge.samples,
+        "bytes": size,
+        "artifact_bytes": artifact_bytes,
+        "max_difference": difference.largest,
+        "differences": difference.by_output,
+        "latency_ms": {str(B): _latency(edge, np.resize(pixels, (B, *pixels.shape[1:]))) for B in (1, 8)},
+    }
+    if data is not None:
+        report["data"] = quality(edge, model, data)
+    return report
+
+
+def _open(path: Path) -> EdgeModel:
+    try:
+        return EdgeModel(path)
+    except EdgeError as error:
+        raise OnnxError(str(error)) from None
+
+
+def _inputs(model: Model, edge: EdgeModel, data: Data | None) -> NDArray[Any]:
+    """A few inputs as the graph takes them: of the data, else noise in the range of pictures or of features."""
+    declared, image = edge.facts["input"], edge.facts["input"]["takes"] == "image"
+    if data is not None:
+        return data.graph_inputs(model, image)[:INPUTS]
+    rng = np.random.default_rng(SEED)
+    if image:
+        height, width = declared["shape"][1:]
+        return rng.integers(0, 256, (INPUTS, height, width, declared["shape"][0]), dtype=np.uint8)
+    return rng.standard_normal((INPUTS, *declared["shape"])).astype(np.float32)
+
+
+def _tensors(model: Model, x: NDArray[Any]) -> Tensor:
+    """What the graph takes, as the torch model takes it."""
+    if x.dtype != np.uint8:
+        return torch.from_numpy(x)
+    assert model.card.input is not None
+    return torch.stack([prepare(torch.from_numpy(np.array(one)), model.card.input) for one in x])
+
+
+def parity(path: Path, model: Model, x: NDArray[Any]) -> Difference:
+    """The graph's own noise, read out of it and given to torch, which must then answer the same."""
+    graph = onnx.load(path)
+    facts = facts_of(path, {p.key: p.value for p in graph.metadata_props})
+    network = with_law(model.network, facts["noise"])
+    factors, K = network.factors(), facts["samples"]
+    drawn = [name for node in graph.graph.node for name in node.output if ":" in name]
+    for name in drawn:
+        kind = TensorProto.DOUBLE if name == "member:keys" else TensorProto.FLOAT
+        graph.graph.output.append(helper.make_tensor_value_info(name, kind, None))
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    feed = {session.get_inputs()[0].name: x}
+    if facts["random"]:
+        feed["seed"] = np.array(SEED, np.int64)
+    names = [output.name for output in session.get_outputs()]
+    found: dict[str, NDArray[Any]] = dict(zip(names, session.run(None, feed), strict=True))
+    draws = Draws(K, None, 0)
+    if facts["random"]:
+        parts = {HIERARCHY: factors.hierarchy} if factors.hierarchy is not None else {}
+        noise = [normals_in_order(f, K, name, found) for name, f in {**parts, **factors.layers}.items()]
+        keys = torch.from_numpy(found["member:keys"]) if "member:keys" in found else None
+        draws = Draws(K, torch.cat(noise, 1), 0, keys=keys)
+    with evaluating(network), torch.inference_mode():
+        outputs = network.run(_tensors(model, x), factors, draws, {})
+        tally = tally_for(network)
+        tally.add(outputs / model.temperature)
+        summary = tally.summary()
+    rule = rule_for(model.card.calibration, K if facts["random"] else 1)
+    expected = columns_of(summary, [rule] * len(x))
+    return _difference(found, expected)
+
+
+def _difference(found: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]) -> Difference:
+    by_output = {
+        name: float(np.abs(found[name].astype(np.float64) - expected[name].astype(np.float64)).max())
+        for name in expected
+        if name in found and found[name].dtype != np.bool_
+    }
+    return Difference(max(by_output.values()), by_output)
+
+
+def _latency(edge: EdgeModel, x: NDArray[Any]) -> float:
+    """Median milliseconds of a batch."""
+    times = []
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        edge.predict(x, SEED)
+        times.append(1000 * (time.perf_counter() - start))
+    return round(statistics.median(times[1:]), 3)
+
+
+def quality(edge: EdgeModel, model: Model, data: Data) -> dict[str, Any]:
+    """On labelled data, the file with noise of its own and the artifact, by its own law, side by side."""
+    ours = edge.predict(data.graph_inputs(model, edge.facts["input"]["takes"] == "image"), SEED)
+    prediction = model.predict(data.tensors(model), edge.samples, SEED)
+    rule = rule_for(model.card.calibration, prediction.samples)
+    theirs = columns_of(prediction.summary, [rule] * len(data.y))
+    report: dict[str, Any] = {"inputs": len(data.y)}
+    for name, columns in (("onnx", ours), ("artifact", theirs)):
+        if "probabilities" in columns:
+            p = columns["probabilities"]
+            report[name] = {"accuracy": float((p.argmax(1) == data.y).mean()), "ece": _ece(p, data.y)}
+        else:
+            error = columns["mean"] - data.y.reshape(columns["mean"].shape)
+            report[name] = {"rmse": float(np.sqrt((error**2).mean()))}
+    if "probabilities" in ours:
+        report["class_agreement"] = float((ours["probabilities"].argmax(1) == theirs["probabilities"].argmax(1)).mean())
+    if "ood" in ours and "ood" in theirs:
+        report["ood_agreement"] = float((ours["ood"] == theirs["ood"]).mean())
+    return report
+
+
+def _ece(p: NDArray[Any], y: NDArray[Any]) -> float:
+    """Expected calibration error: |confidence − accuracy| over bins of confidence, by their share of the inputs."""
+    sure, right = p.max(1), p.argmax(1) == y
+    bins = np.minimum((sure * BINS).astype(int), BINS - 1)
+    gaps = [abs(sure[bins == b].mean() - right[bins == b].mean()) * (bins == b).mean() for b in set(bins.tolist())]
+    return float(sum(gaps))

@@ -1,0 +1,251 @@
+#!/usr/bin/env python3
+"""Answers of an exported model, with their doubt, from numpy and onnxruntime alone: copy this one file to the device.
+
+python runtime.py model.onnx picture.png --seed 0 --json
+"""
+
+import argparse
+import json
+import secrets
+import struct
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+KEY, FORMAT = "dubito", 1
+ROWS = 64  # samples times inputs of one pass: memory does not grow beyond it
+LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
+Columns = dict[str, NDArray[Any]]  # outputs by name, one row per input
+
+
+class EdgeError(Exception):
+    """Says what came, what was expected and what to do."""
+
+
+class EdgeModel:
+    def __init__(self, path: str | Path, threads: int = 0) -> None:
+        """`threads=0` takes all cores."""
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 4  # what is wrong with a file is said by the error
+        try:
+            content = Path(path).read_bytes()
+            self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        except OSError as error:
+            raise EdgeError(f"cannot read {path}: {error.strerror}.") from None
+        except Exception as error:  # onnxruntime raises many kinds, all of them about the file
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise EdgeError(f"{path} is no ONNX model that runs here: cut, damaged or foreign ({reason}).") from None
+        self.facts = facts_of(path, dict(self.session.get_modelmeta().custom_metadata_map))
+        self.samples: int = self.facts["samples"]
+        self.outputs = [output.name for output in self.session.get_outputs()]
+
+    def predict(self, x: NDArray[Any], seed: int | None = None, rows: int = ROWS) -> Columns:
+        """The same K draws for every input (B, ...); a seed gives the same draws again, however the batch is cut."""
+        declared = self.facts["input"]
+        image = declared["takes"] == "image"
+        shape = x.shape[3:] if image else x.shape[1:]
+        wanted = declared["shape"][:1] if image else declared["shape"]
+        if list(shape) != wanted or len(x) == 0 or (image and (x.dtype != np.uint8 or 0 in x.shape)):
+            what = f"uint8 (B, height, width, {wanted[0]})" if image else f"(B, {', '.join(map(str, wanted))})"
+            raise EdgeError(f"inputs came as {x.dtype} {x.shape}; this model takes {what}.")
+        entry = self.session.get_inputs()[0]
+        x = x if image else x.astype(np.int64 if "int64" in entry.type else np.float32)
+        if not image and not np.isfinite(x).all():
+            raise EdgeError("inputs hold NaN or infinity; expected finite numbers only.")
+        more: dict[str, NDArray[Any]] = {}
+        if self.facts["random"]:
+            seed = secrets.randbits(53) if seed is None else seed
+            if not 0 <= seed < 1 << 63:
+                raise EdgeError(f"seed is {seed}; expected 0 to 2**63 - 1.")
+            more["seed"] = np.array(seed, np.int64)
+        step = max(1, rows // self.samples)
+        parts = [self.session.run(None, {entry.name: x[at : at + step], **more}) for at in range(0, len(x), step)]
+        return {name: np.concatenate(found) for name, found in zip(self.outputs, zip(*parts, strict=True), strict=True)}
+
+    def answers(self, columns: Columns) -> list[dict[str, Any]]:
+        """One dictionary per input, with the names that the server's replies have."""
+        lists = {name: column.tolist() for name, column in columns.items()}
+        return [
+            self._answer({name: column[i] for name, column in lists.items()})
+            for i in range(len(columns[self.outputs[0]]))
+        ]
+
+    def _answer(self, row: dict[str, Any]) -> dict[str, Any]:
+        ood, rule = None, self.facts["ood"]
+        if rule is not None:
+            ood = {"flag": row.pop("ood"), "score": row.pop("ood_score"), **rule}
+        if "probabilities" not in row:
+            return {**row, "interval": row.get("interval"), "ood": ood}
+        best = int(np.argmax(row["probabilities"]))
+        fitting = None
+        if "prediction_set" in row:
+            fitting = [self.label(c) for c, fits in enumerate(row["prediction_set"]) if fits]
+        top = {"label": self.label(best), "class": best, "max_probability": row["probabilities"][best]}
+        return {**top, **row, "prediction_set": fitting, "ood": ood}
+
+    def label(self, index: int) -> str:
+        labels = self.facts["labels"]
+        return labels[index] if labels is not None and index < len(labels) else str(index)
+
+    def read(self, path: str | Path) -> NDArray[Any]:
+        """The inputs that one file holds: a PNG, or numbers (.npy) of the model's own shape."""
+        declared = self.facts["input"]
+        try:
+            if Path(path).suffix.lower() == ".npy":
+                array: NDArray[Any] = np.load(path, allow_pickle=False)
+                alone = array.ndim == (3 if declared["takes"] == "image" else len(declared["shape"]))
+                return array[None] if alone else array
+            pixels = decode_png(Path(path).read_bytes())
+        except OSError as error:
+            raise EdgeError(f"cannot read {path}: {error.strerror or error}.") from None
+        except (ValueError, zlib.error, struct.error, IndexError) as error:
+            raise EdgeError(
+                f"cannot read {path}: {error}; expected an 8-bit PNG that is not interlaced, or .npy."
+            ) from None
+        if declared["mean"] is None:
+            raise EdgeError(f"this model takes tensors of shape {declared['shape']}, not pictures: give a .npy file.")
+        pixels = with_channels(pixels, declared["shape"][0])
+        if declared["takes"] == "image":
+            return pixels[None]
+        if list(pixels.shape[:2]) != declared["shape"][1:]:
+            raise EdgeError(
+                f"{path} has {pixels.shape[0]} x {pixels.shape[1]} pixels; this file takes {declared['shape'][1]} x "
+                f"{declared['shape'][2]}. Export the model with --image to have pictures resized."
+            )
+        mean, std = (np.array(declared[key], np.float32) for key in ("mean", "std"))
+        return np.moveaxis((pixels.astype(np.float32) / 255 - mean) / std, -1, 0)[None]
+
+
+def facts_of(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
+    """What the file says of itself."""
+    try:
+        facts = json.loads(metadata[KEY])
+        if facts["format"] == FORMAT and {"samples", "random", "input", "labels", "ood", "task"} <= facts.keys():
+            return dict(facts)
+    except (KeyError, ValueError, TypeError, AttributeError):
+        raise EdgeError(f"{path} was not written by `dubito export`: it says nothing of itself.") from None
+    raise EdgeError(f"{path} has format {facts['format']!r}; this runtime reads format {FORMAT}. Export it again.")
+
+
+def with_channels(pixels: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
+    """(H, W, c) with as many channels as the model takes; transparency says nothing about the picture."""
+    if pixels.shape[2] in (2, 4):
+        pixels = pixels[..., :-1]
+    if pixels.shape[2] == channels:
+        return pixels
+    if pixels.shape[2] == 1:
+        return np.repeat(pixels, channels, axis=2)
+    if channels == 1:
+        grey: NDArray[np.uint8] = np.rint(pixels @ np.array(LUMINANCE)).astype(np.uint8)
+        return grey[..., None]
+    raise EdgeError(f"a picture has {pixels.shape[2]} channels; this model takes {channels}.")
+
+
+def decode_png(content: bytes) -> NDArray[np.uint8]:
+    """(H, W, channels) of a PNG with 8 bits a channel; ValueError says what is wrong with it."""
+    if content[:8] != b"\x89PNG\r\n\x1a\n":
+        raise ValueError("not a PNG")
+    header, palette, packed, at = b"", b"", b"", 8
+    while at < len(content):
+        length, kind = struct.unpack(">I4s", content[at : at + 8])
+        body = content[at + 8 : at + 8 + length]
+        if (
+            len(body) < length
+            or zlib.crc32(kind + body) != struct.unpack(">I", content[at + 8 + length : at + 12 + length])[0]
+        ):
+            raise ValueError("the PNG is cut or damaged")
+        if kind == b"IHDR":
+            header = body
+        elif kind == b"PLTE":
+            palette = body
+        elif kind == b"IDAT":
+            packed += body
+        at += 12 + length
+    width, height, depth, colour, _, _, interlaced = struct.unpack(">IIBBBBB", header)
+    channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 0)
+    if depth != 8 or interlaced or not channels:
+        raise ValueError(f"a PNG of {depth} bits, colour type {colour}, interlaced {interlaced}")
+    if width * height > 1 << 26:
+        raise ValueError(f"a PNG of {width} x {height} pixels")
+    stride = width * channels
+    unpacker = zlib.decompressobj()
+    data = np.frombuffer(unpacker.decompress(packed, height * (stride + 1)), np.uint8)
+    if data.size != height * (stride + 1):
+        raise ValueError("the PNG is cut or damaged")
+    pixels = _unfiltered(data.reshape(height, stride + 1), channels).reshape(height, width, channels)
+    return np.frombuffer(palette, np.uint8).reshape(-1, 3)[pixels[..., 0]] if colour == 3 else pixels
+
+
+def _unfiltered(lines: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
+    """Undo each line's filter: its bytes came less what their left neighbour, the upper one or both foretell."""
+    out = np.zeros((len(lines), lines.shape[1] - 1), np.uint8)
+    above = np.zeros(out.shape[1], np.uint8)
+    for y, line in enumerate(lines):
+        kind, values = int(line[0]), line[1:]
+        if kind == 0:
+            above = values
+        elif kind == 1:
+            above = np.cumsum(values.reshape(-1, channels), axis=0, dtype=np.uint8).ravel()
+        elif kind == 2:
+            above = values + above
+        elif kind in (3, 4):
+            above = _by_both(values.tolist(), above.tolist(), channels, kind == 4)
+        else:
+            raise ValueError(f"the PNG is damaged: no filter {kind}")
+        out[y] = above
+    return out
+
+
+def _by_both(values: list[int], above: list[int], channels: int, paeth: bool) -> NDArray[np.uint8]:
+    line: list[int] = []
+    for i, value in enumerate(values):
+        left, up = (line[i - channels] if i >= channels else 0), above[i]
+        if paeth:
+            corner = above[i - channels] if i >= channels else 0
+            guess = left + up - corner
+            told = min((left, up, corner), key=lambda v: abs(guess - v))
+        else:
+            told = (left + up) // 2
+        line.append((value + told) & 255)
+    return np.array(line, np.uint8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a file that `dubito export` wrote")
+    parser.add_argument("inputs", nargs="+", help="pictures (PNG) or numbers (.npy)")
+    parser.add_argument("--seed", type=int, help="fixes the draws; without one they are fresh")
+    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for programs")
+    args = parser.parse_args()
+    try:
+        model = EdgeModel(args.model, args.threads)
+        rows = []
+        for path in args.inputs:
+            found = model.answers(model.predict(model.read(path), args.seed))
+            rows += [{"input": path if len(found) == 1 else f"{path}[{i}]", **row} for i, row in enumerate(found)]
+    except EdgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    if args.json:
+        print(json.dumps({"predictions": rows, "samples": model.samples}))
+        return
+    for row in rows:
+        doubt = (
+            "" if row["ood"] is None else f"  OOD {'yes' if row['ood']['flag'] else 'no'} ({row['ood']['score']:.4f})"
+        )
+        if "label" in row:
+            fits = "" if row["prediction_set"] is None else f"  set {{{', '.join(row['prediction_set'])}}}"
+            print(f"{row['input']}: {row['label']} {row['max_probability']:.4f}{fits}{doubt}")
+        else:
+            print(f"{row['input']}: {row['mean']} interval {row['interval']}{doubt}")
+
+
+if __name__ == "__main__":
+    main()
