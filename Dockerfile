@@ -3,6 +3,16 @@
 # A package index, certificates and the like come in as build arguments (PIP_INDEX_URL ...) or mounts; none is kept.
 ARG BASE=docker.io/library/python:3.11-slim-bookworm
 
+# The console's page /edge runs models in the browser: onnxruntime-web's files, from npm.
+FROM ${BASE} AS wasm
+ARG NPM_CONFIG_REGISTRY NODE_EXTRA_CA_CERTS
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends npm \
+    && rm -rf /var/lib/apt/lists/*
+COPY deploy/edge/wasm.sh /wasm.sh
+RUN sh /wasm.sh /wasm
+
 # Our own code as a wheel: the only stage that a change of code builds anew, with the last layer below.
 FROM ${BASE} AS wheel
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_CERT
@@ -13,6 +23,8 @@ COPY root root
 COPY models models
 COPY training training
 COPY service service
+COPY deploy deploy
+COPY --from=wasm /wasm service/console/wasm
 RUN /build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /dist .
 
 # What both targets share: a C compiler for Triton and torch.compile, an allocator that gives memory back, a user who

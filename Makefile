@@ -7,7 +7,7 @@ BENCH ?= $(filter-out _% $(NEED_DATA),$(basename $(notdir $(wildcard benchmarks/
 DATA ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve lint test test-slow bench embedded reference lock clean
+.PHONY: help setup serve wasm lint test test-slow bench embedded reference lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -19,15 +19,20 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --editable '.[dev]'
 	touch $@
 
-serve: $(READY) ## serve the embedded model with its console: make serve ARGS="model.safetensors --port 9000"
+wasm: service/console/wasm ## onnxruntime-web for the console's page /edge (needs npm)
+
+service/console/wasm: deploy/edge/wasm.sh
+	sh deploy/edge/wasm.sh $@ && touch $@ || echo "the page /edge will say what is missing"
+
+serve: $(READY) wasm ## serve the embedded model with its console: make serve ARGS="model.safetensors --port 9000"
 	$(BIN)/dubito serve $(ARGS)
 
 lint: $(READY) ## ruff and strict mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy .types/dubito tests $(wildcard benchmarks) deploy/grafana/picture.py docs/reference.py
+	$(BIN)/mypy .types/dubito tests $(wildcard benchmarks) docs/reference.py
 
-test: lint ## lint, then every test that takes seconds
+test: lint wasm ## lint, then every test that takes seconds
 	$(BIN)/pytest -n 2 --durations=10 -rs
 
 test-slow: $(READY) ## the tests that take minutes

@@ -18,11 +18,12 @@ from dubito.service.predict import V1, V2, Asked, Predictor
 from dubito.service.problems import Problem, problem_of
 from dubito.service.repository import Repository
 from dubito.service.routes import routes
-from dubito.service.security import HEADERS, Guard
+from dubito.service.security import EDGE, HEADERS, Guard
 from dubito.service.settings import Settings
 
 log = logging.getLogger("dubito")
 SAFE = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+SAFE_AT_EDGE = [(name.encode(), value.encode()) for name, value in EDGE.items()]
 PLAIN_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,100}")
 
 
@@ -52,7 +53,8 @@ class Server:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                safe = SAFE if asked.served is None else SAFE[:1]  # a prediction is no page
+                page = SAFE_AT_EDGE if path == "/edge" else SAFE
+                safe = page if asked.served is None else SAFE[:1]  # a prediction is no page
                 message["headers"] = [*message["headers"], (b"x-request-id", id_.encode()), *safe]
                 if self.draining:
                     message["headers"].append((b"connection", b"close"))

@@ -21,7 +21,14 @@ from dubito.service.repository import Repository, Served
 if TYPE_CHECKING:
     from dubito.service.app import Server
 
-ASSETS = {"html": "text/html; charset=utf-8", "js": "text/javascript", "css": "text/css", "json": "application/json"}
+ASSETS = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript",
+    "mjs": "text/javascript",
+    "css": "text/css",
+    "json": "application/json",
+    "wasm": "application/wasm",
+}
 EXTENSIONS = ["binary_tensor_data", "model_repository"]
 UNKNOWN = (404, *OF_ANY)
 
@@ -62,9 +69,17 @@ def _of_people(app: FastAPI, server: "Server") -> None:
     async def docs() -> Response:
         return asset("docs.html")
 
+    @app.get("/edge", include_in_schema=False)
+    async def edge() -> Response:
+        return asset("edge.html")
+
     @app.get("/console/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
         return asset(name)
+
+    @app.get("/console/wasm/{name}", include_in_schema=False)
+    async def wasm(name: str) -> Response:
+        return asset(name, "wasm")
 
     @app.get("/healthz", tags=["health"], summary="Whether the server lives", responses=_health("live"))
     async def healthz() -> Response:
@@ -230,10 +245,13 @@ def _json(value: object) -> Response:
     return Response(orjson.dumps(value), media_type="application/json")
 
 
-def asset(name: str) -> Response:
-    """A file of the console: one that lies in its folder under just this name."""
+def asset(name: str, below: str | None = None) -> Response:
+    """A file of the console: one that lies in its folder, or in one below, under just this name."""
     folder = files("dubito.service").joinpath("console")
-    found = next((file for file in folder.iterdir() if file.name == name and file.is_file()), None)
+    if below is not None:
+        folder = folder.joinpath(below)
+    there = folder.iterdir() if folder.is_dir() else iter(())  # what is fetched at set-up may not be there
+    found = next((file for file in there if file.name == name and file.is_file()), None)
     kind = ASSETS.get(name.rpartition(".")[2])
     if found is None or kind is None:
         raise HTTPException(404)

@@ -7,7 +7,7 @@ import time
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
 
-OPEN = frozenset({"/", "/docs", "/openapi.json", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
+OPEN = frozenset({"/", "/docs", "/edge", "/openapi.json", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
 MOST_CALLERS = 10_000
 HEADERS = {
     "x-content-type-options": "nosniff",
@@ -15,6 +15,10 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'; "
     "base-uri 'none'; form-action 'none'",
+}
+# the page that runs models in the browser, and no other: WebAssembly counts as evaluating code
+EDGE = HEADERS | {
+    "content-security-policy": f"{HEADERS['content-security-policy']}; script-src 'self' 'wasm-unsafe-eval'"
 }
 
 

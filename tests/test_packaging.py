@@ -59,7 +59,7 @@ def test_wheel_holds_every_module_and_no_other(wheel: Path) -> None:
 def test_wheel_holds_the_data_that_the_code_reads(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     recipes = {f"dubito/training/recipes/{file.name}" for file in (REPO / "training/recipes").iterdir()}
-    console = {f"dubito/service/console/{file.name}" for file in (REPO / "service/console").iterdir()}
+    console = {f"dubito/service/console/{file.name}" for file in (REPO / "service/console").iterdir() if file.is_file()}
     assert {*recipes, *console, "dubito/training/digits.npz", "dubito/models/digits.safetensors"} <= names
 
 
