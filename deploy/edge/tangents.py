@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx
@@ -67,7 +68,10 @@ class Forward:
     def __init__(self, g: Graph, K: int, traced: onnx.GraphProto) -> None:
         self.g, self.K, self.traced = g, K, traced
         everything = [*traced.input, *traced.value_info, *traced.output]
-        self.shapes = {v.name: _shape(v) for v in everything} | {t.name: tuple(t.dims) for t in traced.initializer}
+        self.shapes: dict[str, tuple[int, ...]] = {v.name: _shape(v) for v in everything} | {
+            t.name: tuple(t.dims) for t in traced.initializer
+        }
+        self.axes = {v.name: _axes_of(v) for v in everything} | {t.name: list(t.dims) for t in traced.initializer}
         self.known = {t.name: numpy_helper.to_array(t) for t in traced.initializer}
         self.value: dict[str, str] = {}
         self.tangent: dict[str, str | Moved] = {}
@@ -85,14 +89,13 @@ class Forward:
                     f"the network uses the operator {node.op_type}, for which no derivative is known here, so its "
                     "linearised predictive cannot be exported. Choose weights behind it (select last-layer)."
                 )
-            copied = self._copied(node, indices=moving and node.op_type == "MaxPool")
+            self._copy(node, indices=moving and node.op_type == "MaxPool")
             if moving:
                 made = RULES[node.op_type](self, node)
                 every: Sequence[Tangent] = made if isinstance(made, list) else [made]
                 self.tangent |= {n: t for n, t in zip(node.output, every, strict=False) if n and t is not None}
-            del copied
 
-    def _copied(self, node: onnx.NodeProto, indices: bool) -> onnx.NodeProto:
+    def _copy(self, node: onnx.NodeProto, indices: bool) -> None:
         made = onnx.NodeProto()
         made.CopyFrom(node)
         for field in ("metadata_props", "doc_string", "name"):
@@ -104,7 +107,6 @@ class Forward:
         if indices and len(made.output) == 1:
             made.output.append(self.places_of(node))
         self.g.nodes.append(made)
-        return made
 
     # what rules ask for
 
@@ -134,21 +136,21 @@ class Forward:
 
     def fit(self, t: str, name: str, out: str) -> str:
         """A tangent of `name` for an operator that spreads it to the shape of `out`."""
-        shape, wanted = self.shape(name), self.shape(out)
-        t = self.lined_up(t, name, len(wanted))
-        if shape == wanted:
-            return t
-        return self.g.op("Expand", t, self._stacked(out))
+        t = self.lined_up(t, name, len(self.shape(out)))
+        alike = self.axes.get(name) == self.axes.get(out) and None not in self.axes.get(name, [None])
+        return t if alike else self.g.op("Expand", t, self._stacked(out))
 
     def lined_up(self, t: str, name: str, rank: int) -> str:
         """Ones before the axes, as broadcasting would put them; the K stays first."""
-        shape = self.shape(name)
-        return t if len(shape) == rank else self.reshaped(t, (*[1] * (rank - len(shape)), *shape))
+        more = rank - len(self.shape(name))
+        return self.g.op("Unsqueeze", t, self.g.constant(list(range(1, more + 1)))) if more else t
 
-    def reshaped(self, t: str, shape: tuple[int, ...]) -> str:
-        if shape.count(-1) > 1:
-            raise ExportError(f"a value has shape {shape}: two axes grow with the inputs, which cannot be exported.")
-        return self.g.reshape(t, (self.K, *shape))
+    def unfolded(self, t: str, out: str) -> str:
+        """The same entries in the shape (K, *shape of `out`)."""
+        shape = self.shape(out)
+        if shape.count(-1) < 2:
+            return self.g.reshape(t, (self.K, *shape))
+        return self.g.op("Reshape", t, self._stacked(out))
 
     def nothing(self, name: str) -> str:
         return self.g.op("Expand", self.g.constant(0.0), self._stacked(name))
@@ -173,7 +175,13 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int, ...]:
     return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
 
 
-def _attributes(node: onnx.NodeProto) -> dict[str, object]:
+def _axes_of(value: onnx.ValueInfoProto) -> list[int | str | None]:
+    """Lengths, or their names; None where nothing is known."""
+    dims = value.type.tensor_type.shape.dim
+    return [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in dims]
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
     return {a.name: helper.get_attribute_value(a) for a in node.attribute}
 
 
@@ -395,7 +403,7 @@ def _conv(f: Forward, node: onnx.NodeProto) -> str | None:
     parts: list[str | None] = []
     if t is not None:
         made = g.op("Conv", f.folded(t, x), f.value[W], **attributes)
-        parts.append(f.reshaped(made, (-1, channels, *sizes)))
+        parts.append(f.unfolded(made, node.output[0]))
     if moved is not None:
         parts.append(_conv_moved(f, x, W, moved, attributes, groups, (channels, *sizes)))
     for bias in more:
@@ -406,7 +414,7 @@ def _conv(f: Forward, node: onnx.NodeProto) -> str | None:
 
 
 def _conv_moved(
-    f: Forward, x: str, W: str, moved: str | Moved, attributes: dict[str, object], groups: int, after: tuple[int, ...]
+    f: Forward, x: str, W: str, moved: str | Moved, attributes: dict[str, Any], groups: int, after: tuple[int, ...]
 ) -> str:
     """All inputs, which the draws share, through the filters of K draws side by side."""
     g, K, value, outs = f.g, f.K, f.value[x], np.arange(after[0])
@@ -423,7 +431,7 @@ def _conv_moved(
         attributes = {**attributes, "group": K * groups}
     made = g.op("Conv", value, g.reshape(moved, (K * shape[0], *shape[1:])), **attributes)
     beside = g.reshape(made, (-1, K, shape[0] * math.prod(after[1:])))
-    stacked = f.reshaped(g.op("Transpose", beside, perm=[1, 0, 2]), (-1, shape[0], *after[1:]))
+    stacked = g.reshape(g.op("Transpose", beside, perm=[1, 0, 2]), (K, -1, shape[0], *after[1:]))
     return _spread(g, stacked, 2, outs, after[0])
 
 
@@ -495,7 +503,7 @@ def _pool(f: Forward, node: onnx.NodeProto) -> str:
     t = f.of(x)
     assert t is not None
     made = f.g.op(node.op_type, f.folded(t, x), **_attributes(node))
-    return f.reshaped(made, f.shape(out))
+    return f.unfolded(made, out)
 
 
 def _reduced(f: Forward, node: onnx.NodeProto) -> str:
@@ -531,7 +539,7 @@ def _largest(f: Forward, node: onnx.NodeProto) -> str:
 def _reshape(f: Forward, node: onnx.NodeProto) -> str:
     t = f.of(node.input[0])
     assert t is not None
-    return f.reshaped(t, f.shape(node.output[0]))
+    return f.unfolded(t, node.output[0])
 
 
 def _same(f: Forward, node: onnx.NodeProto) -> Tangent:

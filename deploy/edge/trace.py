@@ -75,7 +75,13 @@ def by_torch(
             "Its forward method may branch on values, or fix the number of rows."
         ) from error
     assert program is not None
-    return program.model_proto
+    made = program.model_proto
+    if made.graph.input[0].type.tensor_type.shape.dim[0].HasField("dim_value"):
+        raise ExportError(
+            "torch's exporter fixes the number of rows of this network, whose forward method must ask for it by "
+            "x.shape[0], not by len(x)."
+        )
+    return made
 
 
 def _inside(name: str, net: nn.Module) -> bool:

@@ -148,7 +148,8 @@ def test_geometries(block: int | None, tmp_path: Path) -> None:
     """With the usual blocks, and with small ones in several rows and columns."""
     torch.manual_seed(0)
     net = Odd()
-    network = lively(bayesianize(net, "whvi", **({} if block is None else {"D": block})))
+    options: dict[str, Any] = {} if block is None else {"D": block}
+    network = lively(bayesianize(net, "whvi", **options))
     model = saved(network, tmp_path, Card(input=Input(shape=(3, 6, 6))), net)
     assert parity(written(exported(model, samples=3), tmp_path), model, inputs_for(model)).largest < CLOSE
 
