@@ -196,6 +196,8 @@ class _Writer:
             )
         out = self.value[logits] if logits not in self.once or self.K == 1 else self._tiled(self.value[logits], 2)
         out = g.reshape(out, (self.K, -1, self.shapes[logits][1]))
+        if self.s.noise is not None:
+            self.s.noise.finish()
         self._rotations()
         rule = rule_for(model.card.calibration, self.K if self.factors.random else 1)
         if self.network.task.kind == "classification":
