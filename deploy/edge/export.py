@@ -210,6 +210,8 @@ class _Writer:
                 self._node(node, V)
         out = self.value[logits] if logits not in self.once or self.K == 1 else self._tiled(self.value[logits], 2)
         out = g.reshape(out, (self.K, -1, self.shapes[logits][1]))
+        if self.s.noise is not None:
+            self.s.noise.finish()
         self._rotations()
         return out
 
