@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dubito.deploy.edge.blocks import Blocks, formed, on_channels, on_rows
 from dubito.deploy.edge.draws import Dense, Factored, Masked, Operand
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Array, Graph
@@ -36,6 +37,8 @@ def apply(g: Graph, K: int, geometry: Geometry, place: Place, operand: Operand, 
             out = _dense(g, K, geometry, place, operand.W)
         case Masked():
             out = _masked(g, K, geometry, place, operand)
+        case Blocks():
+            out = _by_blocks(g, K, geometry, place, operand)
     return out if shift is None else g.add(out, g.constant(by_channel(shift, len(place.after))))
 
 
@@ -207,3 +210,33 @@ def _masked(g: Graph, K: int, geometry: Geometry, place: Place, m: Masked) -> st
         return g.add(g.matmul(x, columns), g.reshape(last, (geometry.outputs,)))
     filters, shift = _kernel(g, geometry, m.W, geometry.outputs)
     return _conv(g, geometry, _padded(g, geometry, x), filters, shift, geometry.groups)
+
+
+def _by_blocks(g: Graph, K: int, geometry: Geometry, place: Place, blocks: Blocks) -> str:
+    if isinstance(geometry, Linear):
+        rows = g.reshape(place.x, (1 if place.shared else K, -1, geometry.inputs))
+        return g.reshape(on_rows(g, blocks, rows, K, place.shared), (-1, *place.after))
+    if geometry.groups > 1:  # each group has rows of W of its own, and H mixes all rows
+        return _dense(g, K, geometry, place, formed(g, blocks, K))
+    patches = _columns(g, geometry, place)
+    out = on_channels(g, blocks, patches, K, place.shared, math.prod(place.after[1:]))
+    return g.reshape(out, (-1, *place.after))
+
+
+def _columns(g: Graph, conv: Conv, place: Place) -> str:
+    """Every patch, channels first within it as in W: (rows, c · kernel, places). Slices, axis by axis."""
+    x, sides = _padded(g, conv, place.x), [sum(p) for p in pads(conv)]
+    if conv.padding_mode == "zeros" and any(sides):
+        around = pads(conv)
+        x = g.op("Pad", x, g.constant([0, 0, *(p for p, _ in around), 0, 0, *(p for _, p in around)]))
+    if math.prod(conv.kernel) > 1 or any(s > 1 for s in conv.stride):
+        # the last axis first: each kernel axis comes to stand before those that are there already
+        for axis in reversed(range(conv.dims)):
+            k, d, step, n = conv.kernel[axis], conv.dilation[axis], conv.stride[axis], place.after[1 + axis]
+            last = 2 + axis + (conv.dims - 1 - axis)  # where that axis stands, kernel axes being before it
+            taps = [
+                g.op("Slice", x, *(g.constant([v]) for v in (t * d, t * d + (n - 1) * step + 1, last, step)))
+                for t in range(k)
+            ]
+            x = g.op("Concat", *[g.op("Unsqueeze", tap, g.constant([2])) for tap in taps], axis=2)
+    return g.reshape(x, (-1, conv.inputs * math.prod(conv.kernel), math.prod(place.after[1:])))

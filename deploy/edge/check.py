@@ -19,11 +19,13 @@ from dubito.deploy.edge.data import Data
 from dubito.deploy.edge.draws import HIERARCHY, normals_in_order
 from dubito.deploy.edge.errors import OnnxError
 from dubito.deploy.edge.export import with_law
-from dubito.deploy.edge.runtime import EdgeError, EdgeModel, facts_of
+from dubito.deploy.edge.linear import NOISE
+from dubito.deploy.edge.runtime import ROWS, EdgeError, EdgeModel, facts_of
 from dubito.models.answers import columns_of, rule_for
 from dubito.models.images import prepare
+from dubito.models.laplace import linear_samples
 from dubito.models.model import Model
-from dubito.models.network import Draws
+from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.prediction import evaluating, tally_for
 
 INPUTS, SEED, ROUNDS = 4, 7, 9
@@ -112,16 +114,25 @@ def parity(path: Path, model: Model, x: NDArray[Any]) -> Difference:
     if facts["random"]:
         parts = {HIERARCHY: factors.hierarchy} if factors.hierarchy is not None else {}
         noise = [normals_in_order(f, K, name, found) for name, f in {**parts, **factors.layers}.items()]
+        if factors.subnetwork is not None:
+            noise.append(torch.from_numpy(found[NOISE]))
         keys = torch.from_numpy(found["member:keys"]) if "member:keys" in found else None
         draws = Draws(K, torch.cat(noise, 1), 0, keys=keys)
     with evaluating(network), torch.inference_mode():
-        outputs = network.run(_tensors(model, x), factors, draws, {})
+        outputs = _outputs(network, factors, draws, _tensors(model, x))
         tally = tally_for(network)
         tally.add(outputs / model.temperature)
         summary = tally.summary()
     rule = rule_for(model.card.calibration, K if facts["random"] else 1)
     expected = columns_of(summary, [rule] * len(x))
     return _difference(found, expected)
+
+
+def _outputs(network: BayesianNetwork, factors: NetworkFactors, draws: Draws, x: Tensor) -> Tensor:
+    chosen = factors.subnetwork
+    if chosen is None or draws.noise is None:
+        return network.run(x, factors, draws, {})
+    return linear_samples(network.net, x, chosen, chosen.draw(draws.noise), ROWS)
 
 
 def _difference(found: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]) -> Difference:

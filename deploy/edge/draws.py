@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dubito.deploy.edge.blocks import Blocks, formed
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Array, Graph
 from dubito.deploy.edge.noise import Noise
 from dubito.deploy.edge.rotations import Rotations
+from dubito.models.blocks import Grid
 from dubito.models.dropout import DropoutFactors
+from dubito.models.flows import FrozenPlanar, Planar
 from dubito.models.full_covariance import FrozenFullCovariance
 from dubito.models.inducing import Inducing, InducingFactors
 from dubito.models.layers import BayesianLayer
@@ -27,6 +30,7 @@ from dubito.models.mixture import FrozenMixture
 from dubito.models.parameters import Free, Positive
 from dubito.models.posterior import Factors, Frozen, Law
 from dubito.models.weight_space import WeightFactors, WeightSpace
+from dubito.models.whvi import Whvi, WhviFactors
 
 HIERARCHY = "hierarchy"  # its name among the layers
 SMALLEST_ROOT = 1e-3  # of q or p: below it Z alone does not give its direction back
@@ -53,7 +57,7 @@ class Masked:
     mask: str  # (K, inputs)
 
 
-Operand = Dense | Factored | Masked
+Operand = Dense | Factored | Masked | Blocks
 
 
 class Sampler:
@@ -262,13 +266,35 @@ def _law(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
             return g.add(centre, g.mul(spread, g.reshape(noise, (K, *shape))))
         case FrozenFullCovariance():
             shape = tuple(frozen.centre.shape)
+            if frozen.root.dim() == 3:  # of each row
+                return g.add(g.weights(array(frozen.centre)), _by_row(g, frozen.root, g.reshape(noise, (K, *shape))))
             root = g.op("Transpose", triangle(g, array(frozen.root)))
             return g.add(g.weights(array(frozen.centre)), g.reshape(g.matmul(noise, root), (K, *shape)))
+        case FrozenPlanar():
+            assert isinstance(law, Planar)
+            return _bent(g, frozen, _law(s, frozen.q_0, law.law, noise))
         case FrozenMixture():
             points = array(frozen.points)
             rows = g.weights(points.reshape(-1, points.shape[-1]))
             return g.op("Gather", g.reshape(rows, points.shape), s.member(len(points)))
     raise ExportError(f"no export of {type(frozen).__name__} is known.")
+
+
+def _by_row(g: Graph, roots: Tensor, noise: str) -> str:
+    """A root for each row of the noise: (rows, n, n) and (K, rows, n) -> (K, rows, n)."""
+    each = [triangle(g, array(root)) for root in roots]
+    stacked = g.op("Concat", *[g.op("Unsqueeze", one, g.constant([0])) for one in each], axis=0)
+    columns = g.matmul(stacked, g.op("Transpose", noise, perm=[1, 2, 0]))
+    return g.op("Transpose", columns, perm=[2, 0, 1])
+
+
+def _bent(g: Graph, f: FrozenPlanar, z: str) -> str:
+    """(K, blocks, D) through all flows."""
+    for u, w, b in zip(f.u, f.w, f.b, strict=True):
+        along = g.op("ReduceSum", g.mul(z, g.weights(array(w), least="fp16")), g.constant([-1]))
+        h = g.op("Tanh", g.add(along, g.constant(array(b)[:, None])))
+        z = g.add(z, g.mul(h, g.weights(array(u), least="fp16")))
+    return z
 
 
 def _weights(s: Sampler, name: str, q: WeightSpace, f: WeightFactors, V: str | None, scale: Array) -> Operand:
@@ -287,10 +313,38 @@ def _dropout(s: Sampler, name: str, q: Any, f: DropoutFactors, V: str | None, sc
     return Masked(_scaled(g, g.weights(array(f.W)), scale), kept)
 
 
+def _whvi(s: Sampler, name: str, q: Whvi, f: WhviFactors, V: str | None, scale: Array) -> Operand:
+    g, grid = s.graph, f.grid
+    drawn = _law(s, f.q_g, q.law, s.normals(f.q_g.normals, f"{name}:g"))
+    g_of_all = g.reshape(drawn, (s.K, grid.rows, grid.columns, grid.D))
+    bias = None if f.q_b is None else _law(s, f.q_b, q.bias, s.normals(f.q_b.normals, f"{name}:b"))
+    if grid.folded:  # one row or column, no longer than an input or output
+        S_1, S_2 = (g.weights(array(t), least="fp16") for t in (f.S_1, f.S_2))
+        return Dense(_scaled(g, formed(g, Blocks(grid, S_1, S_2, g_of_all, bias), s.K), scale))
+    if bias is not None and (scale != 1).any():
+        bias = g.mul(bias, g.constant(scale))
+    return Blocks(grid, _spread_rows(g, grid, f.S_1, scale), _spread_columns(g, grid, f.S_2), g_of_all, bias)
+
+
+def _spread_rows(g: Graph, grid: Grid, S_1: Tensor, scale: Array) -> str:
+    """S_1 by block, as a grid spreads it; the file holds what W has rows for."""
+    kept = array(S_1).swapaxes(0, 1).reshape(grid.columns, -1)[:, : grid.d_out] * scale
+    more = grid.rows * grid.D - grid.d_out
+    padded = g.op("Pad", g.weights(kept, least="fp16"), g.constant([0, 0, 0, more]))
+    return g.op("Transpose", g.reshape(padded, (grid.columns, grid.rows, grid.D)), perm=[1, 0, 2])
+
+
+def _spread_columns(g: Graph, grid: Grid, S_2: Tensor) -> str:
+    kept = array(S_2).reshape(grid.rows, -1)[:, : grid.d_in]
+    padded = g.op("Pad", g.weights(kept, least="fp16"), g.constant([0, 0, 0, grid.columns * grid.D - grid.d_in]))
+    return g.reshape(padded, (grid.rows, grid.columns, grid.D))
+
+
 WRITERS: Mapping[type, Callable[..., Operand]] = {
     InducingFactors: _inducing,
     WeightFactors: _weights,
     DropoutFactors: _dropout,
+    WhviFactors: _whvi,
 }
 
 
@@ -307,7 +361,9 @@ def V_of_all(s: Sampler, above: BayesianLayer, factors: Factors) -> str:
 
 def normals_in_order(f: Factors, K: int, name: str, found: Mapping[str, Array]) -> Tensor:
     """What the graph drew for a layer, as torch's layer takes it: (K, normals); zeros where it is never reached."""
-    kinds = {kind: found[f"{name}:{kind}"] for kind in ("V", "E", "eps", "W", "z") if f"{name}:{kind}" in found}
+    kinds = {
+        kind: found[f"{name}:{kind}"] for kind in ("V", "E", "eps", "W", "z", "g", "b") if f"{name}:{kind}" in found
+    }
     if not kinds:
         return torch.zeros(K, f.normals)
     if isinstance(f, InducingFactors) and f.lam > 0 and f.noise == "factored":  # what is outside comes last

@@ -16,6 +16,7 @@ from dubito.deploy.edge.apply import Place, apply, by_channel
 from dubito.deploy.edge.draws import Dense, Operand, Sampler, V_of_all, array, draw
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, Precision
+from dubito.deploy.edge.linear import linear_samples, trace_open
 from dubito.deploy.edge.summary import classified, regressed
 from dubito.deploy.edge.trace import affines_of, trace
 from dubito.models.answers import rule_for
@@ -67,9 +68,10 @@ def export(
     network = with_law(model.network, law)
     factors = network.factors()
     K = samples if factors.random else 1
-    folded = fold_batchnorm(network)
+    linear = network.subnetwork is not None
+    folded = network if linear else fold_batchnorm(network)
     if skeleton is None:
-        skeleton = trace(folded, declared.shape)
+        skeleton = trace_open(network.net, declared.shape) if linear else trace(folded, declared.shape)
     writer = _Writer(skeleton, folded, factors, K, precision)
     if take == "image":
         x = writer.pixels(declared.shape, declared.image.mean, declared.image.std)  # type: ignore[union-attr]
@@ -173,6 +175,23 @@ class _Writer:
         return g.op("Div", weights, g.op("ReduceSum", weights, g.constant([1])))
 
     def write(self, x: str, model: Model) -> dict[str, int]:
+        (logits,) = (o.name for o in self.traced.output)
+        if len(self.shapes[logits]) != 2:
+            raise ExportError(
+                f"the network answers with shape {self.shapes[logits]}; expected (rows, classes or values)."
+            )
+        chosen = self.factors.subnetwork
+        if chosen is None:
+            out = self._samples(x, logits)
+        else:
+            out = linear_samples(self.s, self.traced, self.network.net, chosen, x)
+        rule = rule_for(model.card.calibration, self.K if self.factors.random else 1)
+        if self.network.task.kind == "classification":
+            return classified(self.g, out, model.temperature, rule)
+        return regressed(self.g, out, self.network, rule)
+
+    def _samples(self, x: str, logits: str) -> str:
+        """(K, B, C) outputs."""
         graph, g = self.traced, self.g
         self.s.start_members(self.factors.members)
         V = self._hierarchy()
@@ -189,18 +208,12 @@ class _Writer:
         for node in graph.node:
             if node.output[0] not in self.skip:
                 self._node(node, V)
-        (logits,) = (o.name for o in graph.output)
-        if len(self.shapes[logits]) != 2:
-            raise ExportError(
-                f"the network answers with shape {self.shapes[logits]}; expected (rows, classes or values)."
-            )
         out = self.value[logits] if logits not in self.once or self.K == 1 else self._tiled(self.value[logits], 2)
         out = g.reshape(out, (self.K, -1, self.shapes[logits][1]))
+        if self.s.noise is not None:
+            self.s.noise.finish()
         self._rotations()
-        rule = rule_for(model.card.calibration, self.K if self.factors.random else 1)
-        if self.network.task.kind == "classification":
-            return classified(g, out, model.temperature, rule)
-        return regressed(g, out, self.network, rule)
+        return out
 
     def _rotations(self) -> None:
         """They are known when all layers are, and come first."""
@@ -390,7 +403,8 @@ def _facts(model: Model, writer: _Writer, precision: Precision, law: Law, take: 
         "coverage": None if card.calibration is None else card.calibration.coverage,
         "quantile": rule.quantile,
         "architecture": model.manifest.architecture.name,
-        "methods": sorted({entry.method for entry in model.manifest.layers.values()}) or ["deterministic"],
+        "methods": _methods(model),
+        "predictive": "sampling",  # also where the artifact itself answers in closed form (subnetwork Laplace)
         "metrics": dict(card.metrics),
         "provenance": {
             "artifact_sha256": model.manifest.sha256,
@@ -399,6 +413,12 @@ def _facts(model: Model, writer: _Writer, precision: Precision, law: Law, take: 
             "versions": dict(provenance.versions),
         },
     }
+
+
+def _methods(model: Model) -> list[str]:
+    if model.manifest.subnetwork is not None:
+        return ["subnetwork-laplace"]
+    return sorted({entry.method for entry in model.manifest.layers.values()}) or ["deterministic"]
 
 
 def _checked(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -13,6 +13,7 @@ from dubito.deploy.edge.graph import OPSET, OURS, Graph
 
 MIX = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))  # shift, then multiply; a shift by 14 ends it
 LAST = 14
+SMALL = 1 << 13  # normals of a sample
 GOLDEN = 0x9E3779B9
 # −cos πy in powers of y² for |y| ≤ 1, to 8e-7: runtimes are slow at cosines
 WAVE = (-0.99999921, 4.93474507, -4.05804088, 1.3323684, -0.22964948, 0.02057686)
@@ -34,9 +35,31 @@ class Noise:
         numbers = (np.arange(K, dtype=np.uint32)[:, None] + np.uint32(1)) * np.uint32(GOLDEN)
         self._first = _mixed(graph, graph.add(self._seed, graph.constant(numbers)), zero)  # (K, 1)
         self._second = _mixed(graph, self._first, self._seed)  # (K, 1)
+        self._small: list[tuple[str, int]] = []
+        self._at = len(graph.nodes)
 
     def normals(self, n: int, name: str) -> str:
-        """(K, n) standard normals."""
+        """(K, n) standard normals; a few at a time are drawn with others by `finish`, as an operator has its price."""
+        if n <= SMALL:
+            self._small.append((name, n))
+            return name
+        return self._drawn(n, name)
+
+    def finish(self) -> None:
+        """Once all are asked for, the few are drawn, before any layer uses them."""
+        if self._small:
+            at = len(self.graph.nodes)
+            sizes = [n for _, n in self._small]
+            if len(sizes) == 1:
+                self._drawn(sizes[0], self._small[0][0])
+            else:
+                every = self._drawn(sum(sizes), self.graph.name())
+                names = [name for name, _ in self._small]
+                self.graph.ops("Split", every, self.graph.constant(np.array(sizes)), outputs=names, axis=1)
+            made, self.graph.nodes[at:] = self.graph.nodes[at:], []
+            self.graph.nodes[self._at : self._at] = made
+
+    def _drawn(self, n: int, name: str) -> str:
         pairs = (n + 1) // 2
         span = (self.graph.constant(self._counter), self.graph.constant(self._counter + pairs))
         self._counter += pairs

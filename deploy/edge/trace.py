@@ -5,6 +5,7 @@ that an ensemble's members keep of some other layer. Rows are samples folded int
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import onnx
@@ -44,17 +45,26 @@ def trace(folded: BayesianNetwork, shape: tuple[int, ...]) -> onnx.ModelProto:
         elif isinstance(module, MemberLayer):
             memo[id(module)] = _ChooseNode(copy.deepcopy(module.copies))
     twin = copy.deepcopy(folded.net, memo).eval()
-    dtype = torch.int64 if any(isinstance(m, nn.Embedding) for m in twin.modules()) else torch.float32
+    return by_torch(twin, shape)
+
+
+def by_torch(
+    net: nn.Module, shape: tuple[int, ...], weights: list[Tensor] | None = None, names: Sequence[str] = ()
+) -> onnx.ModelProto:
+    """What torch's exporter makes of a network of inputs, and of weights by these names where they are given."""
+    dtype = torch.int64 if any(isinstance(m, nn.Embedding) for m in net.modules()) else torch.float32
     example = torch.zeros(2, *shape, dtype=dtype)
+    more = () if weights is None else (weights,)
+    rows: tuple[Any, ...] = ({0: torch.export.Dim("rows")}, *([None] * len(some) for some in more))
     try:
-        with layer_by_layer(Structure.of(twin).attends), torch.no_grad():
+        with layer_by_layer(Structure.of(net).attends), torch.no_grad():
             program = torch.onnx.export(
-                twin,
-                (example,),
+                net,
+                (example, *more),
                 dynamo=True,
                 opset_version=OPSET,
-                dynamic_shapes=({0: torch.export.Dim("rows")},),
-                input_names=["x"],
+                dynamic_shapes=rows,
+                input_names=["x", *names],
                 output_names=["logits"],
                 verbose=False,
             )
@@ -65,7 +75,13 @@ def trace(folded: BayesianNetwork, shape: tuple[int, ...]) -> onnx.ModelProto:
             "Its forward method may branch on values, or fix the number of rows."
         ) from error
     assert program is not None
-    return program.model_proto
+    made = program.model_proto
+    if made.graph.input[0].type.tensor_type.shape.dim[0].HasField("dim_value"):
+        raise ExportError(
+            "torch's exporter fixes the number of rows of this network, whose forward method must ask for it by "
+            "x.shape[0], not by len(x)."
+        )
+    return made
 
 
 def _inside(name: str, net: nn.Module) -> bool:

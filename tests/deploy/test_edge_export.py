@@ -337,6 +337,7 @@ def normals(seed: int, K: int, sizes: list[int]) -> list[NDArray[np.float32]]:
     g = Graph()
     noise = Noise(g, K, "seed")
     names = [noise.normals(n, f"layer{i}:V") for i, n in enumerate(sizes)]
+    noise.finish()
     entry = helper.make_tensor_value_info("seed", TensorProto.INT64, [])
     outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
     graph = helper.make_graph(g.nodes, "noise", [entry], outputs, g.initializers)
@@ -352,7 +353,9 @@ def test_the_noise_is_standard_normal_and_independent(seed: int) -> None:
     """Between layers, samples, seeds and neighbours, in value and in size: each within 5 standard errors of 0."""
     from scipy.stats import kstest, kurtosis
 
-    a, b = normals(seed, 6, [60_000, 59_999])
+    a, b, few, more = normals(seed, 6, [60_000, 59_999, 3_000, 5_001])
+    assert (few.shape, more.shape) == ((6, 3_000), (6, 5_001))
+    assert abs((few[:, 1_500:] * more[:, :1_500]).mean()) < 5 / math.sqrt(9_000)
     (other,) = normals(seed + 1, 6, [60_000])
     z = np.concatenate([a[:, :59_999], b]).astype(np.float64)
     N = z.size

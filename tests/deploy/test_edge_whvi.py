@@ -1,0 +1,202 @@
+"""Walsh–Hadamard layers in the exported graph: torch's answers from the graph's noise, and no weight matrix."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dubito.deploy.edge.check import parity
+from dubito.deploy.edge.export import Exported, export, save
+from dubito.models import bayesianize, build, load
+from dubito.models import save as save_artifact
+from dubito.models.flows import Planar
+from dubito.models.manifest import Card, Input
+from dubito.models.model import Model
+from dubito.models.network import BayesianNetwork
+from dubito.models.whvi import Whvi
+
+CLOSE = 1e-4  # of every output, in float32
+CNN: dict[str, Any] = {"classes": 5, "channels": 2, "size": 8, "width": 4, "hidden": 12}
+MLP: dict[str, Any] = {"inputs": 900, "hidden": [1000, 500], "outputs": 10}
+_skeletons: dict[str, onnx.ModelProto] = {}
+
+
+def exported(model: Model, **options: Any) -> Exported:
+    """Networks with the same layers are traced once: that is what takes the time."""
+    key = f"{model.manifest.architecture} {model.card.input}"
+    made = export(model, skeleton=_skeletons.get(key), **options)
+    _skeletons[key] = made.skeleton
+    return made
+
+
+def lively(network: BayesianNetwork) -> BayesianNetwork:
+    """As if trained: every factor far from its start, so that each shows in the answer."""
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, Whvi):
+                for S in (module.S_1, module.S_2):
+                    S.mul_(0.8 * torch.rand(S.shape, generator=rng) + 0.6)
+                for name, p in module.law.named_parameters():
+                    if "centre" in name or "below" in name:
+                        p.add_(torch.randn(p.shape, generator=rng), alpha=0.3)
+                    elif "spread" in name:
+                        p.uniform_(-1.5, -0.5, generator=rng)
+            if isinstance(module, Planar):
+                module.w.mul_(2)
+                module.u.add_(torch.randn(module.u.shape, generator=rng), alpha=0.3)
+                module.b.normal_(0, 0.5, generator=rng)
+            if isinstance(module, nn.BatchNorm2d):
+                assert module.running_mean is not None
+                assert module.running_var is not None
+                module.running_mean.normal_(0, 0.3, generator=rng)
+                module.running_var.uniform_(0.5, 2.0, generator=rng)
+                module.weight.uniform_(0.5, 2.0, generator=rng)
+                module.bias.normal_(0, 0.3, generator=rng)
+    return network
+
+
+def saved(network: BayesianNetwork, folder: Path, card: Card | None = None, given: nn.Module | None = None) -> Model:
+    path = folder / "model.safetensors"
+    save_artifact(network, path, card=card)
+    return load(path, given)
+
+
+def written(made: Exported, folder: Path) -> Path:
+    path = folder / "model.onnx"
+    save(made, path)
+    return path
+
+
+def run(path: Path, x: NDArray[Any], seed: int) -> dict[str, NDArray[Any]]:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    entry = session.get_inputs()[0].name
+    found = session.run(None, {entry: x, "seed": np.array(seed, np.int64)})
+    return dict(zip([o.name for o in session.get_outputs()], found, strict=True))
+
+
+def inputs_for(model: Model, B: int = 3) -> NDArray[Any]:
+    assert model.card.input is not None
+    return np.random.default_rng(0).standard_normal((B, *model.card.input.shape)).astype(np.float32)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "diagonal": {},
+    "full": {"covariance": "full"},
+    "flows": {"flows": 3},
+    "flows on full": {"covariance": "full", "flows": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_with_the_same_noise_the_graph_answers_as_torch(case: str, tmp_path: Path) -> None:
+    """Convolutions through patches, a BatchNorm behind them, Linear layers with biases; padded and stacked blocks."""
+    torch.manual_seed(0)
+    model = saved(lively(bayesianize(build("cnn", **CNN), "whvi", **CASES[case])), tmp_path)
+    path = written(exported(model, samples=4), tmp_path)
+    x = inputs_for(model)
+    assert parity(path, model, x).largest < CLOSE
+    a, b = run(path, x, 1)["probabilities"], run(path, x, 2)["probabilities"]
+    assert np.abs(a - b).max() > 10 * CLOSE
+    assert (run(path, x, 1)["probabilities"] == a).all()
+
+
+@pytest.mark.parametrize("part", ["S_1", "S_2", "centre", "spread"])
+def test_parity_would_see_a_wrong_factor(part: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = saved(lively(bayesianize(build("cnn", **CNN), "whvi")), tmp_path)
+    path = written(exported(model, samples=4), tmp_path)
+    last = list(model.network.layers.values())[-1].posterior
+    (found,) = [p for name, p in last.named_parameters() if part in name and "bias" not in name]
+    with torch.no_grad():
+        found.copy_(found.roll(1, -1))
+    assert parity(path, model, inputs_for(model)).largest > 10 * CLOSE
+
+
+class Odd(nn.Module):
+    """Strides, dilation, uneven and reflected padding, groups, more rows than columns, one row, one column, 3-D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(3, 40, 3, padding="same", dilation=2)
+        self.even = nn.Conv2d(40, 6, (2, 3), stride=(2, 1), padding=1)
+        self.reflected = nn.Conv2d(6, 4, 3, padding=1, padding_mode="reflect", bias=False)
+        self.grouped = nn.Conv2d(4, 4, 3, groups=2)
+        self.along = nn.Conv1d(4, 5, 3, stride=2)
+        self.rows = nn.Linear(5, 70)
+        self.one = nn.Linear(70, 1)
+        self.many = nn.Linear(1, 9, bias=False)
+        self.head = nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.grouped(self.reflected(self.even(torch.relu(self.wide(x)))))
+        y = self.along(y.flatten(2)).transpose(1, 2)
+        y = torch.tanh(self.one(torch.tanh(self.rows(y))).mean(1))
+        out: Tensor = self.head(self.many(y))
+        return out
+
+
+@pytest.mark.parametrize("block", [None, 4])
+def test_geometries(block: int | None, tmp_path: Path) -> None:
+    """With the usual blocks, and with small ones in several rows and columns."""
+    torch.manual_seed(0)
+    net = Odd()
+    options: dict[str, Any] = {} if block is None else {"D": block}
+    network = lively(bayesianize(net, "whvi", **options))
+    model = saved(network, tmp_path, Card(input=Input(shape=(3, 6, 6))), net)
+    assert parity(written(exported(model, samples=3), tmp_path), model, inputs_for(model)).largest < CLOSE
+
+
+@pytest.mark.parametrize(("precision", "most"), [("fp16", 0.005), ("int8", 0.05)])
+def test_precisions_keep_the_answer_and_shrink_the_file(precision: Any, most: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = saved(lively(bayesianize(build("mlp", **MLP), "whvi", spread=0.02)), tmp_path)
+    made, whole = exported(model, samples=4, precision=precision), exported(model, samples=4)
+    assert parity(written(made, tmp_path), model, inputs_for(model)).largest < most
+    small, large = (sum(len(t.raw_data) for t in m.model.graph.initializer) for m in (made, whole))
+    assert small < (0.7 if precision == "fp16" else 0.55) * large  # H, counters and biases stay as they are
+
+
+def test_no_weight_matrix_in_the_file_nor_on_the_way(tmp_path: Path) -> None:
+    """Every constant is far smaller than a weight matrix; every value is, or it grows with the inputs."""
+    torch.manual_seed(0)
+    model = saved(bayesianize(build("mlp", **MLP), "whvi"), tmp_path)
+    made = exported(model, samples=2).model
+    smallest = min(math.prod(layer.geometry.shape) for layer in model.network.layers.values())
+    assert max(math.prod(t.dims) for t in made.graph.initializer) < 4 * 1024 < smallest
+    sizes = []
+    for B in (1, 3):
+        fixed = onnx.ModelProto()
+        fixed.CopyFrom(made)
+        fixed.graph.input[0].type.tensor_type.shape.dim[0].dim_value = B
+        inferred = onnx.shape_inference.infer_shapes(fixed, strict_mode=True, data_prop=True)
+        sizes.append(
+            {v.name: math.prod(d.dim_value for d in v.type.tensor_type.shape.dim) for v in inferred.graph.value_info}
+        )
+    assert len(sizes[0]) > 50
+    assert max(sizes[0].values()) <= 2 * 1024  # one input, two samples: K vectors of padded width
+    assert max(sizes[1].values()) <= 3 * 2 * 1024
+    assert made.ByteSize() < 0.02 * 4 * sum(math.prod(layer.geometry.shape) for layer in model.network.layers.values())
+
+
+def test_own_noise_has_the_mean_of_torch_s(tmp_path: Path) -> None:
+    """Predictive means over 4,096 draws of each agree within 4 standard errors."""
+    torch.manual_seed(0)
+    net = build("mlp", inputs=5, hidden=[8], outputs=3)
+    model = saved(lively(bayesianize(net, "whvi", flows=1)), tmp_path)
+    path = written(exported(model, samples=512), tmp_path)
+    x = inputs_for(model)
+    ours = np.stack([run(path, x, seed)["probabilities"] for seed in range(8)]).mean(0)
+    outputs = model.predict(torch.from_numpy(x), 4096, 0, keep_outputs=True).outputs
+    assert outputs is not None
+    each = outputs.softmax(-1).double()
+    error = (each.var(0) * 2 / 4096).sqrt().numpy()
+    assert (error > 0).all()
+    assert (np.abs(ours - each.mean(0).numpy()) < 4 * error).all()
