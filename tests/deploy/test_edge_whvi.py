@@ -189,10 +189,9 @@ def test_no_weight_matrix_in_the_file_nor_on_the_way(tmp_path: Path) -> None:
 def test_own_noise_has_the_mean_of_torch_s(tmp_path: Path) -> None:
     """Predictive means over 4,096 draws of each agree within 4 standard errors."""
     torch.manual_seed(0)
-    net = build("mlp", inputs=5, hidden=[8], outputs=3)
-    model = saved(lively(bayesianize(net, "whvi", flows=1)), tmp_path)
+    model = saved(lively(bayesianize(build("cnn", **CNN), "whvi", flows=1)), tmp_path)
     path = written(exported(model, samples=512), tmp_path)
-    x = inputs_for(model)
+    x = inputs_for(model, 1)
     ours = np.stack([run(path, x, seed)["probabilities"] for seed in range(8)]).mean(0)
     outputs = model.predict(torch.from_numpy(x), 4096, 0, keep_outputs=True).outputs
     assert outputs is not None
