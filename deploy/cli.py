@@ -58,6 +58,8 @@ def export(
     print(f"wrote {out}: {size / 1e6:.2f} MB, {precision.value}, K = {made.samples} (artifact: {before / 1e6:.2f} MB)")
     if made.changed:
         print(f"layers with exact noise, drawn by way 3 here (--exact keeps them): {_some(made.changed)}")
+    if model.method == "probit":
+        print("the file answers by draws; the artifact itself, where nobody says how, in closed form")
     print(f"Next: dubito check-onnx {out} --against {file}")
 
 

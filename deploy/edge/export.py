@@ -185,6 +185,9 @@ class _Writer:
             out = self._samples(x, logits)
         else:
             out = linear_samples(self.s, self.traced, self.network.net, chosen, x)
+        if self.s.noise is not None:
+            self.s.noise.finish()
+        self._rotations()
         rule = rule_for(model.card.calibration, self.K if self.factors.random else 1)
         if self.network.task.kind == "classification":
             return classified(self.g, out, model.temperature, rule)
@@ -209,11 +212,7 @@ class _Writer:
             if node.output[0] not in self.skip:
                 self._node(node, V)
         out = self.value[logits] if logits not in self.once or self.K == 1 else self._tiled(self.value[logits], 2)
-        out = g.reshape(out, (self.K, -1, self.shapes[logits][1]))
-        if self.s.noise is not None:
-            self.s.noise.finish()
-        self._rotations()
-        return out
+        return g.reshape(out, (self.K, -1, self.shapes[logits][1]))
 
     def _rotations(self) -> None:
         """They are known when all layers are, and come first."""
