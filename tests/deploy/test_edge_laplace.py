@@ -114,9 +114,10 @@ def test_with_the_same_noise_the_graph_answers_as_torch(chosen: str, tmp_path: P
         at += p.numel()
     index = {"few": some(net, 60), "all of the last layer": whole[-65:], "BatchNorm": torch.tensor(norms)}[chosen]
     model = saved(linearised(net, index), tmp_path)
-    _, path = exported(model, tmp_path)
     x = inputs_for(model)
-    assert parity(path, model, x).largest < CLOSE
+    for samples in (1, K):
+        _, path = exported(model, tmp_path, samples=samples)
+        assert parity(path, model, x).largest < CLOSE
     assert np.abs(run(path, x, 1)["probabilities"] - run(path, x, 2)["probabilities"]).max() > 10 * CLOSE
     with torch.no_grad():
         model.network.subnetwork.triangle.mul_(1.1)  # type: ignore[union-attr]
@@ -290,3 +291,21 @@ def test_an_operator_without_a_rule_is_named(tmp_path: Path) -> None:
     model = saved(linearised(net, every(net)), tmp_path, card, net)
     with pytest.raises(ExportError, match="operator TopK, for which no derivative is known"):
         export(model, skeleton=made.skeleton)
+
+
+def test_a_network_that_fixes_the_number_of_rows_is_refused(tmp_path: Path) -> None:
+    """`len(x)` is a number to torch's exporter: the file would take two inputs at a time and no others."""
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(x.reshape(len(x), 2, 2).flatten(1))
+            return out
+
+    net = Counted()
+    model = saved(linearised(net, every(net)), tmp_path, Card(input=Input(shape=(4,))), net)
+    with pytest.raises(ExportError, match="fixes the number of rows"):
+        export(model)

@@ -151,7 +151,10 @@ def test_geometries(block: int | None, tmp_path: Path) -> None:
     options: dict[str, Any] = {} if block is None else {"D": block}
     network = lively(bayesianize(net, "whvi", **options))
     model = saved(network, tmp_path, Card(input=Input(shape=(3, 6, 6))), net)
-    assert parity(written(exported(model, samples=3), tmp_path), model, inputs_for(model)).largest < CLOSE
+    for K in (1, 3):
+        made = exported(model, samples=K)
+        assert parity(written(made, tmp_path), model, inputs_for(model)).largest < CLOSE
+    assert made.formed == ("grouped", "one", "many")  # groups, and a single row or column
 
 
 @pytest.mark.parametrize(("precision", "most"), [("fp16", 0.005), ("int8", 0.05)])
