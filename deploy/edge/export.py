@@ -13,6 +13,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from dubito.deploy.edge.apply import Place, apply, by_channel
+from dubito.deploy.edge.blocks import Blocks
 from dubito.deploy.edge.draws import Dense, Operand, Sampler, V_of_all, array, draw
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, Precision
@@ -260,8 +261,8 @@ class _Writer:
         """Drawn once, wherever a network calls the layer."""
         if name not in self.operands:
             layer, factors = self.layers[name], self.factors.layers[name]
-            self.operands[name] = draw(self.s, name, layer, factors, V.get(name), scale)
-            if isinstance(self.operands[name], Dense):
+            made = self.operands[name] = draw(self.s, name, layer, factors, V.get(name), scale)
+            if isinstance(made, Dense) or (isinstance(made, Blocks) and layer.geometry.groups > 1):
                 self.formed.append(name)
         return self.operands[name]
 
