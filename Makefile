@@ -33,7 +33,7 @@ lint: $(READY) ## ruff and strict mypy
 	$(BIN)/mypy .types/dubito tests $(wildcard benchmarks) docs/reference.py
 
 test: lint wasm ## lint, then every test that takes seconds
-	$(BIN)/pytest -n 2 --durations=10 -rs
+	$(BIN)/pytest -n 2 --dist worksteal --durations=10 -rs
 
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/pytest -m slow --durations=10

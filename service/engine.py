@@ -33,8 +33,8 @@ class Ask:
     max_samples: int  # of "auto"
     tolerance: float
     keep: bool = False  # the draws themselves are wanted
-    start: int = 0  # of the request whose part this is: its first row
     closed: bool = False  # no draws at all: the closed form, whose work is reckoned as that of so many draws
+    start: int = 0  # of the request whose part this is: its first row
 
     rows: int = field(init=False)
     most: int = field(init=False)  # draws

@@ -4,7 +4,14 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
+
 # what is cached (plans, fonts of plots) stays out of the home folder
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"dubito-tests-{os.getuid()}")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: one thread each, in their subprocesses too
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that no worker is left with it when the others are done."""
+    items.sort(key=lambda item: "test_readme.py" not in item.nodeid)

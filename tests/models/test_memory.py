@@ -10,6 +10,7 @@ def test_twenty_samples_of_a_resnet50_stay_under_twice_one_deterministic_pass() 
     assert peak("ours", 20, 32) < 2 * peak("plain", 1, 32)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_samples() -> None:
     small = {"name": "resnet18-cifar"}
     few, many = peak("ours", 8, 4, **small), peak("ours", 24, 4, **small)  # one pass of 32 rows, and three

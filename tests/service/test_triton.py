@@ -103,7 +103,7 @@ def test_json_and_binary(client: Any, x: Array, expected: Prediction, binary_in:
     )
     reply = result.get_response()
     assert (reply["id"], reply["model_name"], reply["model_version"]) == ("my own", "digits", "1")
-    assert reply["parameters"] == {"samples": 20, "seed": "5"}
+    assert reply["parameters"] == {"samples": 20, "seed": "5", "method": "sampling"}
     binary = binary_out is not False
     assert all(("data" in output) != binary for output in reply["outputs"])
     assert [output["name"] for output in reply["outputs"]] == names
