@@ -1,8 +1,8 @@
 """Twice what the server can do: how many requests are refused, how fast, and what those who are accepted wait.
 
 The capacity is measured first, by a closed loop. The queue is then made as long as the sizing rule of
-docs/operations.md says for a latency that is wanted (two fifths of what the node does in that time), and requests come at
-twice the capacity, whatever becomes of them. Refusals should take the server less than 5 ms, and 99 % of the accepted
+docs/operations.md says for a latency that is wanted (two fifths of what the node does in that time), and requests come
+at twice the capacity, whatever becomes of them. Refusals should take the server less than 5 ms, and 99 % of accepted
 requests should be answered in the time that was wanted. Times are given as the client sees them, from when each request
 was due, and as the server logs them; on few cores the client takes time from the server.
 """
