@@ -16,7 +16,7 @@ setup: $(READY) ## make .venv with dubito (editable) and the development tools
 
 $(READY): pyproject.toml
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { echo "no venv module: apt install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --no-compile --editable '.[dev]'
+	$(BIN)/python -m pip install --editable '.[dev]'
 	touch $@
 
 wasm: service/console/wasm ## onnxruntime-web for the console's page /edge (needs npm)

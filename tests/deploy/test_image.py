@@ -1,7 +1,7 @@
 """The image of the CPU target, built and started for real without a Docker engine, on a base of Debian's own packages.
 
-Needs root, buildah and mmdebstrap (Debian's packages), and what pip and apt need to reach their packages: settings of
-pip that the machine has go in as build arguments, local files that they name as mounts.
+Needs root, buildah and mmdebstrap (Debian's packages), and what pip, npm and apt need to reach their packages: settings
+that the machine has go in as build arguments, local files that they name as mounts.
 """
 
 import os
@@ -24,14 +24,16 @@ PORT = 18457
 pytestmark = pytest.mark.slow
 
 
-def pip_settings() -> dict[str, str]:
-    """What pip is told on this machine about where packages are."""
+def settings_here() -> dict[str, str]:
+    """What pip and npm are told on this machine about where packages are."""
     told = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     found = {}
     for name in ("index-url", "extra-index-url", "find-links", "cert"):
         if line := re.search(rf"^(?:global|:env:)\.{name}='(.*)'$", told.stdout, re.M):
             found[f"PIP_{name.replace('-', '_').upper()}"] = line[1]
-    return found
+    return found | {
+        name: os.environ[name] for name in ("NPM_CONFIG_REGISTRY", "NODE_EXTRA_CA_CERTS") if name in os.environ
+    }
 
 
 def mounts(settings: dict[str, str]) -> list[str]:
@@ -71,7 +73,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Builder, s
     buildah("add", scratch, str(tar), "/")
     buildah("commit", "--rm", scratch, BASE)
     tar.unlink()
-    settings = pip_settings()
+    settings = settings_here()
     began = time.monotonic()
     buildah(
         "build",
@@ -131,11 +133,11 @@ def test_nothing_of_the_build_is_kept(image: tuple[Builder, str]) -> None:
     """Neither package indexes nor certificates, nor anything that the unprivileged user could change."""
     buildah, name = image
     told = subprocess.run(["buildah", *buildah.store, "inspect", name], capture_output=True, text=True, check=True)
-    settings = pip_settings()
+    settings = settings_here()
     config = told.stdout
     environment = re.search(r'"Env": \[(.*?)\]', config, re.S)
     assert environment is not None
-    assert "PIP_" not in environment[1]
+    assert not re.search("PIP_|NPM_|NODE_", environment[1])
     for value in settings.values():
         assert value not in environment[1]
     container = buildah("from", "--pull=never", name)

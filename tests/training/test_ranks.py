@@ -127,6 +127,7 @@ def test_patience_was_lost(found: tuple[Path, Path]) -> None:
     assert len(told(found[1], "patience", 0)["log"]) < 20
 
 
+@pytest.mark.slow
 def test_the_command_under_torchrun_writes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same artifact's quality as one process finds, up to rounding, and no rank in the other's way."""
     changes = ["network.architecture=cnn", "network.arguments={width=4, hidden=8}", "posterior.options={inducing=4}"]

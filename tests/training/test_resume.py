@@ -365,6 +365,7 @@ def wait_for(path: Path, process: subprocess.Popen[str], newer_than: int = 0) ->
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_change_nothing(uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     moments = random.Random(0)
     checkpoints = [tmp_path / f"m.{phase}.checkpoint.safetensors" for phase in ("plain", "posterior")]
