@@ -12,7 +12,7 @@ def found(method: str) -> Answer:
     return answer(method, steps=1000)
 
 
-@pytest.mark.parametrize("method", ["fcg-u", "ensemble-u"])
+@pytest.mark.parametrize("method", [pytest.param("fcg-u", marks=pytest.mark.slow), "ensemble-u"])
 def test_inducing_weights_doubt_between_the_clusters_where_mean_field_does_not(method: str) -> None:
     ours, mean_field = found(method), found("ffg-w")
     assert ours.rmse < 0.12
