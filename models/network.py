@@ -22,6 +22,8 @@ from dubito.models.posterior import Dense, Dropped, Factored, Factors, Operand, 
 from dubito.models.whvi import Whvi
 from dubito.models.whvi import kl_together as kl_of_whvi
 
+Stock = Mapping[nn.Module, Operand]  # weights drawn ahead, by layer
+
 
 @dataclass(frozen=True)
 class NetworkFactors:
@@ -65,7 +67,7 @@ class Draws:
     seed: int  # orders the members
     start: int = 0  # how many samples came before these
     keys: Tensor | None = None  # training: numbers whose order is that of the members, instead of the seed's
-    stock: "Mapping[nn.Module, Operand] | None" = None  # what the seed's first samples come to, drawn ahead
+    stock: Stock | None = None  # what the seed's first samples come to, drawn ahead
 
     def part(self, at: int, k: int) -> "Draws":
         """The k samples from `at` on."""

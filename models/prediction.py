@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +16,9 @@ from dubito.models.errors import InputError, PredictionError
 from dubito.models.laplace import SubnetworkFactors, linear_moments, linear_rows, linear_samples, outputs_of
 from dubito.models.layers import FoldError
 from dubito.models.manifest import Predictive
-from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
+from dubito.models.network import BayesianNetwork, Draws, NetworkFactors, Stock
 from dubito.models.normals import Normals
 from dubito.models.plan import Plan, Planner, cheapest
-from dubito.models.posterior import Operand
 from dubito.models.stopwatch import Stopwatch
 from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTally, probit, wide
 
@@ -133,7 +132,7 @@ class Job:
     buckets: Sequence[int]  # batches are padded to the next of these sizes, so that few shapes are ever met
     watch: Stopwatch
     most: int = 1  # draws that any input may take
-    stock: Mapping[nn.Module, Operand] | None = None  # the seed's first samples, drawn ahead: `most` or more
+    stock: Stock | None = None  # the seed's first samples, drawn ahead: `most` or more
 
     @classmethod
     def of(
@@ -148,7 +147,7 @@ class Job:
         buckets: Sequence[int] = (),
         watch: Stopwatch | None = None,
         most: int = 1,
-        stock: Mapping[nn.Module, Operand] | None = None,
+        stock: Stock | None = None,
     ) -> "Job":
         seed, x = _seed(seed), _checked(network, x)
         one = cheapest(factors) if plan is None else plan

@@ -7,21 +7,19 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from secrets import randbits
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dubito.models.model import Model
-from dubito.models.network import Draws
+from dubito.models.network import Draws, Stock
 from dubito.models.normals import Normals
 from dubito.models.posterior import Operand
 from dubito.models.prediction import SEED_BITS
 
 log = logging.getLogger("dubito")
-Stock = Mapping[nn.Module, Operand]
 
 
 @dataclass
@@ -59,7 +57,7 @@ class Bank:
     @property
     def bytes(self) -> int:
         """Of the weights; what all samples share counts with the factors."""
-        return sum(_size(t) for one in self.sets for operand in one.stock.values() for t in _own(operand))
+        return sum(t.nbytes for one in self.sets for operand in one.stock.values() for t in _own(operand))
 
     def close(self) -> None:
         self._stop.set()
@@ -88,7 +86,3 @@ def _own(operand: Operand) -> list[Tensor]:
     """What a sample has to itself."""
     parts = [getattr(operand, name, None) for name in ("W", "G", "e", "g", "bias")]
     return [part for part in parts if part is not None]
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

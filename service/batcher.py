@@ -158,7 +158,8 @@ class Batcher:
         """The inference thread."""
         try:
             while (batch := self._take()) is not None:
-                self._serve(batch)
+                if batch:
+                    self._serve(batch)
         except BaseException:
             log.critical("the inference loop has died", exc_info=True)
         finally:
@@ -168,13 +169,12 @@ class Batcher:
     def _take(self) -> list[Ticket] | None:
         """What is queued, up to a batch's work, without those that nobody waits for; None at the end."""
         while not self.queue:
+            if self.closing:
+                return None
             self.asleep = True  # first, and then look again: whoever puts something now rings
-            if self.queue or self.closing:
-                self.asleep = False
-                if not self.queue:
-                    return None
-            else:
+            if not self.queue and not self.closing:
                 self.bell.get()
+            self.asleep = False
         batch: list[Ticket] = []
         work = 0
         while self.queue and (not batch or work + self.queue[0].ask.work <= self.max_work):

@@ -16,10 +16,11 @@ from dubito.models.answers import Columns, Rule, Rulebook, columns_of
 from dubito.models.errors import InputError
 from dubito.models.manifest import Predictive
 from dubito.models.model import Model
+from dubito.models.network import Stock
 from dubito.models.plan import cheapest
 from dubito.models.prediction import Job, predict, predict_closed
 from dubito.models.stopwatch import Stopwatch
-from dubito.service.bank import Bank, Stock
+from dubito.service.bank import Bank
 from dubito.service.plans import Memory, Plans
 
 
@@ -113,17 +114,15 @@ class Engine:
             job = self._job(torch.from_numpy(x), 0, None)
             once = job.samples_at_once(rows)
             K = min(samples, once + samples % once)  # whole passes, and what is left over
+            asks = [Ask(x, K, None, max(1, K), 0.5)]
+            if self.model.factors.subnetwork is not None:
+                asks.append(Ask(x, 0, None, 1, 0.5, closed=True))
             with device:
                 if samples and self.model.factors.random:
                     self.plans.measure(job, min(samples, once))
-                (found,) = self.answer([Ask(x, K, None, max(1, K), 0.5)])
-            if isinstance(found, Exception):
-                raise found
-            if self.model.factors.subnetwork is not None:
-                with device:
-                    (found,) = self.answer([Ask(x, 0, None, 1, 0.5, closed=True)])
-                if isinstance(found, Exception):
-                    raise found
+                for found in self.answer(asks):
+                    if isinstance(found, Exception):
+                        raise found
         self.plans.memory.save()
 
     def _group(self, ask: Ask, i: int) -> object:

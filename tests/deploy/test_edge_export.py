@@ -48,6 +48,17 @@ def exported(model: Model, **options: Any) -> Exported:
     return made
 
 
+def stir(module: nn.Module, rng: torch.Generator, least: float = 0.05, most: float = 0.3) -> None:
+    """Statistics of its own for a BatchNorm, variances between these."""
+    if isinstance(module, nn.BatchNorm2d):
+        assert module.running_mean is not None
+        assert module.running_var is not None
+        module.running_mean.normal_(0, 0.3, generator=rng)
+        module.running_var.uniform_(least, most, generator=rng)
+        module.weight.uniform_(0.5, 2.0, generator=rng)
+        module.bias.normal_(0, 0.3, generator=rng)
+
+
 def lively(network: BayesianNetwork) -> BayesianNetwork:
     """As if trained: λ far from 0, logits far apart and BatchNorm statistics of their own, so that every part shows."""
     rng = torch.Generator().manual_seed(1)
@@ -55,13 +66,7 @@ def lively(network: BayesianNetwork) -> BayesianNetwork:
         for module in network.modules():
             if isinstance(module, Inducing) and module.lam is not None:
                 module.lam.raw.fill_(3.0)
-            if isinstance(module, nn.BatchNorm2d):
-                assert module.running_mean is not None
-                assert module.running_var is not None
-                module.running_mean.normal_(0, 0.3, generator=rng)
-                module.running_var.uniform_(0.05, 0.3, generator=rng)
-                module.weight.uniform_(0.5, 2.0, generator=rng)
-                module.bias.normal_(0, 0.3, generator=rng)
+            stir(module, rng)
     return network
 
 

@@ -18,12 +18,12 @@ from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.export import Exported, export, save
 from dubito.deploy.edge.graph import Graph
 from dubito.deploy.edge.tangents import Moved
-from dubito.models import bayesianize, build, load
-from dubito.models import save as save_artifact
+from dubito.models import bayesianize, build
 from dubito.models.laplace import Subnetwork
 from dubito.models.manifest import Calibration, Card, Closed, Input, Regression, SubnetworkEntry
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
+from tests.deploy.test_edge_export import inputs_for, saved, stir
 
 CLOSE = 1e-4  # of every output, in float32
 K = 4
@@ -37,13 +37,7 @@ def linearised(net: nn.Module, index: Tensor, task: Regression | None = None, st
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for module in net.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                assert module.running_mean is not None
-                assert module.running_var is not None
-                module.running_mean.normal_(0, 0.3, generator=rng)
-                module.running_var.uniform_(0.05, 0.3, generator=rng)
-                module.weight.uniform_(0.5, 2.0, generator=rng)
-                module.bias.normal_(0, 0.3, generator=rng)
+            stir(module, rng)
     network = bayesianize(net, "deterministic", task=task, unsupported="leave")
     S = len(index)
     A = torch.randn(S, S, generator=rng, dtype=torch.float64)
@@ -62,12 +56,6 @@ def every(net: nn.Module) -> Tensor:
     return torch.arange(sum(p.numel() for p in net.parameters()))
 
 
-def saved(network: BayesianNetwork, folder: Path, card: Card | None = None, given: nn.Module | None = None) -> Model:
-    path = folder / "model.safetensors"
-    save_artifact(network, path, card=card)
-    return load(path, given)
-
-
 def exported(model: Model, folder: Path, **options: Any) -> tuple[Exported, Path]:
     """The same network is traced once, whichever of its weights are chosen."""
     key = f"{model.manifest.architecture} {model.card.input}"
@@ -76,11 +64,6 @@ def exported(model: Model, folder: Path, **options: Any) -> tuple[Exported, Path
         _skeletons[key] = made.skeleton
     save(made, folder / "model.onnx")
     return made, folder / "model.onnx"
-
-
-def inputs_for(model: Model, B: int = 3) -> NDArray[Any]:
-    assert model.card.input is not None
-    return np.random.default_rng(0).standard_normal((B, *model.card.input.shape)).astype(np.float32)
 
 
 def run(path: Path, x: NDArray[Any], *seeds: int) -> list[dict[str, NDArray[Any]]]:

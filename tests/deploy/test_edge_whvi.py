@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dubito.deploy.edge.check import parity
-from dubito.deploy.edge.export import Exported, export, save
-from dubito.models import bayesianize, build, load
-from dubito.models import save as save_artifact
+from dubito.deploy.edge.export import Exported, export
+from dubito.models import bayesianize, build
 from dubito.models.flows import Planar
 from dubito.models.manifest import Card, Input
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
 from dubito.models.whvi import Whvi
+from tests.deploy.test_edge_export import inputs_for, saved, stir, written
 
 CLOSE = 1e-4  # of every output, in float32
 CNN: dict[str, Any] = {"classes": 5, "channels": 2, "size": 8, "width": 4, "hidden": 12}
@@ -53,26 +53,8 @@ def lively(network: BayesianNetwork) -> BayesianNetwork:
                 module.w.mul_(2)
                 module.u.add_(torch.randn(module.u.shape, generator=rng), alpha=0.3)
                 module.b.normal_(0, 0.5, generator=rng)
-            if isinstance(module, nn.BatchNorm2d):
-                assert module.running_mean is not None
-                assert module.running_var is not None
-                module.running_mean.normal_(0, 0.3, generator=rng)
-                module.running_var.uniform_(0.5, 2.0, generator=rng)
-                module.weight.uniform_(0.5, 2.0, generator=rng)
-                module.bias.normal_(0, 0.3, generator=rng)
+            stir(module, rng, 0.5, 2.0)
     return network
-
-
-def saved(network: BayesianNetwork, folder: Path, card: Card | None = None, given: nn.Module | None = None) -> Model:
-    path = folder / "model.safetensors"
-    save_artifact(network, path, card=card)
-    return load(path, given)
-
-
-def written(made: Exported, folder: Path) -> Path:
-    path = folder / "model.onnx"
-    save(made, path)
-    return path
 
 
 def run(path: Path, x: NDArray[Any], *seeds: int) -> list[NDArray[Any]]:
@@ -80,11 +62,6 @@ def run(path: Path, x: NDArray[Any], *seeds: int) -> list[NDArray[Any]]:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     feeds = [{session.get_inputs()[0].name: x, "seed": np.array(seed, np.int64)} for seed in seeds]
     return [session.run(["probabilities"], feed)[0] for feed in feeds]
-
-
-def inputs_for(model: Model, B: int = 3) -> NDArray[Any]:
-    assert model.card.input is not None
-    return np.random.default_rng(0).standard_normal((B, *model.card.input.shape)).astype(np.float32)
 
 
 CASES: dict[str, dict[str, Any]] = {
