@@ -11,6 +11,8 @@ import json
 import statistics
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -90,11 +92,13 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe for all")
     parser.add_argument("--json", type=Path, help="append each run as a line")
     parser.add_argument("--keep", type=Path, help="a folder to leave the artifacts in")
+    parser.add_argument("--jobs", type=int, default=1, help="trained side by side, each in a process of its own")
     args = parser.parse_args()
     rows = []
-    for seed in args.seeds:
-        for method in args.methods:
-            rows.append(one(method, seed, args.set, args))
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        tasks = [pool.submit(one, method, seed, args.set, args) for seed in args.seeds for method in args.methods]
+        for done in as_completed(tasks):
+            rows.append(done.result())
             if args.json is not None:
                 with args.json.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
