@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -54,7 +55,7 @@ COLUMNS = (
 SAMPLES = 20
 
 
-def one(method: str, seed: int, changes: Sequence[str], args: argparse.Namespace) -> dict[str, object]:
+def one(method: str, seed: int, changes: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     """Train, calibrate and measure one artifact."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipe = read_recipe("fashion-mnist", [*METHODS[method], *changes, f"seed={seed}"])
@@ -90,13 +91,15 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe for all")
-    parser.add_argument("--json", type=Path, help="append each run as a line")
+    parser.add_argument("--json", type=Path, help="append each run as a line; runs that it holds are not run again")
     parser.add_argument("--keep", type=Path, help="a folder to leave the artifacts in")
     parser.add_argument("--jobs", type=int, default=1, help="trained side by side, each in a process of its own")
     args = parser.parse_args()
-    rows = []
+    rows = _so_far(args.json)
+    known = {(row["method"], row["seed"]) for row in rows}
+    wanted = [(method, seed) for seed in args.seeds for method in args.methods if (method, seed) not in known]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-        tasks = [pool.submit(one, method, seed, args.set, args) for seed in args.seeds for method in args.methods]
+        tasks = [pool.submit(one, method, seed, args.set, args) for method, seed in wanted]
         for done in as_completed(tasks):
             rows.append(done.result())
             if args.json is not None:
@@ -106,12 +109,16 @@ def main() -> None:
     for name in ("method", "parameters", *(c.replace("_", " ") for c in COLUMNS), "default measure"):
         table.add_column(name)
     for method in args.methods:
-        mine = [row for row in rows if row["method"] == method]
-        cells = [_spread([row[name] for row in mine]) for name in COLUMNS]  # type: ignore[misc]
+        mine = [row for row in rows if row["method"] == method and row["seed"] in args.seeds]
+        cells = [_spread([row[name] for row in mine]) for name in COLUMNS]
         measures = sorted({str(row["measure"]) for row in mine})
         table.add_row(method, f"{mine[0]['parameters']:,}", *cells, ", ".join(measures))
     Console(width=200).print(table)
     print(machine(), torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU", sep=", ")
+
+
+def _so_far(file: Path | None) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file is not None and file.exists() else []
 
 
 def _spread(values: list[float]) -> str:

@@ -505,7 +505,8 @@ $("play").addEventListener("click", () => {
   $("play").textContent = "Stop";
   const step = (now) => {
     if (state.answer !== answer) { stop(); return; }
-    const k = Math.min(K, 1 + Math.floor(((now - began) / 2000) * K));
+    const passed = Math.max(0, now - began); // a frame may have begun before the click
+    const k = Math.min(K, 1 + Math.floor((passed / 2000) * K));
     if (k !== state.k) {
       state.k = k;
       $("k").value = String(k);
