@@ -11,13 +11,14 @@ run side by side, for few rows (`parted`). Sums are in float32.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dubito.models.geometry import Conv
 
-LEAST = 16  # of any side of a product on chip
+LEAST, WIDEST = 16, 64  # sides of a product on chip
 
 
 @triton.jit
@@ -35,21 +36,24 @@ def _taps(x, picture, top, left, live, k, H, W, C, side: tl.constexpr, WHOLE: tl
         tap = k // C
         h, w = top + tap // side, left + tap % side
         inside = live & (h >= 0) & (h < H) & (w >= 0) & (w < W)
-        at = ((picture * H + h) * W + w)[:, None] * C + (k % C + tl.arange(0, BK))[None, :]
+        at = ((picture * H + h) * W + w).to(tl.int64)[:, None] * C + (k % C + tl.arange(0, BK))[None, :]
         return tl.load(x + at, mask=inside[:, None], other=0.0)
     one = k + tl.arange(0, BK)
     tap = one // C
     h, w = top[:, None] + (tap // side)[None, :], left[:, None] + (tap % side)[None, :]
     inside = live[:, None] & (one < side * side * C)[None, :] & (h >= 0) & (h < H) & (w >= 0) & (w < W)
-    at = ((picture[:, None] * H + h) * W + w) * C + (one % C)[None, :]
+    at = ((picture[:, None] * H + h) * W + w).to(tl.int64) * C + (one % C)[None, :]
     return tl.load(x + at, mask=inside, other=0.0)
 
 
 @triton.jit
-def _finish(acc, y, residual, scale, shift, floor, row, live, n, O, RESIDUAL: tl.constexpr):
-    here = live[:, None] & (n < O)[None, :]
-    at = row[:, None] * O + n[None, :]
-    acc = acc * tl.load(scale + n, mask=n < O, other=0.0)[None, :] + tl.load(shift + n, mask=n < O, other=0.0)[None, :]
+def _finish(acc, y, residual, scale, shift, floor, row, live, n, d_out, RESIDUAL: tl.constexpr):
+    here = live[:, None] & (n < d_out)[None, :]
+    at = row.to(tl.int64)[:, None] * d_out + n[None, :]
+    acc = (
+        acc * tl.load(scale + n, mask=n < d_out, other=0.0)[None, :]
+        + tl.load(shift + n, mask=n < d_out, other=0.0)[None, :]
+    )
     if RESIDUAL:
         acc += tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
     tl.store(y + at, tl.maximum(acc, floor).to(y.dtype.element_ty), mask=here)
@@ -57,7 +61,7 @@ def _finish(acc, y, residual, scale, shift, floor, row, live, n, O, RESIDUAL: tl
 
 @triton.jit
 def _spread(
-    c, c2, beyond, G, e, g_r, g_o, r, y, residual, scale, shift, floor, row, live, first, last, O,
+    c, c2, beyond, G, e, g_r, g_o, r, y, residual, scale, shift, floor, row, live, first, last, d_out,
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The sample's matrix on c, a few outputs at a time."""
@@ -65,20 +69,20 @@ def _spread(
     at, at2 = tl.arange(0, R), R + tl.arange(0, Q)
     for n0 in range(first, last, BN):
         n = n0 + tl.arange(0, BN)
-        here = (n < O)[None, :]
+        here = (n < d_out)[None, :]
         g = tl.load(G + at[:, None] * g_r + n[None, :] * g_o, mask=(at < r)[:, None] & here, other=0.0)
         acc = tl.dot(c, g, input_precision="ieee")
         if R2 > 0:
             g2 = tl.load(G + at2[:, None] * g_r + n[None, :] * g_o, mask=(at2 < r)[:, None] & here, other=0.0)
             acc = tl.dot(c2, g2, acc, input_precision="ieee")
         if NOISE:
-            acc += beyond[:, None] * tl.load(e + n, mask=n < O, other=0.0).to(tl.float32)[None, :]
-        _finish(acc, y, residual, scale, shift, floor, row, live, n, O, RESIDUAL)
+            acc += beyond[:, None] * tl.load(e + n, mask=n < d_out, other=0.0).to(tl.float32)[None, :]
+        _finish(acc, y, residual, scale, shift, floor, row, live, n, d_out, RESIDUAL)
 
 
 @triton.jit
 def _project(
-    x, P, picture, top, left, live, start, end, H, W, C, r,
+    x, P, picture, top, left, live, start, end, H, W, C,
     side: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
@@ -91,11 +95,10 @@ def _project(
     for k in range(start, end, BK):
         one = k + tl.arange(0, BK)
         a = _taps(x, picture, top, left, live, k, H, W, C, side, WHOLE, BK)
-        here = (one < side * side * C)[:, None]
-        p = tl.load(P + one[:, None] * r + at[None, :], mask=here & (at < r)[None, :], other=0.0)
+        p = tl.load(P + one[:, None] * (R + R2) + at[None, :])
         c = tl.dot(a, p, c, input_precision="ieee")
         if R2 > 0:
-            p2 = tl.load(P + one[:, None] * r + at2[None, :], mask=here & (at2 < r)[None, :], other=0.0)
+            p2 = tl.load(P + one[:, None] * (R + R2) + at2[None, :])
             c2 = tl.dot(a, p2, c2, input_precision="ieee")
         if NOISE:
             wide = a.to(tl.float32)
@@ -113,38 +116,40 @@ def _beyond(energy, c, c2, R2: tl.constexpr):
 
 @triton.jit
 def _factored_kernel(
-    x, P, G, e, y, residual, scale, shift, floor, rows, H, W, C, Ho, Wo, O, r, stride, padding, g_k, g_r, g_o, width,
-    side: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, P, G, e, y, residual, scale, shift, floor, rows, H, W, C, Ho, Wo, d_out, r, stride, padding, g_k, g_r, g_o,
+    width, side: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(2).to(tl.int64)
-    inner = tl.program_id(0) * BM + tl.arange(0, BM)
-    live = inner < rows
-    row = k * rows + inner
+    row = tl.program_id(0) * BM + tl.arange(0, BM)  # of the sample
+    live = row < rows
     picture, top, left = _place(row, Ho, Wo, stride, padding)
+    x += k * (rows // (Ho * Wo) * H * W) * C
+    y += k * rows * d_out
+    residual += k * rows * d_out
     c, c2, energy = _project(
-        x, P, picture, top, left, live, 0, side * side * C, H, W, C, r, side, WHOLE, BM, BK, R, R2, NOISE
+        x, P, picture, top, left, live, 0, side * side * C, H, W, C, side, WHOLE, BM, BK, R, R2, NOISE
     )
     beyond = _beyond(energy, c, c2, R2) if NOISE else energy
     first = tl.program_id(1) * width
     _spread(
-        c.to(x.dtype.element_ty), c2.to(x.dtype.element_ty), beyond, G + k * g_k, e + k * O, g_r, g_o, r, y, residual,
-        scale, shift, floor, row, live, first, tl.minimum(first + width, O), O, R, R2, NOISE, RESIDUAL, BN,
+        c.to(x.dtype.element_ty), c2.to(x.dtype.element_ty), beyond, G + k * g_k, e + k * d_out, g_r, g_o, r, y,
+        residual, scale, shift, floor, row, live, first, tl.minimum(first + width, d_out), d_out, R, R2, NOISE, RESIDUAL, BN,
     )  # fmt: skip
 
 
 @triton.jit
 def _project_kernel(
-    x, P, c_out, energy_out, rows, H, W, C, Ho, Wo, r, stride, padding, share,
+    x, P, c_out, energy_out, rows, H, W, C, Ho, Wo, stride, padding, share,
     side: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
     live = row < rows
     picture, top, left = _place(row, Ho, Wo, stride, padding)
     start = tl.program_id(1) * share
     end = tl.minimum(start + share, side * side * C)
-    c, c2, energy = _project(x, P, picture, top, left, live, start, end, H, W, C, r, side, WHOLE, BM, BK, R, R2, NOISE)
+    c, c2, energy = _project(x, P, picture, top, left, live, start, end, H, W, C, side, WHOLE, BM, BK, R, R2, NOISE)
     at = (tl.program_id(1).to(tl.int64) * rows + row) * (R + R2)
     tl.store(c_out + at[:, None] + tl.arange(0, R)[None, :], c, mask=live[:, None])
     if R2 > 0:
@@ -155,54 +160,57 @@ def _project_kernel(
 
 @triton.jit
 def _mix_kernel(
-    c_in, energy_in, G, e, y, residual, scale, shift, floor, rows, all_rows, O, r, g_k, g_r, g_o, width,
+    c_in, energy_in, G, e, y, residual, scale, shift, floor, rows, all_rows, d_out, r, g_k, g_r, g_o, width,
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(2).to(tl.int64)
-    inner = tl.program_id(0) * BM + tl.arange(0, BM)
-    live = inner < rows
-    row = k * rows + inner
+    row = tl.program_id(0) * BM + tl.arange(0, BM)  # of the sample
+    live = row < rows
+    y += k * rows * d_out
+    residual += k * rows * d_out
     Q: tl.constexpr = R2 if R2 > 0 else 1
     c = tl.zeros((BM, R), tl.float32)
     c2 = tl.zeros((BM, Q), tl.float32)
     energy = tl.zeros((BM,), tl.float32)
     for part in tl.static_range(SPLITS):
-        at = (part * all_rows + row) * (R + R2)
+        at = (k * rows + part * all_rows + row) * (R + R2)
         c += tl.load(c_in + at[:, None] + tl.arange(0, R)[None, :], mask=live[:, None], other=0.0)
         if R2 > 0:
             c2 += tl.load(c_in + at[:, None] + R + tl.arange(0, R2)[None, :], mask=live[:, None], other=0.0)
         if NOISE:
-            energy += tl.load(energy_in + part * all_rows + row, mask=live, other=0.0)
+            energy += tl.load(energy_in + k * rows + part * all_rows + row, mask=live, other=0.0)
     beyond = _beyond(energy, c, c2, R2) if NOISE else energy
     first = tl.program_id(1) * width
     _spread(
-        c.to(y.dtype.element_ty), c2.to(y.dtype.element_ty), beyond, G + k * g_k, e + k * O, g_r, g_o, r, y, residual,
-        scale, shift, floor, row, live, first, tl.minimum(first + width, O), O, R, R2, NOISE, RESIDUAL, BN,
+        c.to(y.dtype.element_ty), c2.to(y.dtype.element_ty), beyond, G + k * g_k, e + k * d_out, g_r, g_o, r, y,
+        residual, scale, shift, floor, row, live, first, tl.minimum(first + width, d_out), d_out, R, R2, NOISE, RESIDUAL, BN,
     )  # fmt: skip
 
 
 @triton.jit
 def _dense_kernel(
-    x, W_, y, residual, scale, shift, floor, rows, H, W, C, Ho, Wo, O, stride, padding, w_k,
+    x, W_, y, residual, scale, shift, floor, rows, H, W, C, Ho, Wo, d_out, stride, padding, w_k,
     side: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(1).to(tl.int64)
-    across = tl.cdiv(O, BN)
-    inner = tl.program_id(0) // across * BM + tl.arange(0, BM)
+    across = tl.cdiv(d_out, BN)
+    row = tl.program_id(0) // across * BM + tl.arange(0, BM)  # of the sample
     n = tl.program_id(0) % across * BN + tl.arange(0, BN)
-    live = inner < rows
-    row = k * rows + inner
+    live = row < rows
     picture, top, left = _place(row, Ho, Wo, stride, padding)
+    x += k * (rows // (Ho * Wo) * H * W) * C
+    y += k * rows * d_out
+    residual += k * rows * d_out
     acc = tl.zeros((BM, BN), tl.float32)
     for i in range(0, side * side * C, BK):
         one = i + tl.arange(0, BK)
         a = _taps(x, picture, top, left, live, i, H, W, C, side, WHOLE, BK)
-        here = (one < side * side * C)[:, None] & (n < O)[None, :]
-        w = tl.load(W_ + k * w_k + one[:, None] * O + n[None, :], mask=here, other=0.0)
+        here = (one < side * side * C)[:, None] & (n < d_out)[None, :]
+        w = tl.load(W_ + k * w_k + one[:, None] * d_out + n[None, :], mask=here, other=0.0)
         acc = tl.dot(a, w, acc, input_precision="ieee")
-    _finish(acc, y, residual, scale, shift, floor, row, live, n, O, RESIDUAL)
+    _finish(acc, y, residual, scale, shift, floor, row, live, n, d_out, RESIDUAL)
 
 
 @dataclass(frozen=True)
@@ -225,9 +233,16 @@ def suits(geometry: object) -> bool:
 
 
 def tap_by_tap(geometry: Conv, B: Tensor) -> Tensor:
-    """(d_in, r), or (K, d_in, r), of columns that run channel by channel, as the kernels read them."""
+    """(d_in, n), or (K, d_in, n), whose rows run channel by channel, with rows as the kernels read patches."""
     taps = geometry.kernel[0] ** 2
-    return B.unflatten(-2, (geometry.inputs, taps)).transpose(-3, -2).flatten(-3, -2).contiguous()
+    found: Tensor = B.unflatten(-2, (geometry.inputs, taps)).transpose(-3, -2).flatten(-3, -2).contiguous()
+    return found
+
+
+def filters(geometry: Conv, B: Tensor) -> Tensor:
+    """B (d_in, r) as the kernels want it: tap by tap, zeros up to whole tiles."""
+    d_in, r = B.shape
+    return F.pad(tap_by_tap(geometry, B), (0, sum(_runs(r)) - r, 0, -d_in % WIDEST))
 
 
 @dataclass(frozen=True)
@@ -260,8 +275,8 @@ class _Shape:
         BK = next((size for size in (64, 32, 16) if self.C % size == 0), None)
         return (32, False) if BK is None else (BK, True)
 
-    def output(self, x: Tensor, O: int) -> Tensor:
-        shape = (self.N, O, self.Ho, self.Wo)
+    def output(self, x: Tensor, d_out: int) -> Tensor:
+        shape = (self.N, d_out, self.Ho, self.Wo)
         return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
 
 
@@ -283,21 +298,21 @@ def _in_rows(rows: int) -> int:
 def factored(
     geometry: Conv, x: Tensor, P: Tensor, G: Tensor, e: Tensor | None, after: After, BM=0, BN=64, warps=0, stages=3
 ) -> Tensor:
-    """P (d_in, r) tap by tap, G (K, d_out, r), e (K, d_out): one kernel, Bᵀ(patch) on chip."""
+    """P from `filters`, G (K, d_out, r), e (K, d_out): one kernel, Bᵀ(patch) on chip."""
     x, s = _lies(x), _Shape.of(geometry, x)
-    K, O, r = G.shape
+    K, d_out, r = G.shape
     rows, (R, R2), (BK, whole) = s.rows // K, _runs(r), s.tile()
-    y = s.output(x, O)
+    y = s.output(x, d_out)
     BM = BM or _in_rows(rows)
     residual = y if after.residual is None else _lies(after.residual)
     tiles = triton.cdiv(rows, BM) * K
-    width = O if tiles >= 132 else max(128, triton.cdiv(O, triton.cdiv(132, tiles)) // 128 * 128)
-    grid = (triton.cdiv(rows, BM), triton.cdiv(O, width), K)
+    width = d_out if tiles >= 132 else max(128, triton.cdiv(d_out, triton.cdiv(132, tiles)) // 128 * 128)
+    grid = (triton.cdiv(rows, BM), triton.cdiv(d_out, width), K)
     with torch.cuda.device_of(x):
         _factored_kernel[grid](
             x, P, G, G if e is None else e, y, residual, after.scale, after.shift, after.floor,
-            rows, s.H, s.W, s.C, s.Ho, s.Wo, O, r, s.stride, s.padding, G.stride(0), G.stride(2), G.stride(1), width,
-            s.side, whole, BM, BN, BK, R, R2, e is not None, after.residual is not None,
+            rows, s.H, s.W, s.C, s.Ho, s.Wo, d_out, r, s.stride, s.padding, G.stride(0), G.stride(2), G.stride(1),
+            width, s.side, whole, BM, BN, BK, R, R2, e is not None, after.residual is not None,
             num_warps=warps or (8 if BM == 128 else 4), num_stages=stages,
         )  # fmt: skip
     return y
@@ -306,7 +321,7 @@ def factored(
 def parted(geometry: Conv, x: Tensor, P: Tensor, G: Tensor, e: Tensor | None, after: After) -> Tensor:
     """The same by two kernels: patches in parts that run side by side, then each sample's matrix."""
     x, s = _lies(x), _Shape.of(geometry, x)
-    K, O, r = G.shape
+    K, d_out, r = G.shape
     rows, (R, R2), (BK, whole) = s.rows // K, _runs(r), s.tile()
     d_in = s.side**2 * s.C
     BM = 64 if s.rows >= 64 * 66 else 32
@@ -316,18 +331,18 @@ def parted(geometry: Conv, x: Tensor, P: Tensor, G: Tensor, e: Tensor | None, af
     splits = triton.cdiv(d_in, share)
     c = torch.empty(splits, s.rows, R + R2, device=x.device)
     energy = torch.empty(splits, s.rows, device=x.device) if e is not None else c
-    y = s.output(x, O)
+    y = s.output(x, d_out)
     residual = y if after.residual is None else _lies(after.residual)
     BM_mix = min(64, _in_rows(rows))
-    width = 64 if triton.cdiv(rows, BM_mix) * K * triton.cdiv(O, 64) <= 8 * 132 else 256
+    width = 64 if triton.cdiv(rows, BM_mix) * K * triton.cdiv(d_out, 64) <= 8 * 132 else 256
     with torch.cuda.device_of(x):
         _project_kernel[tiles, splits](
-            x, P, c, energy, s.rows, s.H, s.W, s.C, s.Ho, s.Wo, r, s.stride, s.padding, share,
+            x, P, c, energy, s.rows, s.H, s.W, s.C, s.Ho, s.Wo, s.stride, s.padding, share,
             s.side, whole, BM, BK, R, R2, e is not None, num_warps=4, num_stages=4,
         )  # fmt: skip
-        _mix_kernel[triton.cdiv(rows, BM_mix), triton.cdiv(O, width), K](
+        _mix_kernel[triton.cdiv(rows, BM_mix), triton.cdiv(d_out, width), K](
             c, energy, G, G if e is None else e, y, residual, after.scale, after.shift, after.floor,
-            rows, s.rows, O, r, G.stride(0), G.stride(2), G.stride(1), width,
+            rows, s.rows, d_out, r, G.stride(0), G.stride(2), G.stride(1), width,
             splits, BM_mix, 64, R, R2, e is not None, after.residual is not None, num_warps=4, num_stages=2,
         )  # fmt: skip
     return y
@@ -336,16 +351,16 @@ def parted(geometry: Conv, x: Tensor, P: Tensor, G: Tensor, e: Tensor | None, af
 def dense(geometry: Conv, x: Tensor, W: Tensor, after: After, BM=0, BN=0, warps=0, stages=3) -> Tensor:
     """W (K or 1, d_in, d_out) tap by tap: one kernel for all samples."""
     x, s = _lies(x), _Shape.of(geometry, x)
-    K, _, O = W.shape
+    K, _, d_out = W.shape
     rows, (BK, whole) = s.rows // K, s.tile()
-    y = s.output(x, O)
+    y = s.output(x, d_out)
     residual = y if after.residual is None else _lies(after.residual)
     BM = BM or _in_rows(rows)
-    BN = BN or (128 if O % 128 == 0 and rows >= 1024 else 64)
+    BN = BN or (128 if d_out % 128 == 0 and rows >= 1024 else 64)
     with torch.cuda.device_of(x):
-        _dense_kernel[triton.cdiv(rows, BM) * triton.cdiv(O, BN), K](
+        _dense_kernel[triton.cdiv(rows, BM) * triton.cdiv(d_out, BN), K](
             x, W, y, residual, after.scale, after.shift, after.floor,
-            rows, s.H, s.W, s.C, s.Ho, s.Wo, O, s.stride, s.padding, W.stride(0),
+            rows, s.H, s.W, s.C, s.Ho, s.Wo, d_out, s.stride, s.padding, W.stride(0),
             s.side, whole, BM, BN, BK, after.residual is not None,
             num_warps=warps or (8 if BM * BN == 128 * 128 else 4), num_stages=stages,
         )  # fmt: skip
