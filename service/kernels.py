@@ -134,7 +134,8 @@ def _factored_kernel(
     first = tl.program_id(1) * width
     _spread(
         c.to(x.dtype.element_ty), c2.to(x.dtype.element_ty), beyond, G + k * g_k, e + k * d_out, g_r, g_o, r, y,
-        residual, scale, shift, floor, row, live, first, tl.minimum(first + width, d_out), d_out, R, R2, NOISE, RESIDUAL, BN,
+        residual, scale, shift, floor, row, live, first, tl.minimum(first + width, d_out), d_out,
+        R, R2, NOISE, RESIDUAL, BN,
     )  # fmt: skip
 
 
@@ -184,7 +185,8 @@ def _mix_kernel(
     first = tl.program_id(1) * width
     _spread(
         c.to(y.dtype.element_ty), c2.to(y.dtype.element_ty), beyond, G + k * g_k, e + k * d_out, g_r, g_o, r, y,
-        residual, scale, shift, floor, row, live, first, tl.minimum(first + width, d_out), d_out, R, R2, NOISE, RESIDUAL, BN,
+        residual, scale, shift, floor, row, live, first, tl.minimum(first + width, d_out), d_out,
+        R, R2, NOISE, RESIDUAL, BN,
     )  # fmt: skip
 
 
