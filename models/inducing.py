@@ -1,7 +1,7 @@
 """Inducing weights [Ritter21]: a small V decides a large W through two projections. FFG-U, FCG-U and Ensemble-U."""
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -62,12 +62,25 @@ class InducingFactors(WithV):
     each direction of `B` has its own noise and everything outside their span shares one.
     """
 
-    matheron: MatheronFactors
+    matheron: MatheronFactors  # B_c is not stored apart: it is the first columns of B
     B: Tensor  # (d_in, r_in + R)  B_c and, beside it, R further directions
     q_V: Frozen | None  # None: a hierarchy draws V
     lam: float
     sigma: float
     noise: Noise
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matheron.p.dtype
+
+    def narrow(self, dtype: torch.dtype) -> "InducingFactors":
+        return replace(self, matheron=self.matheron.narrow(dtype), B=self.B.to(dtype))._joined()
+
+    def _each(self, change: Callable[[Tensor], Tensor], seen: dict[Tensor, Tensor] | None = None) -> "InducingFactors":
+        return super()._each(change, seen)._joined()
+
+    def _joined(self) -> "InducingFactors":
+        return replace(self, matheron=replace(self.matheron, B_c=self.B[:, : len(self.matheron.q)]))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -94,7 +107,7 @@ class InducingFactors(WithV):
 
     def mean(self, member: Tensor | None, V: Tensor | None = None) -> Factored:
         V = self.mean_V(member, V)
-        return Factored(self.matheron.B_c, self.sigma * self.matheron.B_r @ self.matheron.decided(V), None)
+        return Factored(self.matheron.B_c, self.sigma * self.matheron.B_r.to(V.dtype) @ self.matheron.decided(V), None)
 
     def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Dense | Factored:
         for_V, first, second = noise.split(self._parts(), dim=1)
@@ -204,13 +217,13 @@ class Inducing(Optional):
         f = factorise(whiten(Z_r, regularise(Z_r, D_r)), whiten(Z_c, regularise(Z_c, D_c)))
         B = f.B_c
         if self.noise == "factored" and self.lam is not None and self.directions is not None:
-            B = torch.cat([B, outside(B, self.directions.T.double().cpu())], 1)
+            # one filter after the other in memory, as a convolution wants them and as the SVD leaves B_c
+            B = torch.cat([B.T, outside(B, self.directions.T.double().cpu()).T]).T
         like = self.Z_r.value
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        kept = f.to(like.device, dtype)
-        B_kept = kept.B_c if B is f.B_c else B.to(like.device, dtype)
         q_V = None if self.law is None else self.law.freeze().settle()
-        return InducingFactors(kept, B_kept, q_V, self.scale(), self.sigma, self.noise)
+        made = InducingFactors(f, B, None, self.scale(), self.sigma, self.noise)
+        made = made.to(like.device, torch.promote_types(like.dtype, torch.float32))
+        return replace(made, q_V=q_V)
 
     def trainable(self) -> TrainableInducing:
         return train_together([[self]])[0]

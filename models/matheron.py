@@ -50,21 +50,32 @@ class MatheronFactors(Value):
     q: Tensor  # (r_in,)   in [0, 1]
     Q_r: Tensor  # (M_out, r_out)
     Q_c: Tensor  # (M_in, r_in)
-    known: Tensor  # (r_out, r_in)  √(p qᵀ), the share of each direction that V decides
-    unknown: Tensor  # (r_out, r_in)  √(1 − p qᵀ)
+
+    @property
+    def known(self) -> Tensor:
+        """√(p qᵀ), the share of each direction that V decides: (r_out, r_in)."""
+        return torch.outer(self.p, self.q).sqrt()
+
+    @property
+    def unknown(self) -> Tensor:
+        """√(1 − p qᵀ): (r_out, r_in)."""
+        return (1 - torch.outer(self.p, self.q)).sqrt()
 
     def decided(self, V: Tensor) -> Tensor:
         """B_rᵀ A_r V A_cᵀ B_c: (..., M_out, M_in) -> (..., r_out, r_in)."""
-        return self.known * (self.Q_r.T @ V @ self.Q_c)
+        return self.known * (self.Q_r.T.to(V.dtype) @ V @ self.Q_c.to(V.dtype))
+
+    def narrow(self, dtype: torch.dtype) -> "MatheronFactors":
+        """The matrices in another type; draws are still made in that of p and q."""
+        B_r, B_c, Q_r, Q_c = (t.to(dtype) for t in (self.B_r, self.B_c, self.Q_r, self.Q_c))
+        return MatheronFactors(B_r, B_c, self.p, self.q, Q_r, Q_c)
 
 
 def factorise(A_r: Tensor, A_c: Tensor) -> MatheronFactors:
     """Thin SVDs, to be taken in float64: in float32 a quarter of random layers have some p or q above 1."""
     B_r, s_r, Q_rT = torch.linalg.svd(A_r, full_matrices=False)
     B_c, s_c, Q_cT = torch.linalg.svd(A_c, full_matrices=False)
-    p, q = s_r.square().clamp(max=1), s_c.square().clamp(max=1)
-    pq = torch.outer(p, q)
-    return MatheronFactors(B_r, B_c, p, q, Q_rT.mT, Q_cT.mT, pq.sqrt(), (1 - pq).sqrt())
+    return MatheronFactors(B_r, B_c, s_r.square().clamp(max=1), s_c.square().clamp(max=1), Q_rT.mT, Q_cT.mT)
 
 
 def draw_by_rule(
@@ -93,14 +104,16 @@ def _square_root(S: Tensor) -> Tensor:
 
 def draw_weights(f: MatheronFactors, V: Tensor, lam: Tensor | float, sigma: float, E: Tensor, eps: Tensor) -> Tensor:
     """Way 2, spectral: E (K, d_out, d_in) and eps (K, r_out, r_in) standard normal -> W (K, d_out, d_in)."""
-    inner = f.decided(V) + lam * (f.unknown * eps - f.B_r.T @ E @ f.B_c)
-    return torch.baddbmm(E, (sigma * f.B_r) @ inner, f.B_c.T.expand(len(E), -1, -1), beta=float(lam) * sigma)
+    B_r, B_c = f.B_r.to(E.dtype), f.B_c.to(E.dtype)
+    inner = f.decided(V) + lam * (f.unknown * eps - B_r.T @ E @ B_c)
+    return torch.baddbmm(E, (sigma * B_r) @ inner, B_c.T.expand(len(E), -1, -1), beta=float(lam) * sigma)
 
 
 def draw_projected(f: MatheronFactors, V: Tensor, lam: float, sigma: float, eps: Tensor) -> Tensor:
     """Way 3, G = W B_c without W: eps (K, d_out, r_in) standard normal -> (K, d_out, r_in)."""
-    inner = f.decided(V) + lam * (f.unknown - 1) * (f.B_r.T @ eps)
-    return sigma * (f.B_r @ inner + lam * eps)
+    B_r = f.B_r.to(eps.dtype)
+    inner = f.decided(V) + lam * (f.unknown - 1) * (B_r.T @ eps)
+    return sigma * (B_r @ inner + lam * eps)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class Model:
 
     network: BayesianNetwork
     manifest: Manifest
+    made: NetworkFactors | None = None  # factors that are there already
 
     @property
     def card(self) -> Card:
@@ -42,11 +43,11 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        return next(self.network.parameters()).device
+        return next(self.network.parameters()).device if self.made is None else self.made.device
 
     @cached_property
     def factors(self) -> NetworkFactors:
-        return self.network.factors()
+        return self.network.factors() if self.made is None else self.made
 
     def predict(
         self,

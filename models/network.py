@@ -33,7 +33,9 @@ class NetworkFactors:
     hierarchy: Factors | None  # draws the V's of all layers at once
     copies: int  # members of the layers that are kept in copies; 0 where there are none
     structure: Structure
-    subnetwork: SubnetworkFactors | None = None  # of a plain network that is linearised about its weights
+    subnetwork: SubnetworkFactors | None  # of a plain network that is linearised about its weights
+    device: torch.device  # of activations
+    dtype: torch.dtype  # of activations
 
     @cached_property
     def normals(self) -> int:
@@ -158,7 +160,10 @@ class BayesianNetwork(nn.Module):
         made = {name: layer.q.factors() for name, layer in self.layers.items()}
         above = None if self.hierarchy is None else self.hierarchy.q.factors()
         chosen = None if self.subnetwork is None else self.subnetwork.factors()
-        return NetworkFactors(MappingProxyType(made), above, self._copies(), Structure.of(self.net), chosen)
+        like = next(self.net.parameters(), torch.empty(0))
+        return NetworkFactors(
+            MappingProxyType(made), above, self._copies(), Structure.of(self.net), chosen, like.device, like.dtype
+        )
 
     def _copies(self) -> int:
         """Members of the layers that are kept in copies; 0 where there are none."""

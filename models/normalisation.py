@@ -34,11 +34,16 @@ class ScaleShift(nn.Module):
 
 def fold_batchnorm(network: BayesianNetwork) -> BayesianNetwork:
     """A copy of the network with every BatchNorm as a scale and a shift; same answers, no more training."""
+    return copy.deepcopy(network, folds(network))
+
+
+def folds(network: BayesianNetwork) -> dict[int, object]:
+    """For `deepcopy`: what stands in the copy where a BatchNorm stood."""
     memo: dict[int, object] = {}
     for module in network.modules():
         if isinstance(module, FOLDABLE) and type(module) in FOLDABLE and module.running_mean is not None:
             memo[id(module)] = folded(module)
-    return copy.deepcopy(network, memo)
+    return memo
 
 
 @torch.no_grad()

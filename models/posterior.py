@@ -31,7 +31,7 @@ class Factored:
 
     def dense(self) -> Tensor:
         """The linear part as matrices: (K, d_out, d_in)."""
-        return self.G @ self.B.T
+        return self.G @ self.B.T.to(self.G.dtype)
 
     def part(self, at: int, k: int) -> "Factored":
         """The k samples from `at` on."""
@@ -65,6 +65,10 @@ class Value:
         Draws are made in that precision whatever type the parameters are stored and the activations run in.
         """
         return self._each(lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True))
+
+    def narrow(self, dtype: torch.dtype) -> Self:
+        """What activations meet in their own type; what draws are made of stays in float32 or better."""
+        return self
 
     @property
     def dtype(self) -> torch.dtype:
@@ -166,6 +170,8 @@ class Factors(Protocol):
         ...
 
     def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Self: ...
+
+    def narrow(self, dtype: torch.dtype) -> Self: ...
 
 
 class Posterior(Protocol):

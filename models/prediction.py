@@ -149,7 +149,7 @@ class Job:
         most: int = 1,
         stock: Stock | None = None,
     ) -> "Job":
-        seed, x = _seed(seed), _checked(network, x)
+        seed, x = _seed(seed), _checked(network, factors, x)
         one = cheapest(factors) if plan is None else plan
         planner = one if callable(one) else lambda B, K: one
         rows = _rows(factors, x) if max_rows is None else max_rows
@@ -272,12 +272,13 @@ def _seed(seed: int | None) -> int:
     return seed
 
 
-def _checked(network: BayesianNetwork, x: Tensor) -> Tensor:
+def _checked(network: BayesianNetwork, factors: NetworkFactors, x: Tensor) -> Tensor:
     if not isinstance(x, Tensor):
         raise InputError(f"inputs came as {type(x).__name__}; expected a torch tensor (torch.as_tensor makes one).")
-    like = next(network.net.parameters(), torch.empty(0))
+    like = next(network.net.parameters(), None)
+    device, dtype = (factors.device, factors.dtype) if like is None else (like.device, like.dtype)
     indices = not x.is_floating_point() and any(isinstance(m, nn.Embedding) for m in network.net.modules())
-    x = x.to(like.device, x.dtype if indices else like.dtype)
+    x = x.to(device, x.dtype if indices else dtype)
     if x.dim() < 2 or len(x) == 0:
         raise InputError(f"inputs have shape {tuple(x.shape)}; expected (B, ...) with at least one input.")
     if not x.sum().isfinite():  # one pass; too large a sum tells nothing yet

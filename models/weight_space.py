@@ -1,6 +1,6 @@
 """Posteriors over W itself: FFG-W, FCG-W and Ensemble-W."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ class WeightFactors(Value):
     @property
     def members(self) -> int:
         return self.q_W.members
+
+    def narrow(self, dtype: torch.dtype) -> "WeightFactors":
+        """Members are picked, not computed with: rounded ahead they give the same."""
+        return replace(self, q_W=self.q_W.to(dtype=dtype)) if self.q_W.normals == 0 else self
 
     def mean(self, member: Tensor | None, V: Tensor | None = None) -> Dense:
         return Dense(self.q_W.mean(member))

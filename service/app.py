@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from starlette.middleware.cors import CORSMiddleware
 
-from dubito.models.errors import DubitoError
+from dubito.service.device import device_of, dtype_of
 from dubito.service.http import ClientGone, Receive, Scope, Send, body_of, headers_of, reply
 from dubito.service.logs import write_line
 from dubito.service.metrics import Metrics, Sizes, device_bytes
@@ -109,7 +109,11 @@ class Server:
 
     async def start(self) -> None:
         """Every model loaded and warmed; raises what is wrong with the first that cannot be."""
-        self.repository = Repository(self.settings, device_of(self.settings.device), self.metrics)
+        device = device_of(self.settings.device)
+        dtype, why = dtype_of(self.settings.dtype, device)
+        self.repository = Repository(self.settings, device, dtype, self.metrics)
+        told = {"device": str(device), "dtype": str(dtype).removeprefix("torch."), "why": why}
+        log.info("models run", extra=told)
         self.predictor = Predictor(self.settings, self.repository)
         await self.repository.load_all()
         self.started = True
@@ -158,12 +162,6 @@ class Server:
                 (kind,): value for kind, value in device_bytes(found.device if found else torch.device("cpu")).items()
             },
         }
-
-
-def device_of(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise DubitoError("the device is cuda, but torch finds no GPU here; take --device cpu or auto.")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def application(server: Server) -> Any:

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
-from torch import Tensor
 
 from dubito.models.model import Model
+from dubito.models.resident import bytes_of
 from dubito.service.engine import Answered
 
 SECONDS = tuple(0.0005 * 2**i for i in range(16))  # 0.5 ms to 16 s
@@ -166,28 +166,13 @@ class Sizes(Collector):
             yield family
 
 
-def bytes_of(value: object, seen: set[int] | None = None) -> int:
-    """Of all tensors in a value, each storage once."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor):
-        storage = value.untyped_storage()
-        if storage.data_ptr() in seen:
-            return 0
-        seen.add(storage.data_ptr())
-        return storage.nbytes()
-    if isinstance(value, Mapping):
-        return sum(bytes_of(v, seen) for v in value.values())
-    if isinstance(value, list | tuple):
-        return sum(bytes_of(v, seen) for v in value)
-    return sum(bytes_of(v, seen) for v in vars(value).values()) if hasattr(value, "__dataclass_fields__") else 0
-
-
 def model_bytes(model: Model, artifact: int, deterministic: int) -> dict[str, int]:
-    """The file, the tensors in memory, the factors among them, and the plain network in float32."""
+    """The file, the tensors in memory, the factors among them, and the plain network in the type of activations."""
     seen: set[int] = set()
-    own = bytes_of([*model.network.parameters(), *model.network.buffers()], seen)
+    own = bytes_of(model.network, seen)
     factors = bytes_of(model.factors, seen)
-    return {"artifact": artifact, "resident": own + factors, "factors": factors, "deterministic": 4 * deterministic}
+    plain = deterministic * model.factors.dtype.itemsize
+    return {"artifact": artifact, "resident": own + factors, "factors": factors, "deterministic": plain}
 
 
 def device_bytes(device: torch.device) -> dict[str, int]:

@@ -16,6 +16,7 @@ from dubito.models.errors import ArtifactError, DubitoError, InputError
 from dubito.models.manifest import Input
 from dubito.models.model import Model
 from dubito.models.report import report
+from dubito.models.resident import reside
 from dubito.service.bank import Bank
 from dubito.service.batcher import Batcher
 from dubito.service.engine import Engine
@@ -134,8 +135,8 @@ def _source(name: str, version: str, path: Path) -> Source:
 class Repository:
     """Which versions there are and which answer. Changes happen on the event loop; loading in a thread."""
 
-    def __init__(self, settings: Settings, device: torch.device, metrics: Metrics) -> None:
-        self.settings, self.device, self.metrics = settings, device, metrics
+    def __init__(self, settings: Settings, device: torch.device, dtype: torch.dtype, metrics: Metrics) -> None:
+        self.settings, self.device, self.dtype, self.metrics = settings, device, dtype, metrics
         self.sources = find(settings.models)
         self.expected = set(settings.expected) or {name for name, _ in self.sources}
         if unknown := self.expected - {name for name, _ in self.sources}:
@@ -212,9 +213,8 @@ class Repository:
                 f"{source.path} does not say what its inputs look like, so it cannot be asked over HTTP: "
                 "save it with a card that has an input."
             )
-        if self.device.type != "cpu":
-            model = model.to(self.device)
         known = report(model.manifest, model.network, source.path.stat().st_size)
+        model = reside(model, self.device, self.dtype)
         memory = Memory(plan_file() if self.settings.plan_seconds else None, self.device)
         engine = Engine(model, self.settings.buckets, memory, self.settings.plan_seconds)
         try:

@@ -34,6 +34,10 @@ class Settings(BaseSettings):
     host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="Where models run.")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(description="Type of activations; auto: bfloat16 on a GPU that has it natively, else float32."),
+    ] = "auto"
 
     samples: Annotated[int, Field(ge=0, description="Posterior draws K of a request that does not say.")] = 20
     max_samples: Annotated[PositiveInt, Field(description="Most draws that a request may ask for.")] = 1024

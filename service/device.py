@@ -1,0 +1,24 @@
+"""Where models run, and in which type of numbers."""
+
+import torch
+
+from dubito.models.errors import DubitoError
+
+BF16 = (8, 0)  # compute capability from which a GPU has it natively
+
+
+def device_of(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise DubitoError("the device is cuda, but torch finds no GPU here; take --device cpu or auto.")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def dtype_of(name: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """Of activations, and why."""
+    if name != "auto":
+        return getattr(torch, name), "the settings say so"
+    if device.type != "cuda":
+        return torch.float32, "models run on the CPU" if torch.cuda.is_available() else "there is no GPU here"
+    if torch.cuda.get_device_capability(device) < BF16:
+        return torch.float32, f"{torch.cuda.get_device_name(device)} has no bfloat16 of its own"
+    return torch.bfloat16, "the GPU has it"
