@@ -24,6 +24,9 @@ from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTa
 
 Linear = Callable[[nn.Module, Tensor, SubnetworkFactors], tuple[Tensor, Tensor]]  # f, and what is known about it
 
+Program = Callable[[Tensor, int, int], Tensor]  # inputs (B, ...), seed, first sample -> (K, B, ...)
+Captured = Callable[[int, int], Program | None]  # for B inputs and K samples, where there is one
+
 MAX_SAMPLES = 1 << 16
 SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
 NOISE = 1 << 26  # normals held at a time: 256 MB
@@ -76,7 +79,7 @@ def predict(
     with evaluating(network), torch.inference_mode():
         for start in range(0, K, chunk):
             k = min(chunk, K - start)
-            draws = job.draws(start, k) if noisy else Draws(k, None, job.seed, start)
+            draws = job.draws(start, k, len(job.x)) if noisy else Draws(k, None, job.seed, start)
             job.watch.lap("sample")
             outputs = job.outputs(draws)
             job.watch.lap("forward")
@@ -117,6 +120,10 @@ def predict_closed(
         return Prediction(finite(summary), 0, job.seed, None, method="probit")
 
 
+def nothing_captured(B: int, K: int) -> None:
+    """Every pass is run as it comes."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A request, checked: what each of its passes needs."""
@@ -133,6 +140,7 @@ class Job:
     watch: Stopwatch
     most: int = 1  # draws that any input may take
     stock: Stock | None = None  # the seed's first samples, drawn ahead: `most` or more
+    captured: Captured = nothing_captured
 
     @classmethod
     def of(
@@ -148,6 +156,7 @@ class Job:
         watch: Stopwatch | None = None,
         most: int = 1,
         stock: Stock | None = None,
+        captured: Captured | None = None,
     ) -> "Job":
         seed, x = _seed(seed), _checked(network, factors, x)
         one = cheapest(factors) if plan is None else plan
@@ -155,12 +164,16 @@ class Job:
         rows = _rows(factors, x) if max_rows is None else max_rows
         watch = Stopwatch(x.device) if watch is None else watch
         normals = Normals(seed, x.device)
-        return cls(network, factors, x, seed, normals, planner, rows, temperature, buckets, watch, most, stock)
+        found = captured or nothing_captured
+        return cls(network, factors, x, seed, normals, planner, rows, temperature, buckets, watch, most, stock, found)
 
-    def draws(self, start: int, k: int) -> Draws:
-        """The seed's k samples from `start` on, to be asked for in order."""
+    def draws(self, start: int, k: int, rows: int) -> Draws:
+        """The seed's k samples from `start` on, for so many inputs; to be asked for in order."""
         if self.stock is not None:
             return Draws(k, torch.empty(k, 0), self.seed, start, stock=self.stock)
+        if self.captured(self._bucket(rows), k) is not None:
+            self.normals.skip(k)
+            return Draws(k, torch.empty(k, 0), self.seed, start, captured=True)
         return Draws(k, self.normals.rows(k, self.factors.normals), self.seed, start)
 
     def samples_at_once(self, rows: int) -> int:
@@ -207,6 +220,9 @@ class Job:
 
     def _outputs(self, x: Tensor, draws: Draws) -> Tensor:
         network = self.network
+        if draws.captured and (program := self.captured(len(x), draws.K)) is not None:
+            outputs = program(x, self.seed, draws.start)
+            return outputs / self.temperature if self.temperature != 1 else outputs
         if self.factors.subnetwork is not None:
             return self._folded(x, draws)
         if draws.K > 1 and network not in _not_foldable:

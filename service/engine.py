@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dubito.models.adaptive import answer_each
+from dubito.models.adaptive import CHUNK, answer_each
 from dubito.models.answers import Columns, Rule, Rulebook, columns_of
 from dubito.models.errors import InputError
 from dubito.models.manifest import Predictive
@@ -22,6 +22,7 @@ from dubito.models.prediction import Job, predict, predict_closed
 from dubito.models.stopwatch import Stopwatch
 from dubito.service.bank import Bank
 from dubito.service.plans import Memory, Plans
+from dubito.service.programs import Programs, for_gpu
 
 
 @dataclass(slots=True)  # not frozen, as one is made for each request
@@ -84,6 +85,10 @@ class Engine:
         Where there is a bank, draws that nobody has named a seed for come out of it.
         """
         self.bank = bank
+        self.programs: Programs | None = None
+        if model.device.type == "cuda":
+            model = for_gpu(model)
+            self.programs = Programs(model.network, model.factors)
         self.model, self.buckets = model, buckets
         self.rulebook = Rulebook(model.card.calibration)
         self.plans = Plans(cheapest(model.factors), memory or Memory(None, model.device), plan_seconds)
@@ -123,6 +128,9 @@ class Engine:
                 for found in self.answer(asks):
                     if isinstance(found, Exception):
                         raise found
+                if self.programs is not None and samples:
+                    for k in {min(samples, once), samples % once, min(CHUNK, once)} - {0}:
+                        self.programs.capture(job, k)
         self.plans.memory.save()
 
     def _group(self, ask: Ask, i: int) -> object:
@@ -212,9 +220,9 @@ class Engine:
         self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1, stock: Stock | None = None
     ) -> Job:
         model, plan = self.model, self.plans.at
-        return Job.of(
-            model.network, model.factors, x, seed, plan, None, model.temperature, self.buckets, watch, most, stock
-        )
+        captured = None if self.programs is None else self.programs.at
+        T, buckets = model.temperature, self.buckets
+        return Job.of(model.network, model.factors, x, seed, plan, None, T, buckets, watch, most, stock, captured)
 
 
 def _not_finite(x: NDArray[np.float32]) -> int | None:

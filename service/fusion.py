@@ -34,8 +34,7 @@ class Unit(nn.Module):
         if norm is not None:  # in float32, for kernels that sum in it
             scale, shift = norm.scale.detach().float(), norm.shift.detach().float()
         else:
-            like = next(layer.parameters())
-            scale, shift = like.new_ones(layer.geometry.outputs).float(), like.new_zeros(layer.geometry.outputs).float()
+            scale, shift = torch.ones(layer.geometry.outputs), torch.zeros(layer.geometry.outputs)
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("shift", shift, persistent=False)
 
@@ -78,10 +77,11 @@ class Unit(nn.Module):
         """B as the kernels read it, made once."""
         from dubito.service import kernels
 
-        kept: Tensor | None = getattr(self, "filters", None)
-        if kept is None or kept.dtype != dtype or kept.device != B.device:
-            kept = kernels.filters(self.layer.geometry, B.to(dtype))  # type: ignore[arg-type]
-            self.register_buffer("filters", kept, persistent=False)
+        name = f"filters_{B.shape[1]}"  # the mean may do with fewer
+        if not hasattr(self, name):
+            made = kernels.filters(self.layer.geometry, B.to(dtype))  # type: ignore[arg-type]
+            self.register_buffer(name, made, persistent=False)
+        kept: Tensor = getattr(self, name)
         return kept
 
 
@@ -91,8 +91,8 @@ class _Tracer(fx.Tracer):
         return ours or super().is_leaf_module(m, module_qualified_name)
 
 
-def fuse(net: nn.Module) -> nn.Module:
-    """The network, evaluating, as one whose layers are units; as it is, where its code cannot be followed."""
+def fuse(net: nn.Module, device: torch.device) -> nn.Module:
+    """The network, evaluating on a device, with units for layers; as it is, where its code cannot be followed."""
     try:
         graph = _Tracer().trace(net)
     except Exception as error:  # code that looks at its inputs' values or sizes, mostly
@@ -123,7 +123,7 @@ def fuse(net: nn.Module) -> nn.Module:
             graph.erase_node(old)
     graph.lint()
     root.recompile()
-    return root
+    return root.to(device)
 
 
 def _chain(first: fx.Node, last: fx.Node) -> list[fx.Node]:

@@ -114,7 +114,7 @@ def _beyond(energy, c, c2, R2: tl.constexpr):
     return tl.sqrt(tl.maximum(left, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["floor", "rows", "H", "W", "Ho", "Wo", "stride", "padding", "width"])
 def _factored_kernel(
     x, P, G, e, y, residual, scale, shift, floor, rows, H, W, C, Ho, Wo, d_out, r, stride, padding, g_k, g_r, g_o,
     width, side: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -139,7 +139,7 @@ def _factored_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "H", "W", "Ho", "Wo", "stride", "padding", "share"])
 def _project_kernel(
     x, P, c_out, energy_out, rows, H, W, C, Ho, Wo, stride, padding, share,
     side: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
@@ -159,7 +159,7 @@ def _project_kernel(
         tl.store(energy_out + tl.program_id(1) * rows + row, energy, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["floor", "rows", "all_rows", "width"])
 def _mix_kernel(
     c_in, energy_in, G, e, y, residual, scale, shift, floor, rows, all_rows, d_out, r, g_k, g_r, g_o, width,
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -190,7 +190,7 @@ def _mix_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["floor", "rows", "H", "W", "Ho", "Wo", "stride", "padding"])
 def _dense_kernel(
     x, W_, y, residual, scale, shift, floor, rows, H, W, C, Ho, Wo, d_out, stride, padding, w_k,
     side: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
