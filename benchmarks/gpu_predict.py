@@ -12,6 +12,7 @@ rule's by its spread. Medians of rounds in which all take turns; peak memory is 
 import argparse
 import copy
 import json
+import secrets
 import statistics
 import tempfile
 import time
@@ -142,15 +143,18 @@ def engine_of(model: Model, B: int, K: int, memory: Memory, seconds: float) -> E
 
 
 def ours(engine: Engine, x: Tensor, K: int) -> Callable[[], Tensor]:
-    job = engine._job(x, 0, None, K)
-    once = job.samples_at_once(len(x))
+    """The captured passes that answer a request, with a new seed each time."""
+    assert engine.programs is not None
+    once = engine._job(x, 0, None, K).samples_at_once(len(x))
+    parts = []
+    for start in range(0, K, once):
+        program = engine.programs.at(len(x), min(once, K - start))
+        assert program is not None
+        parts.append((program, start))
 
     def run() -> Tensor:
-        job = engine._job(x, None, None, K)
-        parts = []
-        for start in range(0, K, once):
-            parts.append(job.outputs(job.draws(start, min(once, K - start), len(x))))
-        return torch.cat(parts)
+        seed = secrets.randbits(48)
+        return torch.cat([program(x, seed, start) for program, start in parts])
 
     return run
 

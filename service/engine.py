@@ -222,7 +222,9 @@ class Engine:
         model, plan = self.model, self.plans.at
         captured = None if self.programs is None else self.programs.at
         T, buckets = model.temperature, self.buckets
-        return Job.of(model.network, model.factors, x, seed, plan, None, T, buckets, watch, most, stock, captured)
+        return Job.of(
+            model.network, model.factors, x, seed, plan, None, T, buckets, watch, most, stock, captured, finite=True
+        )
 
 
 def _not_finite(x: NDArray[np.float32]) -> int | None:

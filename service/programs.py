@@ -22,6 +22,8 @@ WARM = 2  # runs before a capture: kernels are compiled, workspaces taken
 
 def for_gpu(model: Model) -> Model:
     """The same model with its layers as units, and the factors of layers that are drawn together side by side."""
+    if not model.factors.structure.layers:
+        return model
     with evaluating(model.network):
         form = fuse(model.network.net, model.device)
     return replace(model, made=replace(gather(model.factors), form=form))
