@@ -175,7 +175,7 @@ def _as_graph(run: Callable[[], object], device: torch.device) -> float:
         run()
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(RUNS):
                 run()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(RUNS + 1)]

@@ -37,10 +37,10 @@ class Program:
         from dubito.models.normals_kernel import fill
 
         self.x, self.key = x.clone(), torch.zeros(2, dtype=torch.int64, device=x.device)
-        noise = torch.empty(K, factors.normals, device=x.device)
+        self.noise = torch.empty(K, factors.normals, device=x.device)  # kept, as the graph writes to where it lies
 
         def once() -> Tensor:
-            return network.go(self.x, network.arrange(factors, Draws(K, fill(noise, self.key), 0), plan))
+            return network.go(self.x, network.arrange(factors, Draws(K, fill(self.noise, self.key), 0), plan))
 
         side = torch.cuda.Stream(x.device)
         side.wait_stream(torch.cuda.current_stream(x.device))
@@ -49,7 +49,7 @@ class Program:
                 once()
         torch.cuda.current_stream(x.device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.out = once()
 
     def __call__(self, x: Tensor, seed: int, start: int) -> Tensor:
