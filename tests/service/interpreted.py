@@ -1,0 +1,102 @@
+"""Checks of the GPU's kernels, run by triton's interpreter where there is no GPU: `python interpreted.py`."""
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dubito.models.geometry import Conv, apply
+from dubito.models.normals_kernel import BLOCK, fill
+from dubito.models.posterior import Dense, Factored
+from dubito.service.kernels import After, dense, factored, filters, parted, suits, tap_by_tap
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # numpy has no bfloat16
+CLOSE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+# K, B, size, channels, filters, side, stride, padding, r, λ-noise, residual, ReLU
+CASES = [
+    (2, 2, 6, 3, 40, 3, 2, 1, 27, False, False, False),
+    (1, 1, 9, 64, 32, 1, 2, 0, 64, False, False, True),
+    (3, 1, 3, 48, 24, 3, 1, 1, 7, True, False, True),
+    (2, 2, 4, 32, 80, 3, 1, 1, 36, True, True, True),
+]
+
+
+def check_convolution(
+    K: int, B: int, size: int, C: int, d_out: int, side: int, stride: int, padding: int, r: int,
+    noise: bool, add: bool, relu: bool, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Every kernel against torch in float64, on inputs rounded as the kernel's are."""
+    torch.manual_seed(0)
+    geometry = Conv(C, d_out, (side, side), (stride, stride), (padding, padding), (1, 1), 1, False)
+    assert suits(geometry)
+    x = torch.randn(K * B, C, size, size, device=DEVICE).to(dtype)
+    basis = torch.linalg.qr(torch.randn(C * side**2, r))[0].to(DEVICE, dtype)
+    G = (torch.randn(K, d_out, r, device=DEVICE) / math.sqrt(r)).to(dtype)
+    e = (torch.randn(K, d_out, device=DEVICE) / 10).to(dtype) if noise else None
+    scale, shift = torch.randn(2, d_out, device=DEVICE)
+    wide = Factored(basis.double(), G.double(), None if e is None else e.double())
+    expected = {
+        "factored": apply(geometry, x.double(), wide, K, "factored"),
+        "dense": apply(geometry, x.double(), Dense(wide.dense()), K, "loop"),
+    }
+    residual = torch.randn(expected["dense"].shape, device=DEVICE).to(dtype) if add else None
+    after = After(scale, shift, residual, 0.0 if relu else -math.inf)
+    P, W = filters(geometry, basis), tap_by_tap(geometry, (G @ basis.T).mT)
+    found = {
+        "factored": [k(geometry, x, P, G, e, after) for k in (factored, parted)],
+        "dense": [dense(geometry, x, W, after)],
+    }
+    for name, y in expected.items():
+        y = y * scale.double()[:, None, None] + shift.double()[:, None, None]
+        y = y if residual is None else y + residual.double()
+        y = y.relu() if relu else y
+        for out in found[name]:
+            assert out.shape == y.shape
+            error = float((out.double() - y).norm() / y.norm())
+            assert error < CLOSE[dtype], (name, K, B, size, C, d_out, side, stride, padding, r, noise, add, relu, error)
+
+
+def philox(counter: list[NDArray[np.uint64]], key: tuple[int, int]) -> list[NDArray[np.uint64]]:
+    """Four words of 32 bits from four, after Salmon et al. 2011."""
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    a, b = key
+    for _ in range(10):
+        left, right = np.uint64(0xD2511F53) * counter[0], np.uint64(0xCD9E8D57) * counter[2]
+        first, third = (right >> half) ^ counter[1] ^ np.uint64(a), (left >> half) ^ counter[3] ^ np.uint64(b)
+        counter = [first, right & low, third, left & low]
+        a, b = (a + 0x9E3779B9) & 0xFFFFFFFF, (b + 0xBB67AE85) & 0xFFFFFFFF
+    return counter
+
+
+def normals(seed: int, sample: int, n: int) -> NDArray[np.float64]:
+    blocks = -(-n // (4 * BLOCK))
+    place = np.arange(blocks * BLOCK, dtype=np.uint64)
+    nothing = np.zeros_like(place)
+    words = philox([place, nothing + np.uint64(sample), nothing, nothing], (seed & 0xFFFFFFFF, seed >> 32))
+    signed = [word.astype(np.uint32).view(np.int32) for word in words]
+    u = [np.float64(np.where(s < 0, ~s, s).astype(np.float32) * np.float32(4.6566127342e-10)) for s in signed]
+    found = []
+    for one, other in ((u[0], u[1]), (u[2], u[3])):
+        radius, angle = np.sqrt(-2 * np.log(np.maximum(1e-7, one))), 2 * np.pi * other
+        found += [radius * np.cos(angle), radius * np.sin(angle)]
+    whole: NDArray[np.float64] = np.stack([z.reshape(blocks, BLOCK) for z in found], 1).reshape(-1)[:n]
+    return whole
+
+
+def check_normals(seed: int, start: int, K: int, n: int) -> None:
+    key = torch.tensor([seed, start], device=DEVICE)
+    found: Tensor = fill(torch.full((K, n), torch.nan, device=DEVICE), key)
+    for k in range(K):
+        np.testing.assert_allclose(found[k].cpu().numpy(), normals(seed, start + k, n), atol=1e-5)
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        check_convolution(*case, torch.float32)
+    check_convolution(*CASES[-1], HALF)
+    check_normals(3, 0, 2, 5000)
+    check_normals((1 << 52) + 12345, 7, 3, 777)

@@ -1,0 +1,145 @@
+"""What a GPU serves with, as far as that can be told without one; `test_cuda.py` has the rest."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dubito.models import bayesianize, build
+from dubito.models.directions import set_directions
+from dubito.models.inducing import Inducing
+from dubito.models.network import BayesianNetwork, Draws
+from dubito.models.plan import cheapest
+from dubito.models.resident import bytes_of
+from dubito.models.together import gather
+from dubito.service.fusion import Unit, fuse
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no triton: the GPU's kernels are not tested")
+def test_the_kernels_by_tritons_interpreter() -> None:
+    """In a process of its own, as triton reads this once."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).with_name("interpreted.py")
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def residual() -> nn.Module:
+    """torchvision's bottlenecks, narrow: one with a convolution beside it, one without."""
+    from torchvision.models.resnet import Bottleneck
+
+    beside = nn.Sequential(nn.Conv2d(8, 32, 1, 2, bias=False), nn.BatchNorm2d(32))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        Bottleneck(8, 8, 2, beside),
+        Bottleneck(32, 8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+
+
+def spoiled(net: nn.Module) -> nn.Module:
+    """BatchNorms that do something."""
+    for m in net.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            nn.init.uniform_(m.weight, 0.5, 1.5)
+            nn.init.normal_(m.bias)
+            m.running_mean = torch.randn_like(m.bias)
+            m.running_var = torch.rand_like(m.bias) + 0.5
+    return net.eval()
+
+
+def answers(network: BayesianNetwork, x: Tensor, **changes: object) -> Tensor:
+    factors = network.factors()
+    torch.manual_seed(1)
+    draws = Draws(3, torch.randn(3, factors.normals), 0)
+    with torch.inference_mode():
+        return network.run(x, replace(factors, **changes), draws, cheapest(factors))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "units", "normed", "summed"),
+    [("residual", 8, 7, 2), ("lenet", 5, 0, 0), ("cnn", 6, 4, 0)],
+)
+def test_units_answer_as_the_network_does(architecture: str, units: int, normed: int, summed: int) -> None:
+    torch.manual_seed(0)
+    net = residual() if architecture == "residual" else build(architecture)
+    network = bayesianize(spoiled(net), "ffg-u", inducing=4).eval()
+    x = torch.randn(2, 3, 12, 12) if architecture == "residual" else torch.randn(2, 1, 28, 28)
+    form = fuse(network.net, CPU)
+    found = [m for m in form.modules() if isinstance(m, Unit)]
+    assert len(found) == units
+    assert sum(unit.norm is not None for unit in found) == normed
+    calls = [node for node in form.graph.nodes if "unit" in str(node.target)]  # type: ignore[union-attr]
+    assert sum(len(node.args) == 2 for node in calls) == summed
+    torch.testing.assert_close(answers(network, x, form=form), answers(network, x), rtol=1e-4, atol=1e-5)
+
+
+class Odd(nn.Module):
+    """A layer used twice, one whose sum is with itself, a BatchNorm that two read, and a ReLU that comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(3))
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(self.a(x).relu())
+        y = self.norm(self.b(x))
+        z = self.c(y + y)
+        out: Tensor = (z + z + y).flatten(2).mean(-1)
+        return out
+
+
+def test_units_of_an_odd_network() -> None:
+    torch.manual_seed(0)
+    network = bayesianize(spoiled(Odd()), "ffg-u", inducing=4).eval()
+    x = torch.randn(2, 4, 6, 6)
+    torch.testing.assert_close(answers(network, x, form=fuse(network.net, CPU)), answers(network, x))
+
+
+class Peeks(nn.Module):
+    """What it does depends on its input, so that it cannot be followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x.sum() > 0 else -self.a(x)  # type: ignore[no-any-return]
+
+
+def test_a_network_that_cannot_be_followed_stays_as_it_is() -> None:
+    net = bayesianize(Peeks(), "ffg-u", inducing=2).net
+    assert fuse(net, CPU) is net
+
+
+@pytest.mark.parametrize("lam_max", [0.0, 0.3])
+def test_layers_drawn_together_are_what_they_are_alone(lam_max: float) -> None:
+    torch.manual_seed(0)
+    network = bayesianize(spoiled(residual()), "ffg-u", inducing=4, lam_max=lam_max, noise="factored")
+    x = torch.randn(2, 3, 12, 12)
+    if lam_max:
+        for layer in network.layers.values():
+            assert isinstance(layer.posterior, Inducing)
+            assert layer.posterior.lam is not None
+            nn.init.zeros_(layer.posterior.lam.raw)  # halfway to its cap
+        set_directions(network, x, 3)
+    factors = network.eval().factors()
+    together = gather(factors)
+    assert sum(len(group.names) for group in together.groups) == 8
+    assert {group.beyond for group in together.groups} == {lam_max > 0}  # type: ignore[attr-defined]
+    own = (together.layers, together.groups)
+    assert bytes_of(own) < 1.1 * bytes_of(factors.layers)  # the group's matrices are the layers' own
+    expected = answers(network, x)
+    torch.testing.assert_close(
+        answers(network, x, layers=together.layers, groups=together.groups), expected, rtol=1e-4, atol=1e-5
+    )
