@@ -35,7 +35,7 @@ from dubito.training.recipe import read_parts, train
 from dubito.training.sources import read_data
 
 FIGURES = ("rmse", "nll")
-STEPS = 2500  # of WHVI
+STEPS = 5000  # of WHVI
 RIVALS = ("MCD", "MFG", "WHVI")
 PUBLISHED: dict[str, dict[str, tuple[str, ...]]] = {  # [Rossi20, supplement, table 2], in the order of RIVALS
     "rmse": {
@@ -97,16 +97,24 @@ def measure(name: str, split: int, method: str, root: Path) -> dict[str, float]:
     if method == "whvi":
         told = read_recipe(recipe, changes)
         parts = read_parts(told, root)
-        changes.append(f"fit.epochs={round(STEPS / math.ceil(len(parts.train) / told.fit.batch))}")
+        epochs = round(STEPS / math.ceil(len(parts.train) / told.fit.batch))
+        for phase in ("epochs", "likelihood_epochs", "warmup_epochs"):  # as long as the recipe has them, in proportion
+            changes.append(f"fit.{phase}={round(epochs * getattr(told.fit, phase) / told.fit.epochs)}")
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):  # its line for each epoch
         trained = train(read_recipe(recipe, changes), Path(folder) / "model.safetensors", data_root=root)
     assert trained is not None
     return {key: trained.model.card.metrics[key] for key in FIGURES}
 
 
-def measure_all(counts: dict[str, int], method: str, root: Path, jobs: int) -> dict[str, list[dict[str, float]]]:
+def measure_all(
+    counts: dict[str, int], method: str, root: Path, jobs: int, keep: Path | None
+) -> dict[str, list[dict[str, float]]]:
     """Each set's divisions, in order."""
     found: dict[str, dict[int, dict[str, float]]] = {name: {} for name in counts}
+    if keep is not None and keep.exists():
+        for row in map(json.loads, keep.read_text().splitlines()):
+            if row["method"] == method and row["split"] < counts.get(row["set"], 0):
+                found[row["set"]][row["split"]] = row["figures"]
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come: more threads than cores would wait for each other
     with (
         ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
@@ -116,11 +124,16 @@ def measure_all(counts: dict[str, int], method: str, root: Path, jobs: int) -> d
             pool.submit(measure, name, split, method, root): (name, split)
             for name, n in counts.items()
             for split in range(n)
+            if split not in found[name]
         }
         task = progress.add_task("training", total=len(asked))
         for done in as_completed(asked):
             name, split = asked[done]
             found[name][split] = done.result()
+            if keep is not None:
+                line = {"method": method, "set": name, "split": split, "figures": found[name][split]}
+                with keep.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
             progress.advance(task)
     return {name: [rows[split] for split in sorted(rows)] for name, rows in found.items()}
 
@@ -139,11 +152,12 @@ def main() -> None:
     parser.add_argument("--method", default="ffg-u", choices=METHODS)
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--json", action="store_true", help="every division's figures instead of a table")
+    parser.add_argument("--keep", type=Path, help="a file for each division's figures, where those of last time count")
     args = parser.parse_args()
     counts = {name: splits_of(name, args.data_root) for name in args.sets}
     if args.splits is not None:
         counts = {name: min(n, args.splits) for name, n in counts.items()}
-    found = measure_all(counts, args.method, args.data_root, args.jobs)
+    found = measure_all(counts, args.method, args.data_root, args.jobs, args.keep)
     if args.json:
         print(json.dumps({"method": args.method, "machine": machine(), "sets": found}))
         return

@@ -17,8 +17,9 @@ from dubito.models.posterior import Dense, Dropped, Factored, Operand
 
 FEW, MANY = 8, 32  # up to so few filters, from so many channels on, folding beats a CPU's convolution
 
-# dense weights sample by sample, all in one call, all on patches laid out beside each other; or never formed
-How = Literal["loop", "batch", "unfold", "factored"]
+# dense weights sample by sample, all in one call, all on patches laid out beside each other; or never formed; or, with
+# what follows the layer, by a GPU's kernels: weights never formed in one or in two of them, or dense
+How = Literal["loop", "batch", "unfold", "factored", "fused", "parted", "grouped"]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The Walsh–Hadamard transform on a GPU: one read and one write of each element. Needs triton; imported on first use.
 
-H_D is the Kronecker product of smaller Hadamard matrices, in any grouping of D's bits: a row is seen as a box of up to
-three sides of 16 to 64, and each side in turn is multiplied by its own small H, which is made from its indices.
+A program holds its rows in registers. Each of the log₂ D rounds takes sums and differences of the elements that differ
+in one bit of their place; triton moves them between lanes (or warps, where a row has several) only for bits that a
+thread does not hold itself.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -13,69 +14,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 8192  # elements of one program: as many rows as that holds
-
-SIDES = {  # of the box, by log₂ D; tl.dot wants 16 or more on every side
-    4: (1, 1, 16),
-    5: (1, 1, 32),
-    6: (1, 1, 64),
-    7: (1, 1, 128),
-    8: (1, 16, 16),
-    9: (1, 16, 32),
-    10: (1, 32, 32),
-    11: (1, 32, 64),
-    12: (16, 16, 16),
-    13: (16, 16, 32),
-}
+HELD = 64  # elements of a thread, at most; with more, registers run out
+LEAST = 1024  # elements of a program: small rows are taken several at a time
 
 
 @triton.jit
-def _small(n: tl.constexpr):
-    """The n × n matrix of ±1: the parity of the bits that the two indices share."""
-    shared = tl.arange(0, n)[:, None] & tl.arange(0, n)[None, :]
-    shared = shared ^ (shared >> 4)
-    shared = shared ^ (shared >> 2)
-    shared = shared ^ (shared >> 1)
-    return 1.0 - 2.0 * (shared & 1).to(tl.float32)
+def _round(box, size: tl.constexpr, h: tl.constexpr):
+    """Elements h apart become their sum and their difference."""
+    pairs = tl.permute(tl.reshape(box, (size // (2 * h), 2, h)), (0, 2, 1))
+    a, b = tl.split(pairs)
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (size,))
 
 
 @triton.jit
-def _along_last(box, rows: tl.constexpr, n: tl.constexpr, precision: tl.constexpr):
-    return tl.dot(tl.reshape(box, (rows, n)), _small(n), input_precision=precision)
-
-
-@triton.jit
-def _kernel(
-    x, y, N, scale, R: tl.constexpr, a: tl.constexpr, b: tl.constexpr, c: tl.constexpr, precision: tl.constexpr
-):
-    D: tl.constexpr = a * b * c
+def _kernel(x, y, N, scale, R: tl.constexpr, D: tl.constexpr, rounds: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     at = row[:, None] * D + tl.arange(0, D)[None, :]
     here = row[:, None] < N
-    box = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
-    box = _along_last(box, R * a * b, c, precision)
-    if b > 1:  # the next side to the end: (R, a, b, c) -> (R, a, c, b)
-        box = tl.permute(tl.reshape(box, (R * a, b, c)), (0, 2, 1))
-        box = _along_last(box, R * a * c, b, precision)
-        if a > 1:  # (R, a, c·b) -> (R, c·b, a)
-            box = tl.permute(tl.reshape(box, (R, a, c * b)), (0, 2, 1))
-            box = _along_last(box, R * c * b, a, precision)
-            box = tl.permute(tl.reshape(box, (R, c * b, a)), (0, 2, 1))
-        box = tl.permute(tl.reshape(box, (R * a, c, b)), (0, 2, 1))
+    box = tl.reshape(tl.load(x + at, mask=here, other=0.0).to(tl.float32), (R * D,))
+    for i in tl.static_range(rounds):
+        box = _round(box, R * D, 1 << i)
     tl.store(y + at, (tl.reshape(box, (R, D)) * scale).to(y.dtype.element_ty), mask=here)
 
 
 def transform_on_gpu(x: Tensor) -> Tensor:
-    """H x along the last axis, for D from 16 to 8192; summed in float32, rounded once."""
+    """H x along the last axis, for D up to 8192; summed in float32, rounded once."""
     x = x.contiguous()
     D = x.shape[-1]
     N, y = x.numel() // D, torch.empty_like(x)
     if N == 0:
         return y
-    a, b, c = SIDES[D.bit_length() - 1]
-    R = max(TILE // D, 16 * c // D, 1)  # tl.dot wants 16 rows at least
-    precision = "tf32" if x.dtype == torch.bfloat16 else "tf32x3"  # 11 bits hold 8; 24 go in three parts
-    grid = (triton.cdiv(N, R),)
+    R = max(LEAST // D, 1)
+    warps = max(R * D // (32 * HELD), 1)
     with torch.cuda.device_of(x):
-        _kernel[grid](x, y, N, 1 / math.sqrt(D), R, a, b, c, precision, num_warps=8)
+        _kernel[(triton.cdiv(N, R),)](x, y, N, 1 / math.sqrt(D), R, D, D.bit_length() - 1, num_warps=warps)
     return y

@@ -32,6 +32,7 @@ class Run:
     structure: "Structure"
     B: int = 1  # inputs
     channels_last: bool = False
+    form: nn.Module | None = None  # the network in another form, to be run instead
 
 
 _run: ContextVar[Run | None] = ContextVar("run", default=None)

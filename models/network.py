@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from types import MappingProxyType
+from typing import Protocol
 from weakref import WeakSet
 
 import torch
@@ -25,6 +26,17 @@ from dubito.models.whvi import kl_together as kl_of_whvi
 Stock = Mapping[nn.Module, Operand]  # weights drawn ahead, by layer
 
 
+class Group(Protocol):
+    """Layers that are drawn in one go."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def draw(self, noise: Sequence[Tensor]) -> Sequence[Operand]:
+        """Each layer's (K, normals) -> each layer's samples."""
+        ...
+
+
 @dataclass(frozen=True)
 class NetworkFactors:
     """Every layer's factors: computed once per network and device, owned by the caller, never changed."""
@@ -36,6 +48,8 @@ class NetworkFactors:
     subnetwork: SubnetworkFactors | None  # of a plain network that is linearised about its weights
     device: torch.device  # of activations
     dtype: torch.dtype  # of activations
+    form: nn.Module | None = None  # the network in another form, with the same layers, to be run instead
+    groups: "Sequence[Group]" = ()  # layers that are drawn together
 
     @cached_property
     def normals(self) -> int:
@@ -70,6 +84,7 @@ class Draws:
     start: int = 0  # how many samples came before these
     keys: Tensor | None = None  # training: numbers whose order is that of the members, instead of the seed's
     stock: Stock | None = None  # what the seed's first samples come to, drawn ahead
+    captured: bool = False  # the normals are made where they are used, by a captured pass
 
     def part(self, at: int, k: int) -> "Draws":
         """The k samples from `at` on."""
@@ -179,7 +194,7 @@ class BayesianNetwork(nn.Module):
         by_layer: dict[nn.Module, How] = {layers[name]: how for name, how in plan.items()}
         if draws.stock is not None:
             stored = {layer: partial(all_.part, draws.start, draws.K) for layer, all_ in draws.stock.items()}
-            return Run(draws.K, stored, by_layer, draws.member, factors.structure)
+            return Run(draws.K, stored, by_layer, draws.member, factors.structure, form=factors.form)
         shares: list[Tensor | None] = [None] * len(factors.sizes)
         if draws.noise is not None:
             shares = list(draws.noise.split(factors.sizes, dim=1))
@@ -190,7 +205,12 @@ class BayesianNetwork(nn.Module):
         for (name, f), share in zip(factors.layers.items(), shares[1:], strict=True):
             make = partial(_draw, f, share, draws, V.get(layers[name]))
             operands[layers[name]] = cache(make) if keep else make
-        return Run(draws.K, operands, by_layer, draws.member, factors.structure)
+        if draws.noise is not None and factors.groups:
+            of = dict(zip(factors.layers, draws.noise.split(factors.sizes, dim=1)[1:], strict=True))
+            for group in factors.groups:
+                together = cache(partial(group.draw, [of[name] for name in group.names]))
+                operands |= {layers[name]: partial(_among, together, i) for i, name in enumerate(group.names)}
+        return Run(draws.K, operands, by_layer, draws.member, factors.structure, form=factors.form)
 
     def _shared_out(self, V: Tensor) -> dict[nn.Module, Tensor]:
         """What a hierarchy has drawn: each layer's own columns."""
@@ -224,7 +244,7 @@ class BayesianNetwork(nn.Module):
         if channels_last:
             folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
         with running(replace(run, B=len(x), channels_last=channels_last)), layer_by_layer(run.structure.attends):
-            out = self.net(folded)
+            out = (self.net if run.form is None else run.form)(folded)
         if not isinstance(out, Tensor) or len(out) != run.K * len(x):
             came = f"a tensor of {len(out)} rows" if isinstance(out, Tensor) else type(out).__name__
             raise PredictionError(f"the network answers with {came}; expected a tensor with one row per input.")
@@ -253,6 +273,10 @@ def _draw_each(f: Factors, noise: Tensor, member: Tensor | None, V: Tensor | Non
 
 def _as_it_is(operand: Operand) -> Operand:
     return operand
+
+
+def _among(all_: Callable[[], Sequence[Operand]], i: int) -> Operand:
+    return all_()[i]
 
 
 def _draw(f: Factors, noise: Tensor | None, draws: Draws, V: Tensor | None) -> Operand:

@@ -42,12 +42,12 @@ def folds(network: BayesianNetwork) -> dict[int, object]:
     memo: dict[int, object] = {}
     for module in network.modules():
         if isinstance(module, FOLDABLE) and type(module) in FOLDABLE and module.running_mean is not None:
-            memo[id(module)] = _folded(module)
+            memo[id(module)] = folded(module)
     return memo
 
 
 @torch.no_grad()
-def _folded(norm: _BatchNorm) -> ScaleShift:
+def folded(norm: _BatchNorm) -> ScaleShift:
     assert norm.running_mean is not None
     assert norm.running_var is not None
     # in float64: the square root of a small variance loses half its digits

@@ -1,6 +1,7 @@
 """Standard normals from a seed: a row per sample, the same rows however many are asked for at a time."""
 
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 
 
 class Normals:
-    """The stream of one seed on one device. Each row is one call of the generator, so cutting K up changes nothing.
+    """The stream of one seed on one device. Cutting K up changes nothing: a row is one call of the generator, or, on a
+    GPU with triton, a function of its number.
 
     On a CPU the generator is numpy's SFC64, more than twice as fast as torch's own: with the exact law of the λ-noise,
     drawing is what a prediction spends its time on.
@@ -16,6 +18,7 @@ class Normals:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
+        self._given = 0  # rows so far
 
     @cached_property
     def _numpy(self) -> np.random.Generator:
@@ -25,11 +28,27 @@ class Normals:
     def _torch(self) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(self.seed)
 
+    def skip(self, K: int) -> None:
+        """So many rows are made by somebody else, by their number."""
+        self._given += K
+
     def rows(self, K: int, n: int) -> Tensor:
         noise = torch.empty(K, n, device=self.device)
+        if counted(self.device):
+            from dubito.models.normals_kernel import fill
+
+            key = torch.tensor([self.seed, self._given], device=self.device)
+            self.skip(K)
+            return fill(noise, key)
         for row in noise:
             if self.device.type == "cpu":
                 self._numpy.standard_normal(out=row.numpy(), dtype=np.float32)
             else:
                 row.normal_(generator=self._torch)
         return noise
+
+
+@cache
+def counted(device: torch.device) -> bool:
+    """Whether rows are made by their number: a GPU with triton."""
+    return device.type == "cuda" and find_spec("triton") is not None

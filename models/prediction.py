@@ -25,6 +25,9 @@ from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTa
 Linear = Callable[[nn.Module, Tensor, SubnetworkFactors], tuple[Tensor, Tensor]]  # f, and what is known about it
 Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K samples does
 
+Program = Callable[[Tensor, int, int], Tensor]  # inputs (B, ...), seed, first sample -> (K, B, ...)
+Captured = Callable[[int, int], Program | None]  # for B inputs and K samples, where there is one
+
 MAX_SAMPLES = 1 << 16
 SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
 NOISE = 1 << 26  # normals held at a time: 256 MB
@@ -78,7 +81,7 @@ def predict(
     with evaluating(network), torch.inference_mode():
         while start < K:
             k = min(chunk, K - start)
-            draws = job.draws(start, k) if noisy else Draws(k, None, job.seed, start)
+            draws = job.draws(start, k, len(job.x)) if noisy else Draws(k, None, job.seed, start)
             start += draws.K
             job.watch.lap("sample")
             outputs = job.outputs(draws)
@@ -121,6 +124,10 @@ def predict_closed(
         return Prediction(finite(summary), 0, job.seed, None, method="probit")
 
 
+def nothing_captured(B: int, K: int) -> None:
+    """Every pass is run as it comes."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A request, checked: what each of its passes needs."""
@@ -137,6 +144,7 @@ class Job:
     watch: Stopwatch
     most: int = 1  # draws that any input may take
     stock: Stock | None = None  # the seed's first samples, drawn ahead: `most` or more
+    captured: Captured = nothing_captured
     fits: Fits | None = None  # into the device's memory; None: that is tried
 
     @classmethod
@@ -153,33 +161,45 @@ class Job:
         watch: Stopwatch | None = None,
         most: int = 1,
         stock: Stock | None = None,
+        captured: Captured | None = None,
+        finite: bool = False,
         fits: Fits | None = None,
     ) -> "Job":
-        seed, x = _seed(seed), _checked(network, factors, x)
+        """`finite`: the inputs are known to be; to look again would wait for the device."""
+        seed, x = _seed(seed), _checked(network, factors, x, finite)
         one = cheapest(factors) if plan is None else plan
         planner = one if callable(one) else lambda B, K: one
         rows = _rows(factors, x) if max_rows is None else max_rows
         watch = Stopwatch(x.device) if watch is None else watch
         normals = Normals(seed, x.device)
-        return cls(network, factors, x, seed, normals, planner, rows, temperature, buckets, watch, most, stock, fits)
+        found = captured or nothing_captured
+        return cls(
+            network, factors, x, seed, normals, planner, rows, temperature, buckets, watch, most, stock, found, fits
+        )
 
-    def draws(self, start: int, k: int) -> Draws:
-        """The seed's k samples from `start` on, to be asked for in order; fewer where there is no memory for all."""
+    def draws(self, start: int, k: int, rows: int) -> Draws:
+        """The seed's k samples from `start` on, for so many inputs; to be asked for in order.
+
+        Fewer where there is no memory for all.
+        """
         if self.stock is not None:
             return Draws(k, torch.empty(k, 0), self.seed, start, stock=self.stock)
+        if self.captured(self._bucket(rows), k) is not None:
+            self.normals.skip(k)
+            return Draws(k, torch.empty(k, 0), self.seed, start, captured=True)
         try:
             return Draws(k, self.normals.rows(k, self.factors.normals), self.seed, start)
         except torch.OutOfMemoryError:  # nothing was drawn yet
             if k == 1:
                 raise
-        return self.draws(start, k // 2)
+        return self.draws(start, k // 2, rows)
 
     def samples_at_once(self, rows: int) -> int:
         if self.factors.subnetwork is not None:  # a pass with the rows of J serves any number of draws
             return max(1, NOISE // self.factors.normals)
         B = self._bucket(rows)
         K = max(1, min(self.max_rows // B, NOISE // max(1, self.factors.normals)))
-        while K > 1 and self.fits is not None and not self.fits(B, K):
+        while K > 1 and self.fits is not None and self.captured(B, K) is None and not self.fits(B, K):
             K //= 2
         return K
 
@@ -229,6 +249,9 @@ class Job:
 
     def _outputs(self, x: Tensor, draws: Draws) -> Tensor:
         network = self.network
+        if draws.captured and (program := self.captured(len(x), draws.K)) is not None:
+            outputs = program(x, self.seed, draws.start)
+            return outputs / self.temperature if self.temperature != 1 else outputs
         if self.factors.subnetwork is not None:
             return self._folded(x, draws)
         if draws.K > 1 and network not in _not_foldable:
@@ -295,7 +318,7 @@ def _seed(seed: int | None) -> int:
     return seed
 
 
-def _checked(network: BayesianNetwork, factors: NetworkFactors, x: Tensor) -> Tensor:
+def _checked(network: BayesianNetwork, factors: NetworkFactors, x: Tensor, finite: bool) -> Tensor:
     if not isinstance(x, Tensor):
         raise InputError(f"inputs came as {type(x).__name__}; expected a torch tensor (torch.as_tensor makes one).")
     like = next(network.net.parameters(), None)
@@ -304,10 +327,10 @@ def _checked(network: BayesianNetwork, factors: NetworkFactors, x: Tensor) -> Te
     x = x.to(device, x.dtype if indices else dtype)
     if x.dim() < 2 or len(x) == 0:
         raise InputError(f"inputs have shape {tuple(x.shape)}; expected (B, ...) with at least one input.")
-    if not x.sum().isfinite():  # one pass; too large a sum tells nothing yet
-        finite = x.isfinite().flatten(1).all(1)
-        if not finite.all():
-            bad = int((~finite).nonzero()[0])
+    if not finite and not x.sum().isfinite():  # one pass; too large a sum tells nothing yet
+        rows = x.isfinite().flatten(1).all(1)
+        if not rows.all():
+            bad = int((~rows).nonzero()[0])
             raise InputError(f"input {bad} holds NaN or infinity; expected finite numbers only.")
     return x
 

@@ -12,18 +12,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dubito.models.adaptive import answer_each
+from dubito.models.adaptive import CHUNK, answer_each
 from dubito.models.answers import Columns, Rule, Rulebook, columns_of
 from dubito.models.errors import DubitoError, InputError
 from dubito.models.manifest import Predictive
 from dubito.models.model import Model
 from dubito.models.network import Draws, Stock
 from dubito.models.plan import cheapest
-from dubito.models.prediction import Fits, Job, evaluating, predict, predict_closed
+from dubito.models.prediction import Fits, Job, evaluating, nothing_captured, predict, predict_closed
 from dubito.models.stopwatch import Stopwatch
 from dubito.service.bank import Bank
 from dubito.service.budget import TRIED, Budget, Share, peak_of
 from dubito.service.plans import Memory, Plans
+from dubito.service.programs import Programs, for_gpu
 
 log = logging.getLogger("dubito")
 WEIGHED = (1, 4, 16, 64, 256)  # inputs of passes that are measured for what they take, beside the buckets
@@ -91,6 +92,10 @@ class Engine:
         device's memory: without one there is no bound.
         """
         self.bank = bank
+        self.programs: Programs | None = None
+        if model.device.type == "cuda":
+            model = for_gpu(model)
+            self.programs = Programs(model.network, model.factors)
         self.share = Budget(None).share() if share is None else share
         self.draws = 0  # of the largest pass so far: samples
         self.model, self.buckets = model, buckets
@@ -133,6 +138,12 @@ class Engine:
                 for found in self.answer(asks):
                     if isinstance(found, Exception):
                         raise found
+                if self.programs is not None and samples:
+                    before = torch.cuda.memory_reserved(self.model.device)
+                    for k in {min(samples, once), samples % once, min(CHUNK, once)} - {0}:
+                        if self.share.fits(rows, k):
+                            self.programs.capture(job, k)
+                    self.plans.bytes += max(0, torch.cuda.memory_reserved(self.model.device) - before)
         self.plans.memory.save()
 
     def _zeros(self, rows: int) -> NDArray[np.float32]:
@@ -162,12 +173,13 @@ class Engine:
         """What a pass takes, as it is planned now, where there is a bound."""
         if not self.share.limited:
             return
-        job = replace(self._job(torch.from_numpy(self._zeros(rows)), 0, None, TRIED), fits=None)  # in one go
+        job = self._job(torch.from_numpy(self._zeros(rows)), 0, None, TRIED)
+        job = replace(job, fits=None, captured=nothing_captured)  # in one go, and seen by the allocator
 
         def run() -> None:
             with evaluating(job.network), torch.inference_mode():
                 if self.model.factors.random:
-                    job.outputs(job.draws(0, TRIED))
+                    job.outputs(job.draws(0, TRIED, rows))
                 else:
                     job.outputs(Draws(1, None, 0))
 
@@ -264,8 +276,23 @@ class Engine:
         self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1, stock: Stock | None = None
     ) -> Job:
         model, plan, T, buckets = self.model, self.plans.at, self.model.temperature, self.buckets
-        factors, fits = model.factors, self._fits
-        job = Job.of(model.network, factors, x, seed, plan, None, T, buckets, watch, most, stock, fits)
+        captured = None if self.programs is None else self.programs.at
+        job = Job.of(
+            model.network,
+            model.factors,
+            x,
+            seed,
+            plan,
+            None,
+            T,
+            buckets,
+            watch,
+            most,
+            stock,
+            captured,
+            finite=True,
+            fits=self._fits,
+        )
         self.draws = max(self.draws, min(most, job.samples_at_once(len(x))))
         return job
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, partial
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -19,9 +21,12 @@ from torch import Tensor, nn
 
 from dubito.models.geometry import Conv, Geometry, How, apply
 from dubito.models.layers import BayesianLayer, FoldError, current
+from dubito.models.network import Draws
+from dubito.models.normals import Normals
 from dubito.models.plan import Plan
 from dubito.models.posterior import Dense, Factored, Operand
 from dubito.models.prediction import Job, evaluating
+from dubito.service.fusion import Unit
 
 log = logging.getLogger("dubito")
 RUNS = 3  # of each way that is not out of the question after one
@@ -59,29 +64,46 @@ class Plans:
         if not structure.layers or any(k == K and 1 / NEAR < B / len(job.x) < NEAR for B, k in self.known):
             return
 
-        def choose(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def choose(unit: nn.Module, inputs: tuple[Any, ...]) -> None:
+            layer = unit.layer if isinstance(unit, Unit) else unit
             assert isinstance(layer, BayesianLayer)
             run = current(layer, inputs[0])
             operand = run.operands[layer]()
-            if (way := self._fastest(layer.geometry, inputs[0], operand, run.K, run.channels_last)) is not None:
+            if (way := self._fastest(unit, inputs, operand, run.K, run.channels_last)) is not None:
                 found[structure.names[layer]] = way
 
-        hooks = [layer.register_forward_pre_hook(choose) for layer in structure.layers.values()]
+        form = job.network.net if job.factors.form is None else job.factors.form
+        units: list[nn.Module] = [m for m in form.modules() if isinstance(m, Unit)]
+        within = {unit.layer for unit in units}
+        units += [layer for layer in structure.layers.values() if layer not in within]
+        hooks = [unit.register_forward_pre_hook(choose) for unit in units]
         try:
             with evaluating(job.network), torch.inference_mode(), suppress(FoldError):  # then samples go one by one
-                job.network.go(job.x, job.network.arrange(job.factors, job.draws(0, K), self.usual))
+                draws = Draws(K, Normals(0, job.x.device).rows(K, job.factors.normals), 0)
+                job.network.go(job.x, job.network.arrange(job.factors, draws, self.usual))
         finally:
             for hook in hooks:
                 hook.remove()
         self.known[len(job.x), K] = MappingProxyType(found)
         self._at.cache_clear()
 
-    def _fastest(self, geometry: Geometry, x: Tensor, operand: Operand, K: int, channels_last: bool) -> How | None:
+    def _fastest(
+        self, unit: nn.Module, inputs: tuple[Any, ...], operand: Operand, K: int, channels_last: bool
+    ) -> How | None:
         """None where there is nothing to choose, or no time is left to measure."""
-        ways = ways_of(geometry, operand, K)
+        x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
+        if isinstance(unit, Unit):
+            geometry, follows = unit.layer.geometry, (unit.norm is not None, residual is not None, unit.relu)
+            ways = ways_of(geometry, operand, K) + kernel_ways(geometry, operand, x)
+            compute: Callable[[How], Tensor] = partial(_of_unit, unit, x, residual, operand, K, channels_last)
+        else:
+            assert isinstance(unit, BayesianLayer)
+            geometry, follows = unit.geometry, None
+            ways = ways_of(geometry, operand, K)
+            compute = partial(_of_layer, geometry, x, operand, K, channels_last)
         if len(ways) < 2:
             return None
-        case = _case(geometry, x, operand, K, channels_last)
+        case = _case(geometry, x, operand, K, channels_last, follows)
         if (remembered := self.memory.ways.get(case)) in ways:
             return remembered
         if self.left <= 0:
@@ -90,7 +112,7 @@ class Plans:
         for way in ways:
             limit = HOPELESS * min(times.values(), default=math.inf)
             try:
-                times[way] = _seconds(partial(apply, geometry, x, operand, K, way, channels_last), x.device, limit)
+                times[way] = _seconds(partial(compute, way), x.device, limit)
             except torch.OutOfMemoryError:  # another way may need less
                 times[way] = math.inf
         self.left -= time.perf_counter() - began
@@ -112,29 +134,82 @@ def ways_of(geometry: Geometry, operand: Operand, K: int) -> tuple[How, ...]:
     return ()
 
 
+def kernel_ways(geometry: Geometry, operand: Operand, x: Tensor) -> tuple[How, ...]:
+    """Those of a GPU's kernels, in half precision: in float32 they would not use its matrix units."""
+    if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16) or find_spec("triton") is None:
+        return ()
+    from dubito.service.kernels import suits
+
+    if not suits(geometry):
+        return ()
+    match operand:
+        case Factored(_, _, None):
+            return ("fused", "parted", "grouped")
+        case Factored():
+            return ("fused", "parted")
+        case Dense(W) if len(W) > 1:
+            return ("grouped",)
+    return ()
+
+
+def _of_unit(
+    unit: Unit, x: Tensor, residual: Tensor | None, operand: Operand, K: int, channels_last: bool, how: How
+) -> Tensor:
+    return unit.compute(x, residual, operand, K, how, channels_last)
+
+
+def _of_layer(geometry: Geometry, x: Tensor, operand: Operand, K: int, channels_last: bool, how: How) -> Tensor:
+    return apply(geometry, x, operand, K, how, channels_last)
+
+
 def _seconds(run: Callable[[], object], device: torch.device, limit: float) -> float:
     """The shortest of a few runs after one; of that one alone where it takes longer than the limit."""
-    first = _once(run, device)
-    second = _once(run, device)
+    if device.type == "cuda":
+        return _as_graph(run, device)
+    first = _once(run)
+    second = _once(run)
     if min(first, second) > limit:
         return min(first, second)
-    return min(second, *(_once(run, device) for _ in range(RUNS - 1)))
+    return min(second, *(_once(run) for _ in range(RUNS - 1)))
 
 
-def _once(run: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
+def _as_graph(run: Callable[[], object], device: torch.device) -> float:
+    """Of a few runs in a captured graph, as they will be run; infinite where that cannot be."""
+    try:
+        run()
         torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(RUNS):
+                run()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(RUNS + 1)]
+        graph.replay()
+        for mark in marks[:-1]:
+            mark.record()
+            graph.replay()
+        marks[-1].record()
+        marks[-1].synchronize()
+        fastest: float = min(a.elapsed_time(b) for a, b in pairwise(marks))
+        return fastest / 1000 / RUNS
+    except torch.AcceleratorError:
+        raise
+    except RuntimeError as error:  # out of memory, or a kernel that does not fit this GPU
+        log.info("a way is left out", extra={"why": str(error)[:200]})
+        return math.inf
+
+
+def _once(run: Callable[[], object]) -> float:
     began = time.perf_counter()
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
     return time.perf_counter() - began
 
 
-def _case(geometry: Geometry, x: Tensor, operand: Operand, K: int, channels_last: bool) -> str:
+def _case(
+    geometry: Geometry, x: Tensor, operand: Operand, K: int, channels_last: bool, follows: tuple[bool, ...] | None
+) -> str:
     """What decides which way is fastest, in few letters."""
     r = (operand.B.shape[1], operand.e is not None) if isinstance(operand, Factored) else None
-    told = (str(geometry), tuple(x.shape), str(x.dtype), r, K, channels_last)
+    told = (str(geometry), tuple(x.shape), str(x.dtype), r, K, channels_last, follows)
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 

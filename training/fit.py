@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -144,7 +144,8 @@ class Run:
                 group["lr"].fill_(rate(self.fit, now))
             else:
                 group["lr"] = rate(self.fit, now)
-        self.network.train()
+        if not self.network.training:
+            self.network.train()
         sow(self._stream(self.step), self.device)  # the same draws on every rank
         weight = kl_weight(self.fit, now) / self.batches.examples / self.ranks.count
         for place, value in zip(self.weights.unbind(), (share, weight), strict=True):
@@ -304,7 +305,7 @@ class Run:
             for key, value in entry.items():
                 if value is not None:
                     tensors[f"optimiser.{index}.{key}"] = torch.as_tensor(value).detach().clone()
-        return State(tensors, {"step": self.step, "log": [asdict(e) for e in self.log]})
+        return State(tensors, {"step": self.step, "log": [dict(vars(e)) for e in self.log]})
 
     def restore(self, state: State) -> None:
         parts: dict[str, dict[str, Tensor]] = {"network": {}, "best": {}, "optimiser": {}}
@@ -335,8 +336,8 @@ def _optimiser(network: BayesianNetwork, fit: Fit) -> torch.optim.Optimizer:
     cuda = parameters[0].is_cuda
     lr = torch.tensor(fit.lr, device=parameters[0].device) if cuda else fit.lr  # a captured step reads it anew
     if fit.optimiser == "sgd":
-        return torch.optim.SGD(parameters, lr, fit.momentum, weight_decay=fit.weight_decay, fused=cuda)
-    return torch.optim.Adam(parameters, lr, weight_decay=fit.weight_decay, fused=cuda, capturable=cuda)
+        return torch.optim.SGD(parameters, lr, fit.momentum, weight_decay=fit.weight_decay, fused=True)
+    return torch.optim.Adam(parameters, lr, weight_decay=fit.weight_decay, fused=True, capturable=cuda)
 
 
 def _no_longer_finite(epoch: int, step: int, place: str, cause: str) -> str:

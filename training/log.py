@@ -20,7 +20,7 @@ def write_csv(log: list[Epoch], path: Path) -> None:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, [f.name for f in fields(Epoch)])
     writer.writeheader()
-    writer.writerows(asdict(e) for e in log)
+    writer.writerows(vars(e) for e in log)
     write_whole(path, text.getvalue().encode())
 
 

@@ -34,6 +34,7 @@ from dubito.training.stop import stoppable
 
 REMEMBERED = 1024  # training inputs whose hashes stay in the artifact, to know them again
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch
+SHORT = 1.0  # seconds: epochs that take less share a checkpoint
 
 
 class Stopped(DubitoError):
@@ -261,13 +262,14 @@ class Fitting:
         with stoppable() as stop, progress(run, phase) as tell, board as note:
             while not run.done:
                 ended = run.epoch(tell, pause)
-                if first:
-                    if ended:  # before the checkpoint: an epoch that is taken up again is written again
-                        write_csv(run.log, self.out.with_name(f"{name}.log.csv"))  # table.csv may be the data
-                        note(run.log[-1])
+                asked = run.ranks.any(stop(), self.device)
+                if first and ended:  # before the checkpoint: an epoch that is taken up again is written again
+                    note(run.log[-1])
+                if first and (asked or run.done or time.monotonic() - saved > SHORT):
+                    write_csv(run.log, self.out.with_name(f"{name}.log.csv"))  # table.csv may be the data
                     save_checkpoint(run, self.recipe, path, origin=origin)
                     saved = time.monotonic()
-                if run.ranks.any(stop(), self.device):
+                if asked:
                     same = "The same command without --fresh" if self.fresh else "The same command"
                     raise Stopped(
                         f"stopped after step {run.step} of {fit.epochs * len(run.batches)} ({phase}); "

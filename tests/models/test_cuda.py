@@ -1,5 +1,9 @@
 """The same promises on a GPU; skipped, aloud, where there is none."""
 
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -157,24 +161,59 @@ def test_a_subnetwork_answers_as_on_the_cpu() -> None:
     torch.testing.assert_close(rows, forward, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.slow
-def test_forty_thousand_weights_fit_and_answer() -> None:
-    """The paper's largest subnetwork has 42,438."""
+def test_walsh_hadamard_convolutions_train_as_a_captured_step() -> None:
     from dubito.models.manifest import Input
+    from dubito.training.config import Fit
+    from dubito.training.data import Examples
+    from dubito.training.fit import Run
+
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 3, 16, 16), torch.randint(10, (64,))
+    network = bayesianize(small(), "whvi", layers={"0": "ffg-u"}, inducing=8).cuda()
+    data, declared = Examples(x, y), Input(shape=(3, 16, 16))
+    run = Run(network, data, data, declared, Fit(epochs=8, batch=16, lr=1e-2, kl=1e-3), 0, torch.device("cuda"), None)
+    while not run.done:
+        run.epoch()
+    assert run.log[-1].nll < run.log[0].nll
+
+
+@pytest.mark.slow
+def test_forty_thousand_weights_fit_and_serve(tmp_path: Path) -> None:
+    """The paper's largest subnetwork has 42,438."""
+    forty_thousand(40_000, tmp_path, torch.device("cuda"))
+
+
+def forty_thousand(S: int, folder: Path, device: torch.device) -> None:
+    """Through the file, and by the engine of the service, both predictives; then the curvature itself."""
+    from dubito.models import load, save
+    from dubito.models.manifest import Card, Input
+    from dubito.service.engine import Answered, Ask, Engine
     from dubito.training.data import Examples
     from dubito.training.laplace import curvature, factor
 
-    network = linearised(40_000, build("resnet18-cifar")).cuda()
-    factors = network.factors()
-    x = torch.randn(32, 3, 32, 32)
-    closed = predict_closed(network, factors, x).summary
-    assert isinstance(closed, Classified)
-    assert closed.probabilities.isfinite().all()
-    drawn = predict(network, factors, x, 20, 0).summary
-    assert isinstance(drawn, Classified)
-    assert (drawn.probabilities - closed.probabilities).abs().max() < 0.2
-    assert factors.subnetwork is not None
+    file, declared = folder / "large.safetensors", Input(shape=(3, 32, 32))
+    save(linearised(S, build("resnet18-cifar")), file, card=Card(input=declared))
+    model = load(file).to(device)
+    file.unlink()
+    engine, x = Engine(model, (1, 32)), torch.randn(32, 3, 32, 32)
+    engine.warm(20, nullcontext())
+    times, found = {}, []
+    for name, closed in (("closed form", True), ("20 draws", False)):
+        start = time.perf_counter()
+        (answer,) = engine.answer([Ask(x.numpy(), 20, 0, 20, 0.05, closed=closed)])
+        times[name] = time.perf_counter() - start
+        assert isinstance(answer, Answered), answer
+        assert answer.method == ("probit" if closed else "sampling")
+        found.append(torch.as_tensor(answer.columns["probabilities"]))
+    assert found[0].isfinite().all()
+    assert (found[0] - found[1]).abs().max() < 0.2
+    assert model.factors.subnetwork is not None
+    start = time.perf_counter()
     data = Examples(x, torch.zeros(32, dtype=torch.long))
-    H = curvature(network, data, Input(shape=(3, 32, 32)), factors.subnetwork.index, 32)
+    H = curvature(model.network, data, declared, model.factors.subnetwork.index, 32)
     L = factor(H, 1.0)
     assert L.diagonal().min() >= 1 - 1e-6
+    times["curvature of 32 examples and its factor"] = time.perf_counter() - start
+    if device.type == "cuda":
+        print(f"peak memory of the device: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+    print(f"S = {S:,}:", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items()))

@@ -57,7 +57,7 @@ def test_every_bucket_has_its_plan_and_the_answers_are_the_same(model: Model) ->
 def test_the_fastest_way_is_taken(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is: the clock is the test's, and a layer's plan is the way that it says is quick."""
     for quick in get_args(How):
-        monkeypatch.setattr(plans, "_once", lambda run, device, quick=quick: 1.0 if run.args[4] == quick else 2.0)
+        monkeypatch.setattr(plans, "_once", lambda run, quick=quick: 1.0 if run.args[-1] == quick else 2.0)
         engine = warmed(model, Memory(None, CPU))
         for name, layer in model.network.layers.items():
             operand = model.factors.layers[name].draw(torch.zeros(4, model.factors.layers[name].normals), None)
@@ -77,7 +77,7 @@ def test_what_was_measured_is_not_measured_again(
     (ways,) = json.loads(memory_file.read_text()).values()
     assert ways
     assert [file.name for file in memory_file.parent.iterdir()] == ["plans.json"]
-    monkeypatch.setattr(plans, "_once", lambda run, device: pytest.fail("measured again"))
+    monkeypatch.setattr(plans, "_once", lambda run: pytest.fail("measured again"))
     again = warmed(model, Memory(memory_file, CPU), seconds=0.0)
     assert again.plans.known == first.plans.known
 

@@ -1,0 +1,294 @@
+"""K posterior samples on a GPU: our plans beside an ensemble of K networks, and the paper's rule looped over samples.
+
+    python -m benchmarks.gpu_predict [--architectures …] [--inducing 64] [--samples 20] [--batches 1 8 64 500]
+
+bfloat16, channels last, logits of K samples for B inputs that lie on the device, drawing included, the same random
+weights' sizes on all sides. The ensemble is given the best of three: eager, captured as a CUDA graph, and compiled and
+captured; its BatchNorm is folded into its convolutions. Ours is what `dubito serve` runs: plans measured by the engine,
+captured. Every path's answer is checked in the same run: ours against float32 without plans from the same normals, the
+rule's by its spread. Medians of rounds in which all take turns; peak memory is that of a path's own tensors.
+"""
+
+import argparse
+import copy
+import json
+import secrets
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from benchmarks._measure import machine
+from dubito.models import bayesianize, build, load, save
+from dubito.models.directions import set_directions
+from dubito.models.inducing import Inducing
+from dubito.models.manifest import Card, Input
+from dubito.models.matheron import draw_by_rule, regularise
+from dubito.models.model import Model
+from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
+from dubito.models.normals import Normals
+from dubito.models.plan import cheapest
+from dubito.models.resident import bytes_of, reside
+from dubito.service.engine import Engine
+from dubito.service.plans import Memory
+
+SHAPE = (3, 32, 32)
+DEVICE = torch.device("cuda")
+HALF = torch.bfloat16
+COLUMNS = ("network", "M", "K", "B", "one pass", "ensemble", "rule", "λ = 0", "ratio", "λ > 0", "ratio", "MB", "error")
+
+
+def plain(architecture: str) -> nn.Module:
+    """With BatchNorm as after some training: not the identity."""
+    torch.manual_seed(0)
+    net = build(architecture).eval()
+    for m in net.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            nn.init.uniform_(m.weight, 0.5, 1.0)
+            nn.init.normal_(m.running_mean, std=0.1)  # type: ignore[arg-type]
+    return net
+
+
+def folded(net: nn.Module) -> nn.Module:
+    """Each BatchNorm inside the convolution before it."""
+    traced = torch.fx.symbolic_trace(copy.deepcopy(net))
+    modules = dict(traced.named_modules())
+    for node in list(traced.graph.nodes):
+        before = node.args[0] if node.op == "call_module" and node.args else None
+        norm = modules.get(str(node.target))
+        if isinstance(norm, nn.BatchNorm2d) and isinstance(before, torch.fx.Node):
+            name = str(before.target)
+            traced.set_submodule(name, fuse_conv_bn_eval(modules[name], norm))
+            node.replace_all_uses_with(before)
+            traced.graph.erase_node(node)
+    traced.recompile()
+    return traced.to(DEVICE, HALF).to(memory_format=torch.channels_last)
+
+
+def captured(run: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """The same as one launch, and its answer."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+
+    def go() -> Tensor:
+        graph.replay()
+        return out
+
+    return go, lambda: out
+
+
+class Ensemble:
+    """K deterministic networks of one compiled program."""
+
+    def __init__(self, net: nn.Module, most: int) -> None:
+        self.net = net
+        first = {name: p.detach() for name, p in net.named_parameters()}
+        others = ({n: p + 0.01 * torch.randn_like(p) for n, p in first.items()} for _ in range(most - 1))
+        self.members = [first, *others]
+        self.compiled = torch.compile(self._one, dynamic=False)
+
+    def _one(self, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(self.net, parameters, (x,))  # type: ignore[no-any-return]
+
+    def ways(self, x: Tensor, K: int) -> dict[str, Callable[[], Tensor]]:
+        def by(one: Callable[[dict[str, Tensor], Tensor], Tensor]) -> Callable[[], Tensor]:
+            return lambda: torch.stack([one(p, x) for p in self.members[:K]])
+
+        graph, compiled = captured(by(self._one))[0], captured(by(self.compiled))[0]
+        torch.testing.assert_close(graph().float(), compiled().float(), rtol=0.1, atol=0.1)
+        return {"ensemble, eager": by(self._one), "ensemble, graph": graph, "ensemble, compiled": compiled}
+
+    def one(self, x: Tensor) -> Callable[[], Tensor]:
+        return captured(lambda: self.compiled(self.members[0], x))[0]
+
+
+def network_of(architecture: str, M: int, noisy: bool) -> BayesianNetwork:
+    made = bayesianize(plain(architecture), "ffg-u", inducing=M, lam_max=0.1 if noisy else 0.0)
+    for layer in made.layers.values():
+        if noisy and isinstance(layer.posterior, Inducing) and layer.posterior.lam is not None:
+            layer.posterior.lam.raw.data.zero_()  # halfway to its cap
+    if noisy:
+        set_directions(made, torch.randn(4, *SHAPE), 4)
+    return made.eval().to(DEVICE)
+
+
+def model_of(network: BayesianNetwork) -> Model:
+    """As a server has it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.safetensors"
+        save(network, file, card=Card(input=Input(shape=SHAPE)))
+        return reside(load(file), DEVICE, HALF)
+
+
+def engine_of(model: Model, B: int, K: int, memory: Memory, seconds: float) -> Engine:
+    engine = Engine(model, [B], memory, seconds)
+    engine.warm(K, nullcontext())
+    return engine
+
+
+def ours(engine: Engine, x: Tensor, K: int) -> Callable[[], Tensor]:
+    """The captured passes that answer a request, with a new seed each time."""
+    assert engine.programs is not None
+    once = engine._job(x, 0, None, K).samples_at_once(len(x))
+    parts = []
+    for start in range(0, K, once):
+        program = engine.programs.at(len(x), min(once, K - start))
+        assert program is not None
+        parts.append((program, start))
+
+    def run() -> Tensor:
+        seed = secrets.randbits(48)
+        return torch.cat([program(x, seed, start) for program, start in parts])
+
+    return run
+
+
+def check(engine: Engine, network: BayesianNetwork, factors: NetworkFactors, x: Tensor, K: int) -> float:
+    """How far ours is from float32 by no plan at all, with the same normals: relative to the answers' size."""
+    some, k = x[:8], min(K, 4)
+    noise = Normals(7, DEVICE).rows(k, factors.normals)
+    with torch.inference_mode():
+        expected = network.run(some.float(), factors, Draws(k, noise, 7), cheapest(factors))
+        job = engine._job(x, 7, None, K)
+        once = job.samples_at_once(len(x))
+        found = job.outputs(job.draws(0, min(once, K), len(x)))[:k, : len(some)].float()
+    return float((found - expected[: len(found)]).norm() / expected.norm())
+
+
+def by_rule(network: BayesianNetwork, net: nn.Module, x: Tensor, K: int) -> Callable[[], Tensor]:
+    """The paper's rule: W of every layer drawn anew for each sample, then a plain pass."""
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    layers = {name: layer.posterior for name, layer in network.layers.items()}
+    shapes = {name: p.shape for name, p in net.named_parameters()}
+
+    def run() -> Tensor:
+        out = []
+        for _ in range(K):
+            weights: dict[str, Tensor] = {}
+            for name, q in layers.items():
+                assert isinstance(q, Inducing)
+                assert q.law is not None
+                frozen = q.law.freeze()
+                V = frozen.draw(torch.randn(1, frozen.normals, device=DEVICE, generator=rng), None)
+                Z_r, Z_c = q.Z_r(), q.Z_c()
+                D_r, D_c = regularise(Z_r, q.D_r()), regularise(Z_c, q.D_c())
+                W = draw_by_rule(Z_r, D_r, Z_c, D_c, V, q.scale(), q.sigma, rng)[0].to(HALF)
+                if f"{name}.bias" in shapes:
+                    weights[f"{name}.bias"] = W[:, -1].contiguous()
+                    W = W[:, :-1]
+                weights[f"{name}.weight"] = W.reshape(shapes[f"{name}.weight"])
+            out.append(functional_call(net, weights, (x,)))
+        return torch.stack(out)
+
+    return run
+
+
+def median_ms(runs: dict[str, Callable[[], Tensor]], rounds: int, budget: float = 0.4) -> dict[str, float]:
+    """By the device's clock; all in turn."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, run in runs.items():
+            if turn > 2 and statistics.median(times[name]) * turn > 1000 * budget:
+                continue
+            torch.cuda.synchronize()
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            run()
+            ended.record()
+            ended.synchronize()
+            if turn:
+                times[name].append(began.elapsed_time(ended))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def peak_mb(run: Callable[[], Tensor]) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architectures", nargs="+", default=["resnet18-cifar", "resnet50-cifar"])
+    parser.add_argument("--inducing", type=int, nargs="+", default=[32, 64], help="M")
+    parser.add_argument("--samples", type=int, nargs="+", default=[8, 20, 64], help="K")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 500], help="B")
+    parser.add_argument("--noise", nargs="+", choices=["0", "+"], default=["0", "+"], help="λ = 0, λ > 0")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--plan-seconds", type=float, default=120.0)
+    parser.add_argument("--no-rule", action="store_true", help="leave the paper's rule out")
+    parser.add_argument("--json", type=Path, help="append each cell as a line")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no GPU here; this benchmark measures one.")
+    memory = Memory(None, DEVICE)
+    table = Table(title="median ms of K samples of B inputs, bfloat16, drawing included")
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for architecture in args.architectures:
+        net = plain(architecture)
+        ensemble = Ensemble(folded(net), max(args.samples))
+        unfolded = net.to(DEVICE, HALF).to(memory_format=torch.channels_last)
+        for M in args.inducing:
+            networks = {kind: network_of(architecture, M, kind == "+") for kind in args.noise}
+            models = {kind: model_of(network) for kind, network in networks.items()}
+            wide = {kind: network.factors() for kind, network in networks.items()}
+            for B in args.batches:
+                x = torch.randn(B, *SHAPE, device=DEVICE, dtype=HALF).contiguous(memory_format=torch.channels_last)
+                for K in args.samples:
+                    began = time.perf_counter()
+                    with torch.inference_mode():
+                        runs = {"one pass": ensemble.one(x), **ensemble.ways(x, K)}
+                        engines = {k: engine_of(m, B, K, memory, args.plan_seconds) for k, m in models.items()}
+                        runs |= {f"ours, {kind}": ours(engine, x, K) for kind, engine in engines.items()}
+                        errors = [check(engines[kind], networks[kind], wide[kind], x, K) for kind in args.noise]
+                        found = median_ms(runs, args.rounds)
+                        peaks = {name: peak_mb(run) for name, run in runs.items()}
+                        if not args.no_rule:
+                            found |= median_ms({"rule": by_rule(networks[args.noise[-1]], unfolded, x, K)}, 1)
+                    best = min(found[name] for name in found if name.startswith("ensemble"))
+                    sizes = {kind: bytes_of(engine.model.factors) / 1e6 for kind, engine in engines.items()}
+                    plans = {kind: dict(engine.plans.at(B, min(K, 20))) for kind, engine in engines.items()}
+                    cell = {"network": architecture, "M": M, "K": K, "B": B, "ms": found, "best ensemble": best}
+                    cell |= {"peak MB": peaks, "factors MB": sizes, "errors": errors, "plans": plans}
+                    cell["seconds"] = time.perf_counter() - began
+                    if args.json is not None:
+                        with args.json.open("a") as file:
+                            file.write(json.dumps(cell) + "\n")
+                    ratios = {kind: found[f"ours, {kind}"] for kind in args.noise}
+                    cells = [text for kind in ("0", "+") for text in _pair(ratios.get(kind), best)]
+                    rule_ms = f"{found['rule']:.1f}" if "rule" in found else ""
+                    told = (architecture, M, K, B, f"{found['one pass']:.3f}", f"{best:.2f}", rule_ms, *cells)
+                    last = (f"{max(peaks[f'ours, {kind}'] for kind in args.noise):.0f}", f"{max(errors):.3f}")
+                    table.add_row(*map(str, (*told, *last)))
+                    print(*told, *last, flush=True)
+                    del engines, runs
+                    torch.cuda.empty_cache()
+    Console(width=180).print(table)
+    print(machine(), torch.cuda.get_device_name(), sep=", ")
+
+
+def _pair(ms: float | None, best: float) -> tuple[str, str]:
+    return ("", "") if ms is None else (f"{ms:.3f}", f"{ms / best:.3f}")
+
+
+if __name__ == "__main__":
+    main()

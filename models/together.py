@@ -1,0 +1,134 @@
+"""Many layers' draws by few products: what a GPU needs that runs a network faster than it could be told to layer by
+layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from dubito.models.inducing import InducingFactors
+from dubito.models.mean_field import FrozenMeanField
+from dubito.models.network import NetworkFactors
+from dubito.models.parameters import alike
+from dubito.models.posterior import Factored
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Layers of one d_out, stacked."""
+
+    B_r: Tensor  # (n, d_out, r_out)
+    scale: Tensor | None  # (n, 1, 1, 1)  λσ; None without λ-noise
+
+    @property
+    def d_out(self) -> int:
+        return self.B_r.shape[1]
+
+
+@dataclass(frozen=True)
+class Together:
+    """FFG-U layers of one M, all without λ-noise or all with the factored law's, in the order of their d_out.
+
+    Everything is drawn transposed, Gᵀ = σ √q ∘ Q_cᵀ Vᵀ A_rᵀ and its noise, so that the K samples are rows of a product.
+    """
+
+    names: tuple[str, ...]
+    centre: Tensor  # (N, M_out, M_in)
+    spread: Tensor
+    Q_r: Tensor  # (N, M_out, r_out)
+    Q_c: Tensor  # (N, M_in, r_in)
+    known: Tensor  # (N, r_in, r_out)  σ √(q pᵀ)
+    change: Tensor | None  # (N, r_in, r_out)  λσ (√(1 − q pᵀ) − 1)
+    B: tuple[Tensor, ...]  # (d_in, r_in + R) of each layer
+    rows: tuple[Rows, ...]
+    beyond: bool  # something is left outside the span of B
+
+    def draw(self, noise: Sequence[Tensor]) -> list[Factored]:
+        """Each layer's (K, normals) -> its K samples."""
+        N, M_out, M_in = self.centre.shape
+        K, r_in, r_out = len(noise[0]), self.Q_c.shape[2], self.Q_r.shape[2]
+        for_V = torch.stack([z[:, : M_out * M_in] for z in noise]).view(N, K, M_out, M_in)
+        V = torch.addcmul(self.centre[:, None], self.spread[:, None], for_V)
+        right = (V.view(N, K * M_out, M_in) @ self.Q_c).view(N, K, M_out, r_in)
+        both = right.transpose(2, 3).reshape(N, K * r_in, M_out) @ self.Q_r
+        inner = both.view(N, K, r_in, r_out) * self.known[:, None]
+        found, at = list[Factored](), 0
+        for rows in self.rows:
+            here = slice(at, at + len(rows.B_r))
+            change = None if self.change is None else self.change[here]
+            rest = [z[:, M_out * M_in :] for z in noise[here]]
+            found += self._of_rows(rows, inner[here], change, self.B[here], rest)
+            at = here.stop
+        return found
+
+    def _of_rows(
+        self, rows: Rows, inner: Tensor, change: Tensor | None, B: Sequence[Tensor], rest: Sequence[Tensor]
+    ) -> list[Factored]:
+        n, K, r_in, r_out = inner.shape
+        dtype, B_r, d_out = rows.B_r.dtype, rows.B_r, rows.d_out
+        if rows.scale is None or change is None:
+            G = (inner.to(dtype).view(n, K * r_in, r_out) @ B_r.mT).view(n, K, r_in, d_out)
+            return [Factored(b, g.mT, None) for b, g in zip(B, G, strict=True)]
+        r = B[0].shape[1]  # with the further directions
+        eps = torch.stack([z[:, : d_out * r].to(dtype).view(K, d_out, r).mT for z in rest])  # (n, K, r, d_out)
+        along = (eps[:, :, :r_in].reshape(n, K * r_in, d_out) @ B_r).view(n, K, r_in, r_out)
+        inner = torch.addcmul(inner, change[:, None], along.to(inner.dtype))
+        G = eps * rows.scale.to(dtype)
+        G[:, :, :r_in] += (inner.to(dtype).view(n, K * r_in, r_out) @ B_r.mT).view(n, K, r_in, d_out)
+        e: Sequence[Tensor | None] = [None] * n
+        if self.beyond:
+            e = list(torch.stack([z[:, d_out * r :] for z in rest]) * rows.scale[:, 0])
+        return [Factored(b, g.mT, e_) for b, g, e_ in zip(B, G, e, strict=True)]
+
+
+def gather(factors: NetworkFactors) -> NetworkFactors:
+    """The same factors, those that can be drawn together side by side in memory."""
+    ready = {name: f for name, f in factors.layers.items() if isinstance(f, InducingFactors) and _simple(f)}
+    made, layers = [], dict(factors.layers)
+    for at in alike([_size(f) for f in ready.values()]):
+        names = sorted((list(ready)[i] for i in at), key=lambda name: ready[name].shape[0])
+        if len(names) < 2:
+            continue
+        group = _stack(tuple(names), [ready[name] for name in names])
+        made.append(group)
+        stacked = [B_r for rows in group.rows for B_r in rows.B_r]
+        for i, (name, B_r) in enumerate(zip(names, stacked, strict=True)):
+            f = ready[name]
+            matheron = replace(f.matheron, B_r=B_r, Q_r=group.Q_r[i], Q_c=group.Q_c[i])
+            layers[name] = replace(f, matheron=matheron, q_V=FrozenMeanField(group.centre[i], group.spread[i]))
+    return replace(factors, layers=MappingProxyType(layers), groups=tuple(made))
+
+
+def _simple(f: InducingFactors) -> bool:
+    return isinstance(f.q_V, FrozenMeanField) and (f.lam == 0 or f.noise == "factored")
+
+
+def _size(f: InducingFactors) -> tuple[object, ...]:
+    more = (f.B.shape[1], f.spans) if f.lam else None
+    return *f.q_V.centre.shape, len(f.matheron.p), len(f.matheron.q), more  # type: ignore[union-attr]
+
+
+def _stack(names: tuple[str, ...], those: Sequence[InducingFactors]) -> Together:
+    laws = [f.q_V for f in those if isinstance(f.q_V, FrozenMeanField)]
+    matheron = [f.matheron for f in those]
+    like, noisy = laws[0].centre, those[0].lam > 0
+    rows = []
+    for at in alike([f.shape[0] for f in those]):
+        scale = [those[i].lam * those[i].sigma for i in at]
+        scaled = torch.tensor(scale, dtype=like.dtype, device=like.device).view(-1, 1, 1, 1) if noisy else None
+        rows.append(Rows(torch.stack([matheron[i].B_r for i in at]), scaled))
+    change = [f.lam * f.sigma * (f.matheron.unknown.mT - 1) for f in those]
+    return Together(
+        names=names,
+        centre=torch.stack([q.centre for q in laws]),
+        spread=torch.stack([q.spread for q in laws]),
+        Q_r=torch.stack([m.Q_r for m in matheron]).to(like.dtype),
+        Q_c=torch.stack([m.Q_c for m in matheron]).to(like.dtype),
+        known=torch.stack([f.sigma * f.matheron.known.mT for f in those]),
+        change=torch.stack(change) if noisy else None,
+        B=tuple(f.B if noisy else f.matheron.B_c for f in those),
+        rows=tuple(rows),
+        beyond=noisy and not those[0].spans,
+    )
