@@ -4,9 +4,11 @@
 
 The layers whose noise the artifact has as factored get the exact law, and the factored one with R = 0, 4 and 16
 directions, found on the artifact's own calibration data; everything else stays. Each law answers the same inputs with
-K draws for each of several seeds; figures are means over the seeds, ± the standard error of their difference to the
-exact law. Limits, for the default R: NLL and mean entropy within 2 % of the exact law's, ECE within 0.3 points, AUROC
-within 0.03. Exit code 1 where one is missed by more than two standard errors.
+K draws for each of several seeds, a seed's V's being the same for all laws; figures are means over the seeds, ± the
+standard error of the mean difference to the exact law. Limits, for the default R: NLL and mean entropy within 2 % of
+the exact law's, ECE within 0.3 points, AUROC within 0.03; each is met, missed or not decided, by two standard errors.
+Exit code 1 where one is missed. K draws are few: from one seed to the next the mean entropy changes by several per
+cent, so that many seeds are needed (on a GPU: --test 1000 --seeds 32).
 """
 
 import argparse
@@ -24,10 +26,14 @@ from torch import Tensor
 
 from benchmarks._measure import machine
 from dubito.models import load
+from dubito.models.adaptive import answer_each
 from dubito.models.answers import rule_for, scores
 from dubito.models.directions import set_directions
-from dubito.models.inducing import Inducing, Noise
+from dubito.models.inducing import Inducing, InducingFactors, Noise
 from dubito.models.model import Model
+from dubito.models.network import NetworkFactors
+from dubito.models.normals import Normals
+from dubito.models.prediction import Job
 from dubito.models.uncertainty import Classified
 from dubito.training import metrics
 from dubito.training.calibrate import PATCHES_FROM
@@ -63,9 +69,35 @@ def with_law(model: Model, noise: Noise, held: Tensor, R: int = 0) -> Model:
     return replace(model, network=network)
 
 
-def figures(model: Model, task: Task, seed: int) -> Figures:
-    inside, outside = (model.predict(x, task.K, seed, method="sampling").summary for x in (task.x, task.outside))
-    assert isinstance(inside, Classified)
+class Paired(Normals):
+    """Of each seed the same V's whatever the law, and other noise."""
+
+    def __init__(self, seed: int, factors: NetworkFactors, law: int) -> None:
+        super().__init__(seed, factors.device)
+        self.of_V, self.others = (torch.Generator(factors.device).manual_seed(s) for s in (seed, 1000 * seed + law + 1))
+        self.factors = factors
+
+    def rows(self, K: int, n: int) -> Tensor:
+        parts: list[Tensor] = []
+        for f in self.factors.layers.values():
+            of_V = f.normals_of_V if isinstance(f, InducingFactors) else 0
+            for rng, size in ((self.of_V, of_V), (self.others, f.normals - of_V)):
+                parts.append(torch.empty(K, size, device=self.device))
+                for row in parts[-1]:
+                    row.normal_(generator=rng)
+        return torch.cat(parts, 1)
+
+
+def ask(model: Model, x: Tensor, K: int, seed: int, law: int) -> Classified:
+    job = Job.of(model.network, model.factors, x, seed, None, None, model.temperature, most=K)
+    job = replace(job, normals=Paired(seed, model.factors, law))
+    summary, _ = answer_each(job, torch.full((len(x),), K), torch.zeros(len(x)))
+    assert isinstance(summary, Classified)
+    return summary
+
+
+def figures(model: Model, task: Task, seed: int, law: int) -> Figures:
+    inside, outside = (ask(model, x, task.K, seed, law) for x in (task.x, task.outside))
     rule = rule_for(model.card.calibration, task.K)
     measure = rule.ood[0] if rule.ood is not None else "entropy"
     p = inside.probabilities.cpu()
@@ -79,13 +111,11 @@ def figures(model: Model, task: Task, seed: int) -> Figures:
 
 
 def changes(found: list[Figures], exact: list[Figures], name: str) -> tuple[float, float]:
-    """Of the mean over seeds against the exact law's, and its standard error: relative for NLL and the entropies."""
-    means = [statistics.mean(row[name] for row in rows) for rows in (found, exact)]
-    error = math.nan
-    if len(found) > 1:
-        error = math.sqrt(sum(statistics.variance([row[name] for row in rows]) for rows in (found, exact)) / len(found))
-    scale = means[1] if name in (*RELATIVE, "mutual information") else 1.0
-    return (means[0] - means[1]) / scale, error / scale
+    """Mean over seeds of the difference to the exact law, and its standard error: relative for NLL and entropies."""
+    differences = [a[name] - b[name] for a, b in zip(found, exact, strict=True)]
+    scale = statistics.mean(row[name] for row in exact) if name in (*RELATIVE, "mutual information") else 1.0
+    error = statistics.stdev(differences) / math.sqrt(len(found)) if len(found) > 1 else math.inf
+    return statistics.mean(differences) / scale, error / scale
 
 
 def main() -> None:
@@ -111,21 +141,23 @@ def main() -> None:
     task = Task(x, test.y[: args.test], others, args.samples)
     laws = {"exact": with_law(model, "exact", patches)}
     laws |= {f"factored, R = {R}": with_law(model, "factored", patches, R) for R in DIRECTIONS}
+    laws = {name: one.to(device) for name, one in laws.items()}
     found: dict[str, list[Figures]] = {}
     for seed in range(args.seeds):
-        for name, one in laws.items():
-            found.setdefault(name, []).append(figures(one.to(device), task, seed))
+        for law, (name, one) in enumerate(laws.items()):
+            found.setdefault(name, []).append(figures(one, task, seed, law))
             print(name, seed, found[name][-1], file=sys.stderr, flush=True)
     Console(width=160).print(table(found, args))
     print(machine(), torch.cuda.get_device_name() if device.type == "cuda" else "no GPU", sep=", ")
-    usual = found[f"factored, R = {USUAL}"]
-    missed = []
-    for name, limit in LIMITS.items():
-        change, error = changes(usual, found["exact"], name)
-        if abs(change) > limit + 2 * (0.0 if math.isnan(error) else error):
-            missed.append(name)
-    print(f"R = {USUAL}: " + (f"over the limit: {', '.join(missed)}" if missed else "within the limits"))
-    sys.exit(bool(missed))
+    verdicts = {name: verdict(*changes(found[f"factored, R = {USUAL}"], found["exact"], name), name) for name in LIMITS}
+    print(f"R = {USUAL}: " + ", ".join(f"{name} {said}" for name, said in verdicts.items()))
+    sys.exit("missed" in verdicts.values())
+
+
+def verdict(change: float, error: float, name: str) -> str:
+    if abs(change) + 2 * error <= LIMITS[name]:
+        return "met"
+    return "missed" if abs(change) - 2 * error > LIMITS[name] else "not decided"
 
 
 def table(found: dict[str, list[Figures]], args: argparse.Namespace) -> Table:

@@ -64,6 +64,7 @@ def answer_each(job: Job, most: Tensor, tolerance: Tensor) -> tuple[Classified |
             if (tolerance[left] > 0).any():
                 k = min(k, CHUNK - start % CHUNK)  # answers are looked at after each chunk, whoever else is here
             draws = job.draws(start, k, len(left))
+            k = draws.K
             job.watch.lap("sample")
             outputs = job.outputs(draws, left)
             job.watch.lap("forward")

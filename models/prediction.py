@@ -23,6 +23,7 @@ from dubito.models.stopwatch import Stopwatch
 from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTally, probit, wide
 
 Linear = Callable[[nn.Module, Tensor, SubnetworkFactors], tuple[Tensor, Tensor]]  # f, and what is known about it
+Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K samples does
 
 Program = Callable[[Tensor, int, int], Tensor]  # inputs (B, ...), seed, first sample -> (K, B, ...)
 Captured = Callable[[int, int], Program | None]  # for B inputs and K samples, where there is one
@@ -64,6 +65,7 @@ def predict(
     temperature: float = 1.0,
     buckets: Sequence[int] = (),
     watch: Stopwatch | None = None,
+    fits: Fits | None = None,
 ) -> Prediction:
     """The same K draws for every input of the call; sample k is one function of the input.
 
@@ -72,14 +74,15 @@ def predict(
     passes.
     """
     K, noisy = _samples(factors, samples)
-    job = Job.of(network, factors, x, seed, plan, max_rows, temperature, buckets, watch, most=K)
+    job = Job.of(network, factors, x, seed, plan, max_rows, temperature, buckets, watch, most=K, fits=fits)
     tally = tally_for(network)
     kept: list[Tensor] = []
-    chunk = job.samples_at_once(len(job.x))
+    chunk, start = job.samples_at_once(len(job.x)), 0
     with evaluating(network), torch.inference_mode():
-        for start in range(0, K, chunk):
+        while start < K:
             k = min(chunk, K - start)
             draws = job.draws(start, k, len(job.x)) if noisy else Draws(k, None, job.seed, start)
+            start += draws.K
             job.watch.lap("sample")
             outputs = job.outputs(draws)
             job.watch.lap("forward")
@@ -100,6 +103,7 @@ def predict_closed(
     temperature: float = 1.0,
     buckets: Sequence[int] = (),
     watch: Stopwatch | None = None,
+    fits: Fits | None = None,
 ) -> Prediction:
     """The predictive of a linearised network in closed form, without draws.
 
@@ -108,7 +112,7 @@ def predict_closed(
     """
     if factors.subnetwork is None:
         raise InputError("method is 'probit'; only a subnetwork Laplace model has a closed form. Leave it out.")
-    job = Job.of(network, factors, x, 0, {}, max_rows, temperature, buckets, watch)
+    job = Job.of(network, factors, x, 0, {}, max_rows, temperature, buckets, watch, fits=fits)
     with evaluating(network), torch.inference_mode():
         f, variance = (t / temperature**n for n, t in enumerate(job.moments(), 1))
         job.watch.lap("forward")
@@ -141,6 +145,7 @@ class Job:
     most: int = 1  # draws that any input may take
     stock: Stock | None = None  # the seed's first samples, drawn ahead: `most` or more
     captured: Captured = nothing_captured
+    fits: Fits | None = None  # into the device's memory; None: that is tried
 
     @classmethod
     def of(
@@ -158,6 +163,7 @@ class Job:
         stock: Stock | None = None,
         captured: Captured | None = None,
         finite: bool = False,
+        fits: Fits | None = None,
     ) -> "Job":
         """`finite`: the inputs are known to be; to look again would wait for the device."""
         seed, x = _seed(seed), _checked(network, factors, x, finite)
@@ -167,21 +173,42 @@ class Job:
         watch = Stopwatch(x.device) if watch is None else watch
         normals = Normals(seed, x.device)
         found = captured or nothing_captured
-        return cls(network, factors, x, seed, normals, planner, rows, temperature, buckets, watch, most, stock, found)
+        return cls(
+            network, factors, x, seed, normals, planner, rows, temperature, buckets, watch, most, stock, found, fits
+        )
 
     def draws(self, start: int, k: int, rows: int) -> Draws:
-        """The seed's k samples from `start` on, for so many inputs; to be asked for in order."""
+        """The seed's k samples from `start` on, for so many inputs; to be asked for in order.
+
+        Fewer where there is no memory for all.
+        """
         if self.stock is not None:
             return Draws(k, torch.empty(k, 0), self.seed, start, stock=self.stock)
         if self.captured(self._bucket(rows), k) is not None:
             self.normals.skip(k)
             return Draws(k, torch.empty(k, 0), self.seed, start, captured=True)
-        return Draws(k, self.normals.rows(k, self.factors.normals), self.seed, start)
+        try:
+            return Draws(k, self.normals.rows(k, self.factors.normals), self.seed, start)
+        except torch.OutOfMemoryError:  # nothing was drawn yet
+            if k == 1:
+                raise
+        return self.draws(start, k // 2, rows)
 
     def samples_at_once(self, rows: int) -> int:
         if self.factors.subnetwork is not None:  # a pass with the rows of J serves any number of draws
             return max(1, NOISE // self.factors.normals)
-        return max(1, min(self.max_rows // self._bucket(rows), NOISE // max(1, self.factors.normals)))
+        B = self._bucket(rows)
+        K = max(1, min(self.max_rows // B, NOISE // max(1, self.factors.normals)))
+        while K > 1 and self.fits is not None and self.captured(B, K) is None and not self.fits(B, K):
+            K //= 2
+        return K
+
+    def _rows_at_once(self, B: int, K: int) -> int:
+        """Rows (of K samples each of some of the B inputs) of one pass: `max_rows`, or as many as fit."""
+        at_once = most = min(B, max(1, self.max_rows // K))
+        while at_once > 1 and self.fits is not None and not self.fits(at_once, K):
+            at_once = max((size for size in self.buckets if size < at_once), default=at_once // 2)
+        return self.max_rows if at_once == most else at_once * K
 
     def _bucket(self, rows: int) -> int:
         return next((size for size in self.buckets if size >= rows), rows)
@@ -217,7 +244,7 @@ class Job:
     def _in_blocks(self, linear: Linear, chosen: SubnetworkFactors) -> tuple[Tensor, Tensor]:
         more = self._bucket(len(self.x)) - len(self.x)
         x = torch.cat([self.x, self.x[:1].expand(more, *self.x.shape[1:])]) if more else self.x
-        first, second = _linear_in_blocks(self.network, linear, chosen, x, self.max_rows)
+        first, second = _linear_in_blocks(self.network, linear, chosen, x, self._rows_at_once(len(x), 1))
         return first[: len(self.x)], second[: len(self.x)]
 
     def _outputs(self, x: Tensor, draws: Draws) -> Tensor:
@@ -235,7 +262,8 @@ class Job:
         return torch.cat([self._folded(x, draws.part(k, 1)) for k in range(draws.K)])
 
     def _folded(self, x: Tensor, draws: Draws) -> Tensor:
-        outputs = _forward(self.network, self.factors, draws, self.plan, x, self.max_rows)
+        rows = self._rows_at_once(len(x), draws.K if self.factors.subnetwork is None else 1)
+        outputs = _forward(self.network, self.factors, draws, self.plan, x, rows)
         _check_outputs(self.network, outputs)
         folded = draws.K > 1 and self.factors.subnetwork is None
         if folded and tuple(x.shape) not in _folds.setdefault(self.network, set()):

@@ -39,8 +39,10 @@ class Together:
     spread: Tensor
     Q_r: Tensor  # (N, M_out, r_out)
     Q_c: Tensor  # (N, M_in, r_in)
-    known: Tensor  # (N, r_in, r_out)  σ √(q pᵀ)
-    change: Tensor | None  # (N, r_in, r_out)  λσ (√(1 − q pᵀ) − 1)
+    p: Tensor  # (N, 1, r_out)
+    q: Tensor  # (N, r_in, 1)
+    sigma: Tensor  # (N, 1, 1)
+    scale: Tensor | None  # (N, 1, 1)  λσ; None without λ-noise
     B: tuple[Tensor, ...]  # (d_in, r_in + R) of each layer
     rows: tuple[Rows, ...]
     beyond: bool  # something is left outside the span of B
@@ -51,13 +53,15 @@ class Together:
         K, r_in, r_out = len(noise[0]), self.Q_c.shape[2], self.Q_r.shape[2]
         for_V = torch.stack([z[:, : M_out * M_in] for z in noise]).view(N, K, M_out, M_in)
         V = torch.addcmul(self.centre[:, None], self.spread[:, None], for_V)
-        right = (V.view(N, K * M_out, M_in) @ self.Q_c).view(N, K, M_out, r_in)
-        both = right.transpose(2, 3).reshape(N, K * r_in, M_out) @ self.Q_r
-        inner = both.view(N, K, r_in, r_out) * self.known[:, None]
+        right = (V.view(N, K * M_out, M_in) @ self.Q_c.to(V.dtype)).view(N, K, M_out, r_in)
+        both = right.transpose(2, 3).reshape(N, K * r_in, M_out) @ self.Q_r.to(V.dtype)
+        pq = self.q * self.p  # with its roots made anew for each draw, which takes less than keeping them would
+        inner = both.view(N, K, r_in, r_out) * (self.sigma * pq.sqrt())[:, None]
+        changes = None if self.scale is None else self.scale * ((1 - pq).sqrt() - 1)
         found, at = list[Factored](), 0
         for rows in self.rows:
             here = slice(at, at + len(rows.B_r))
-            change = None if self.change is None else self.change[here]
+            change = None if changes is None else changes[here]
             rest = [z[:, M_out * M_in :] for z in noise[here]]
             found += self._of_rows(rows, inner[here], change, self.B[here], rest)
             at = here.stop
@@ -119,15 +123,20 @@ def _stack(names: tuple[str, ...], those: Sequence[InducingFactors]) -> Together
         scale = [those[i].lam * those[i].sigma for i in at]
         scaled = torch.tensor(scale, dtype=like.dtype, device=like.device).view(-1, 1, 1, 1) if noisy else None
         rows.append(Rows(torch.stack([matheron[i].B_r for i in at]), scaled))
-    change = [f.lam * f.sigma * (f.matheron.unknown.mT - 1) for f in those]
+
+    def numbers(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
+
     return Together(
         names=names,
         centre=torch.stack([q.centre for q in laws]),
         spread=torch.stack([q.spread for q in laws]),
-        Q_r=torch.stack([m.Q_r for m in matheron]).to(like.dtype),
-        Q_c=torch.stack([m.Q_c for m in matheron]).to(like.dtype),
-        known=torch.stack([f.sigma * f.matheron.known.mT for f in those]),
-        change=torch.stack(change) if noisy else None,
+        Q_r=torch.stack([m.Q_r for m in matheron]),
+        Q_c=torch.stack([m.Q_c for m in matheron]),
+        p=torch.stack([m.p for m in matheron])[:, None],
+        q=torch.stack([m.q for m in matheron])[..., None],
+        sigma=numbers([f.sigma for f in those]),
+        scale=numbers([f.lam * f.sigma for f in those]) if noisy else None,
         B=tuple(f.B if noisy else f.matheron.B_c for f in those),
         rows=tuple(rows),
         beyond=noisy and not those[0].spans,

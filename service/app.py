@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from starlette.middleware.cors import CORSMiddleware
 
+from dubito.service.budget import KINDS
 from dubito.service.device import device_of, dtype_of
 from dubito.service.http import ClientGone, Receive, Scope, Send, body_of, headers_of, reply
 from dubito.service.logs import write_line
@@ -146,6 +147,10 @@ class Server:
             (name, kind): one.bytes[kind] for name, one in served.items() for kind in kinds
         }
         bytes_ |= {(name, "bank"): one.engine.bank.bytes for name, one in served.items() if one.engine.bank is not None}
+        memory = device_bytes(torch.device("cpu") if found is None else found.device)
+        if found is not None:
+            memory |= {kind: found.budget.held(kind) for kind in KINDS}
+            memory |= {} if found.budget.limit is None else {"limit": found.budget.limit}
         return {
             ("dubito_queue_depth", "Requests that wait.", ("model",)): {
                 (name,): one.batcher.depth for name, one in served.items()
@@ -158,9 +163,11 @@ class Server:
             ("dubito_factor_cache_bytes", "Bytes of a model's factors.", ("model",)): {
                 (name,): one.bytes["factors"] for name, one in served.items()
             },
-            ("dubito_device_memory_bytes", "Memory of the device that models run on.", ("kind",)): {
-                (kind,): value for kind, value in device_bytes(found.device if found else torch.device("cpu")).items()
-            },
+            (
+                "dubito_device_memory_bytes",
+                "Memory of the device that models run on: in all, of this process, and of its models by kind.",
+                ("kind",),
+            ): {(kind,): value for kind, value in memory.items()},
         }
 
 

@@ -57,7 +57,7 @@ class Bank:
     @property
     def bytes(self) -> int:
         """Of the weights; what all samples share counts with the factors."""
-        return sum(t.nbytes for one in self.sets for operand in one.stock.values() for t in _own(operand))
+        return sum(bytes_of_draws(one.stock) for one in self.sets)
 
     def close(self) -> None:
         self._stop.set()
@@ -75,14 +75,30 @@ class Bank:
             at = (at + 1) % len(self.sets)
 
     def _draw(self) -> Set:
-        model, seed = self.model, randbits(SEED_BITS)
-        with torch.inference_mode():
-            noise = Normals(seed, model.device).rows(self.samples, model.factors.normals)
-            run = model.network.arrange(model.factors, Draws(self.samples, noise, seed), {})
-            return Set(seed, {layer: make() for layer, make in run.operands.items()})
+        seed = randbits(SEED_BITS)
+        return Set(seed, drawn(self.model, self.samples, seed))
+
+
+@torch.inference_mode()
+def drawn(model: Model, K: int, seed: int) -> Stock:
+    """The weights of the seed's first K samples."""
+    noise = Normals(seed, model.device).rows(K, model.factors.normals)
+    run = model.network.arrange(model.factors, Draws(K, noise, seed), {})
+    return {layer: make() for layer, make in run.operands.items()}
+
+
+def bytes_of_draws(stock: Stock) -> int:
+    """What samples have to themselves."""
+    return sum(part.nbytes for operand in stock.values() for part in _own(operand))
+
+
+def bytes_of_sample(model: Model) -> int:
+    """Normals and weights of one sample of the whole network."""
+    factors = model.factors
+    weights = 0 if factors.subnetwork is not None else bytes_of_draws(drawn(model, 1, 0))
+    return weights + 4 * factors.normals if factors.random else 0
 
 
 def _own(operand: Operand) -> list[Tensor]:
-    """What a sample has to itself."""
     parts = [getattr(operand, name, None) for name in ("W", "G", "e", "g", "bias")]
     return [part for part in parts if part is not None]

@@ -1,9 +1,10 @@
 """Many requests answered together: those that may share draws share passes, and none is hurt by another's failure."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,16 +14,20 @@ from torch import Tensor
 
 from dubito.models.adaptive import CHUNK, answer_each
 from dubito.models.answers import Columns, Rule, Rulebook, columns_of
-from dubito.models.errors import InputError
+from dubito.models.errors import DubitoError, InputError
 from dubito.models.manifest import Predictive
 from dubito.models.model import Model
-from dubito.models.network import Stock
+from dubito.models.network import Draws, Stock
 from dubito.models.plan import cheapest
-from dubito.models.prediction import Job, predict, predict_closed
+from dubito.models.prediction import Fits, Job, evaluating, nothing_captured, predict, predict_closed
 from dubito.models.stopwatch import Stopwatch
 from dubito.service.bank import Bank
+from dubito.service.budget import TRIED, Budget, Share, peak_of
 from dubito.service.plans import Memory, Plans
 from dubito.service.programs import Programs, for_gpu
+
+log = logging.getLogger("dubito")
+WEIGHED = (1, 4, 16, 64, 256)  # inputs of passes that are measured for what they take, beside the buckets
 
 
 @dataclass(slots=True)  # not frozen, as one is made for each request
@@ -79,16 +84,20 @@ class Engine:
         memory: Memory | None = None,
         plan_seconds: float = 0.0,
         bank: Bank | None = None,
+        share: Share | None = None,
     ) -> None:
         """Ways of computing are measured for about `plan_seconds`, those apart that the memory holds.
 
-        Where there is a bank, draws that nobody has named a seed for come out of it.
+        Where there is a bank, draws that nobody has named a seed for come out of it. `share` is the part of the
+        device's memory: without one there is no bound.
         """
         self.bank = bank
         self.programs: Programs | None = None
         if model.device.type == "cuda":
             model = for_gpu(model)
             self.programs = Programs(model.network, model.factors)
+        self.share = Budget(None).share() if share is None else share
+        self.draws = 0  # of the largest pass so far: samples
         self.model, self.buckets = model, buckets
         self.rulebook = Rulebook(model.card.calibration)
         self.plans = Plans(cheapest(model.factors), memory or Memory(None, model.device), plan_seconds)
@@ -112,10 +121,10 @@ class Engine:
 
         `device` is entered for each anew: others who answer on it wait for one bucket, not for all.
         """
-        declared = self.model.card.input
-        assert declared is not None
+        if self.share.limited:
+            self._fit(device)
         for rows in self.buckets:
-            x = np.zeros((rows, *declared.shape), np.float32)
+            x = self._zeros(rows)
             job = self._job(torch.from_numpy(x), 0, None)
             once = job.samples_at_once(rows)
             K = min(samples, once + samples % once)  # whole passes, and what is left over
@@ -125,13 +134,59 @@ class Engine:
             with device:
                 if samples and self.model.factors.random:
                     self.plans.measure(job, min(samples, once))
+                    self._weigh(rows)
                 for found in self.answer(asks):
                     if isinstance(found, Exception):
                         raise found
                 if self.programs is not None and samples:
+                    before = torch.cuda.memory_reserved(self.model.device)
                     for k in {min(samples, once), samples % once, min(CHUNK, once)} - {0}:
-                        self.programs.capture(job, k)
+                        if self.share.fits(rows, k):
+                            self.programs.capture(job, k)
+                    self.plans.bytes += max(0, torch.cuda.memory_reserved(self.model.device) - before)
         self.plans.memory.save()
+
+    def _zeros(self, rows: int) -> NDArray[np.float32]:
+        declared = self.model.card.input
+        assert declared is not None
+        return np.zeros((rows, *declared.shape), np.float32)
+
+    def _fit(self, device: AbstractContextManager[object]) -> None:
+        """Only buckets whose passes fit are kept; larger requests are worked off in parts."""
+        for rows in sorted({*self.buckets, *(n for n in WEIGHED if n < max(self.buckets))}):
+            with device:
+                self._weigh(rows)
+            if not self.share.fits(rows, 1):  # nor would more
+                break
+        kept = tuple(rows for rows in self.buckets if self.share.fits(rows, 1))
+        told = {"left": self.share.budget.left, "limit": self.share.budget.limit}
+        if not self.share.fits(1, 1):
+            raise DubitoError(
+                f"one input takes {self.share.need(1, 1):,.0f} bytes, and {told['left']:,} are left of the "
+                f"{told['limit']:,} that the setting memory_bytes allows: raise it, or serve fewer models."
+            )
+        if dropped := [rows for rows in self.buckets if rows not in kept]:
+            log.warning("batches that do not fit the memory go in parts", extra={"batches": dropped, **told})
+        self.buckets = kept
+
+    def _weigh(self, rows: int) -> None:
+        """What a pass takes, as it is planned now, where there is a bound."""
+        if not self.share.limited:
+            return
+        job = self._job(torch.from_numpy(self._zeros(rows)), 0, None, TRIED)
+        job = replace(job, fits=None, captured=nothing_captured)  # in one go, and seen by the allocator
+
+        def run() -> None:
+            with evaluating(job.network), torch.inference_mode():
+                if self.model.factors.random:
+                    job.outputs(job.draws(0, TRIED, rows))
+                else:
+                    job.outputs(Draws(1, None, 0))
+
+        try:
+            self.share.measured(rows, peak_of(run, self.model.device))
+        except torch.OutOfMemoryError:
+            self.share.measured(rows, self.share.budget.left + 1)
 
     def _group(self, ask: Ask, i: int) -> object:
         """Requests with the same key may share passes. One with a seed is alone: its answer is the same to the bit
@@ -180,6 +235,7 @@ class Engine:
         first, model = asks[0], self.model
         samples = max(1, model.factors.members) if first.samples == "auto" else first.samples
         same: dict[str, Any] = {"temperature": model.temperature, "buckets": self.buckets, "watch": watch}
+        same["fits"] = self._fits
         if first.closed:
             found = predict_closed(model.network, model.factors, x, **same)
         else:
@@ -219,12 +275,30 @@ class Engine:
     def _job(
         self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1, stock: Stock | None = None
     ) -> Job:
-        model, plan = self.model, self.plans.at
+        model, plan, T, buckets = self.model, self.plans.at, self.model.temperature, self.buckets
         captured = None if self.programs is None else self.programs.at
-        T, buckets = model.temperature, self.buckets
-        return Job.of(
-            model.network, model.factors, x, seed, plan, None, T, buckets, watch, most, stock, captured, finite=True
+        job = Job.of(
+            model.network,
+            model.factors,
+            x,
+            seed,
+            plan,
+            None,
+            T,
+            buckets,
+            watch,
+            most,
+            stock,
+            captured,
+            finite=True,
+            fits=self._fits,
         )
+        self.draws = max(self.draws, min(most, job.samples_at_once(len(x))))
+        return job
+
+    @property
+    def _fits(self) -> Fits | None:
+        return self.share.fits if self.share.limited else None
 
 
 def _not_finite(x: NDArray[np.float32]) -> int | None:

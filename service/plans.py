@@ -41,6 +41,7 @@ class Plans:
     def __init__(self, usual: Plan, memory: "Memory", seconds: float) -> None:
         """Measuring takes about so many seconds in all; what is not measured is done the usual way."""
         self.usual, self.memory, self.left = usual, memory, seconds
+        self.bytes = 0  # that plans keep on the device, beside the factors
         self.known: dict[tuple[int, int], Plan] = {}
         self._at = lru_cache(maxsize=4096)(self._nearest)
 
@@ -110,7 +111,10 @@ class Plans:
         began, times = time.perf_counter(), dict[How, float]()
         for way in ways:
             limit = HOPELESS * min(times.values(), default=math.inf)
-            times[way] = _seconds(partial(compute, way), x.device, limit)
+            try:
+                times[way] = _seconds(partial(compute, way), x.device, limit)
+            except torch.OutOfMemoryError:  # another way may need less
+                times[way] = math.inf
         self.left -= time.perf_counter() - began
         best = min(times, key=times.__getitem__)
         self.memory.ways[case] = best

@@ -16,9 +16,10 @@ from dubito.models.errors import ArtifactError, DubitoError, InputError
 from dubito.models.manifest import Input
 from dubito.models.model import Model
 from dubito.models.report import report
-from dubito.models.resident import reside
-from dubito.service.bank import Bank
+from dubito.models.resident import bytes_of, reside
+from dubito.service.bank import Bank, bytes_of_sample
 from dubito.service.batcher import Batcher
+from dubito.service.budget import Budget
 from dubito.service.engine import Engine
 from dubito.service.metrics import Metrics, Series, model_bytes
 from dubito.service.oip import DRAWS
@@ -145,6 +146,7 @@ class Repository:
         self.failed: set[tuple[str, str]] = set()  # versions that could not be loaded; the log says why
         self.changing = asyncio.Lock()
         self.turn = threading.Lock()  # whose turn it is on the device
+        self.budget = Budget.of(settings.memory_bytes, device)
 
     @property
     def ready(self) -> bool:
@@ -216,23 +218,49 @@ class Repository:
         known = report(model.manifest, model.network, source.path.stat().st_size)
         model = reside(model, self.device, self.dtype)
         memory = Memory(plan_file() if self.settings.plan_seconds else None, self.device)
-        engine = Engine(model, self.settings.buckets, memory, self.settings.plan_seconds)
+        share = self.budget.share()
+        engine = Engine(model, self.settings.buckets, memory, self.settings.plan_seconds, share=share)
         try:
+            self._enter(engine)
+            banked = self._reserve_bank(engine)
             engine.warm(self.settings.samples, self.turn)
-            engine.bank = self._bank(model)
+            if banked:
+                engine.bank = Bank(model, *banked, self.settings.bank_seconds)
+                share.kinds["bank"] = lambda: 0 if engine.bank is None else engine.bank.bytes
         except DubitoError:
+            self.budget.release(share)
             raise
         except Exception as error:
+            self.budget.release(share)
             log.exception("the model fails on zeros")
             raise ArtifactError(f"{source.path} fails on an input of zeros: {type(error).__name__}.") from error
         return engine, declared, known
 
-    def _bank(self, model: Model) -> Bank | None:
-        """None where draws are made anew, or there are none to be made ahead."""
-        settings = self.settings
-        if settings.sample_mode == "fresh" or model.factors.normals == 0 or model.factors.subnetwork is not None:
+    def _enter(self, engine: Engine) -> None:
+        """What the model takes of the device's memory, by kind."""
+        share, model = engine.share, engine.model
+        resident, share.sample = bytes_of([model.network, model.factors]), bytes_of_sample(model)
+        share.kinds["resident"] = lambda: resident
+        share.kinds["draws"] = lambda: engine.draws * share.sample
+        share.kinds["plans"] = lambda: engine.plans.bytes
+        if share.limited and self.budget.left < 0:
+            raise DubitoError(
+                f"the model takes {resident:,} bytes, {-self.budget.left:,} more than are left of the "
+                f"{self.budget.limit:,} that the setting memory_bytes allows: raise it, or serve fewer models."
+            )
+
+    def _reserve_bank(self, engine: Engine) -> tuple[int, int] | None:
+        """Sets and samples; None where draws are made anew, or there are none to be made ahead, or no room for them."""
+        settings, factors, share = self.settings, engine.model.factors, engine.share
+        if settings.sample_mode == "fresh" or factors.normals == 0 or factors.subnetwork is not None:
             return None
-        return Bank(model, settings.bank_sets, settings.bank_samples, settings.bank_seconds)
+        sets, samples = settings.bank_sets, settings.bank_samples
+        size = sets * samples * (share.sample - 4 * factors.normals)  # the normals are not kept
+        if share.limited and size > self.budget.left // 2:  # passes need some, too
+            log.warning("the bank does not fit the memory: draws are made anew", extra={"bytes": size})
+            return None
+        share.kinds["bank"] = lambda: size
+        return sets, samples
 
     async def unload(self, name: str) -> None:
         async with self.changing:
@@ -248,6 +276,7 @@ class Repository:
         await old.batcher.close()
         if old.engine.bank is not None:
             old.engine.bank.close()
+        self.budget.release(old.engine.share)
         log.info("model retired", extra={"model": old.name, "version": old.version})
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -39,6 +39,15 @@ class Settings(BaseSettings):
         Field(description="Type of activations; auto: bfloat16 on a GPU that has it natively, else float32."),
     ] = "auto"
 
+    memory_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Most memory of models, draws and passes; what needs more goes in parts. "
+            "0: 80 % of a GPU's, no bound on a CPU.",
+        ),
+    ] = 0
+
     samples: Annotated[int, Field(ge=0, description="Posterior draws K of a request that does not say.")] = 20
     max_samples: Annotated[PositiveInt, Field(description="Most draws that a request may ask for.")] = 1024
     max_requests: Annotated[PositiveInt, Field(description="Predictions under way at once; more get 429.")] = 2048

@@ -13,9 +13,12 @@ from dubito.models.embedded import embedded
 from dubito.models.inducing import InducingFactors
 from dubito.models.manifest import Card, Manifest, Regression
 from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork
+from dubito.models.network import BayesianNetwork, Draws
+from dubito.models.posterior import Factored
 from dubito.models.resident import bytes_of, reside
+from dubito.models.together import gather
 from dubito.models.uncertainty import Classified
+from dubito.service.fusion import fuse
 
 CPU = torch.device("cpu")
 METHODS: dict[str, dict[str, Any]] = {
@@ -103,6 +106,9 @@ def test_a_resnet50_takes_less_than_a_third_of_the_plain_network(resnet50: Model
     print(f"{dtype}: {ours / 1e6:.2f} MB, {ours / one:.3f} of one deterministic network")
     assert ours <= 0.30 * one
     assert ours == bytes_of([kept.network, kept.factors])
+    with_units = storages(kept.network, gather(kept.factors), fuse(kept.network.net, CPU))  # as a GPU has it
+    print(f"{with_units / one:.3f} with layers side by side and as units")
+    assert with_units <= 0.30 * one
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -143,6 +149,33 @@ def test_the_projection_of_columns_is_stored_once_and_in_the_type_of_activations
         assert f.B.shape[1] == f.matheron.B_c.shape[1] + R
         assert f.matheron.B_c._base is f.B or f.matheron.B_c._base is f.B._base
         assert f.B.T.is_contiguous()  # filter after filter
+
+
+@pytest.mark.parametrize("lam_max", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_drawn_together_are_each_drawn_alone(lam_max: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Conv2d(c, d, 3) for c, d in ((3, 8), (8, 8), (8, 12), (12, 8))))
+    network = bayesianize(net, "ffg-u", inducing=6, noise="factored", lam_max=lam_max)
+    with torch.no_grad():
+        for p in network.parameters():
+            p.normal_()
+    alone = reside(model_of(network), CPU, dtype).factors
+    together = gather(alone)
+    assert sum(len(group.names) for group in together.groups) == 4
+    assert bytes_of(together) <= 1.1 * bytes_of(alone)
+    noise = torch.randn(5, alone.normals)
+    draws = Draws(5, noise, 0)
+    for name, layer in network.layers.items():
+        a, b = (network.arrange(f, draws, {}).operands[f.structure.layers[name]]() for f in (alone, together))
+        assert isinstance(a, Factored)
+        assert isinstance(b, Factored)
+        rough = 1e-4 if dtype == torch.float32 else 0.02 * float(a.G.abs().max())
+        torch.testing.assert_close(b.G.float(), a.G.float(), rtol=1e-3, atol=rough)
+        assert (a.e is None) == (b.e is None)
+        if a.e is not None and b.e is not None:
+            torch.testing.assert_close(b.e.float(), a.e.float(), rtol=1e-2, atol=1e-4)
+        assert layer.geometry.shape[0] == a.G.shape[1]
 
 
 def test_a_network_without_a_parameter_left_runs_all_the_same() -> None:

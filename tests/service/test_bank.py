@@ -1,5 +1,6 @@
 """Draws made ahead: their seeds give them again, they are replaced in time, and who names a seed gets that one."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from dubito.models import bayesianize, build, load
 from dubito.models.embedded import embedded
 from dubito.models.manifest import Manifest
 from dubito.models.model import Model
-from dubito.service.bank import Bank
+from dubito.service.bank import Bank, bytes_of_draws, drawn
 from dubito.service.engine import Answered, Ask, Engine
 
 X = np.random.default_rng(0).normal(size=(3, 1, 8, 8)).astype(np.float32)
@@ -122,3 +123,5 @@ def test_a_server_with_a_bank(serve: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose(mine, theirs, atol=1e-5)
     told = httpx.get(f"{server.url}/metrics").text
     assert 'dubito_model_bytes{kind="bank",model="digits"}' in told
+    sizes = dict(re.findall(r'dubito_device_memory_bytes{kind="(\w+)"} (\S+)', told))
+    assert float(sizes["bank"]) == 2 * 8 * bytes_of_draws(drawn(load(embedded()), 1, 0))

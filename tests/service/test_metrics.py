@@ -78,6 +78,10 @@ def test_sizes_are_those_of_the_model(server: Fixture) -> None:
     factors = value(found, "dubito_factor_cache_bytes", model="digits")
     assert value(found, "dubito_model_bytes", model="digits", kind="resident") == folded + factors
     assert factors > 0
+    memory = {kind: value(found, "dubito_device_memory_bytes", kind=kind) for kind in ("resident", "draws", "bank")}
+    assert memory["resident"] == folded + factors
+    assert memory["draws"] >= 20 * 4 * model.factors.normals  # of the largest pass: all buckets were warmed
+    assert memory["bank"] == 0
     assert value(found, "dubito_queue_depth", model="digits") == 0
     assert value(found, "dubito_device_memory_bytes", kind="total") > value(
         found, "dubito_device_memory_bytes", kind="used"
