@@ -79,6 +79,7 @@ class Conv:
     groups: int
     bias: bool
     padding_mode: str = "zeros"
+    taps_first: bool = False  # W's columns run tap by tap, the channels of each together, as memory channels last does
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -127,13 +128,14 @@ class Conv:
         return (F.dropout1d, F.dropout2d, F.dropout3d)[self.dims - 1](x, rate)
 
     def columns(self, x: Tensor) -> Tensor:
-        """Every patch, channels first within it as in W: (n, c, ...) -> (n, ..., groups, c/groups · kernel)."""
+        """Every patch, its numbers in the order of W's: (n, c, ...) -> (n, ..., groups, c/groups · kernel)."""
         x = F.pad(x, self._sides()) if self.padding_mode == "zeros" else self._pad(x)
         for axis, (k, d, s) in enumerate(zip(self.kernel, self.dilation, self.stride, strict=True), 2):
             x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]  # (n, c, *places, *taps so far)
         x = x.unflatten(1, (self.groups, -1))
-        places = range(3, 3 + self.dims)
-        return x.permute(0, *places, 1, 2, *range(3 + self.dims, 3 + 2 * self.dims)).flatten(-1 - self.dims)
+        places, taps = range(3, 3 + self.dims), range(3 + self.dims, 3 + 2 * self.dims)
+        within = (*taps, 2) if self.taps_first else (2, *taps)
+        return x.permute(0, *places, 1, *within).flatten(-1 - self.dims)
 
     def patches(self, x: Tensor) -> Tensor:
         """Every patch the matrix meets, the bias's 1 included: (n, d_in)."""
@@ -142,6 +144,8 @@ class Conv:
 
     def _kernel(self, W: Tensor) -> tuple[Tensor, Tensor | None]:
         weight, bias = _apart(W) if self.bias else (W, None)
+        if self.taps_first:
+            return weight.reshape(len(W), *self.kernel, self.inputs // self.groups).movedim(-1, 1), bias
         return weight.reshape(len(W), self.inputs // self.groups, *self.kernel), bias
 
     def _pad(self, x: Tensor) -> Tensor:

@@ -79,6 +79,11 @@ class InducingFactors(WithV):
     def _each(self, change: Callable[[Tensor], Tensor], seen: dict[Tensor, Tensor] | None = None) -> "InducingFactors":
         return super()._each(change, seen)._joined()
 
+    def reordered(self, channels: int) -> "InducingFactors":
+        """Inputs that ran channel by channel run tap by tap: one permutation of the rows of B."""
+        B = self.B.T.unflatten(1, (channels, -1)).transpose(1, 2).flatten(1).T
+        return replace(self, B=B)._joined()
+
     def _joined(self) -> "InducingFactors":
         return replace(self, matheron=replace(self.matheron, B_c=self.B[:, : len(self.matheron.q)]))
 

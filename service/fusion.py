@@ -31,6 +31,7 @@ class Unit(nn.Module):
     def __init__(self, layer: BayesianLayer, norm: ScaleShift | None, relu: bool) -> None:
         super().__init__()
         self.layer, self.norm, self.relu = layer, norm, relu
+        self.geometry = layer.geometry
         if norm is not None:  # in float32, for kernels that sum in it
             scale, shift = norm.scale.detach().float(), norm.shift.detach().float()
         else:
@@ -48,7 +49,7 @@ class Unit(nn.Module):
     ) -> Tensor:
         if how in ("fused", "parted", "grouped"):
             return self._by_kernel(x, residual, operand, K, how)
-        out = apply(self.layer.geometry, x, operand, K, how, channels_last)
+        out = apply(self.geometry, x, operand, K, how, channels_last)
         if self.norm is not None:
             out = self.norm(out)
         if residual is not None:
@@ -58,31 +59,18 @@ class Unit(nn.Module):
     def _by_kernel(self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, how: How) -> Tensor:
         from dubito.service import kernels
 
-        geometry = self.layer.geometry
+        geometry = self.geometry
         after = kernels.After(self.scale, self.shift, residual, 0.0 if self.relu else -math.inf)
         assert isinstance(geometry, Conv)
         match operand:
             case Factored(B, G, e) if how != "grouped":
                 run = kernels.factored if how == "fused" else kernels.parted
-                e = None if e is None else e.to(x.dtype)
-                return run(geometry, x, self._filters(B, x.dtype), G.to(x.dtype), e, after)
+                return run(geometry, x, B, G.to(x.dtype), None if e is None else e.to(x.dtype), after)
             case Factored(B, G, None):
-                W = self._filters(B, x.dtype)[: len(B), : B.shape[1]] @ G.mT.to(x.dtype)
-                return kernels.dense(geometry, x, W, after)
+                return kernels.dense(geometry, x, B @ G.mT.to(x.dtype), after)
             case Dense(W):
                 return kernels.dense(geometry, x, kernels.tap_by_tap(geometry, W.mT.to(x.dtype)), after)
         raise AssertionError(f"{how} of {type(operand).__name__}")
-
-    def _filters(self, B: Tensor, dtype: torch.dtype) -> Tensor:
-        """B as the kernels read it, made once."""
-        from dubito.service import kernels
-
-        name = f"filters_{B.shape[1]}"  # the mean may do with fewer
-        if not hasattr(self, name):
-            made = kernels.filters(self.layer.geometry, B.to(dtype))  # type: ignore[arg-type]
-            self.register_buffer(name, made, persistent=False)
-        kept: Tensor = getattr(self, name)
-        return kept
 
 
 class _Tracer(fx.Tracer):

@@ -9,16 +9,16 @@ run side by side, for few rows (`parted`). Sums are in float32.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dubito.models.geometry import Conv
 
-LEAST, WIDEST = 16, 64  # sides of a product on chip
+LEAST = 16  # of any side of a product on chip
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _spread(
 
 @triton.jit
 def _project(
-    x, P, picture, top, left, live, start, end, H, W, C,
+    x, B, b_i, b_r, r, picture, top, left, live, start, end, H, W, C,
     side: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
@@ -95,10 +95,11 @@ def _project(
     for k in range(start, end, BK):
         one = k + tl.arange(0, BK)
         a = _taps(x, picture, top, left, live, k, H, W, C, side, WHOLE, BK)
-        p = tl.load(P + one[:, None] * (R + R2) + at[None, :])
+        here = (one < side * side * C)[:, None]
+        p = tl.load(B + one[:, None] * b_i + at[None, :] * b_r, mask=here & (at < r)[None, :], other=0.0)
         c = tl.dot(a, p, c, input_precision="ieee")
         if R2 > 0:
-            p2 = tl.load(P + one[:, None] * (R + R2) + at2[None, :])
+            p2 = tl.load(B + one[:, None] * b_i + at2[None, :] * b_r, mask=here & (at2 < r)[None, :], other=0.0)
             c2 = tl.dot(a, p2, c2, input_precision="ieee")
         if NOISE:
             wide = a.to(tl.float32)
@@ -116,8 +117,9 @@ def _beyond(energy, c, c2, R2: tl.constexpr):
 
 @triton.jit(do_not_specialize=["floor", "rows", "H", "W", "Ho", "Wo", "stride", "padding", "width"])
 def _factored_kernel(
-    x, P, G, e, y, residual, scale, shift, floor, rows, H, W, C, Ho, Wo, d_out, r, stride, padding, g_k, g_r, g_o,
-    width, side: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, B, G, e, y, residual, scale, shift, floor, rows, H, W, C, Ho, Wo, d_out, r, stride, padding,
+    b_i, b_r, g_k, g_r, g_o, width,
+    side: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(2).to(tl.int64)
@@ -128,7 +130,7 @@ def _factored_kernel(
     y += k * rows * d_out
     residual += k * rows * d_out
     c, c2, energy = _project(
-        x, P, picture, top, left, live, 0, side * side * C, H, W, C, side, WHOLE, BM, BK, R, R2, NOISE
+        x, B, b_i, b_r, r, picture, top, left, live, 0, side * side * C, H, W, C, side, WHOLE, BM, BK, R, R2, NOISE
     )
     beyond = _beyond(energy, c, c2, R2) if NOISE else energy
     first = tl.program_id(1) * width
@@ -141,7 +143,7 @@ def _factored_kernel(
 
 @triton.jit(do_not_specialize=["rows", "H", "W", "Ho", "Wo", "stride", "padding", "share"])
 def _project_kernel(
-    x, P, c_out, energy_out, rows, H, W, C, Ho, Wo, stride, padding, share,
+    x, B, c_out, energy_out, rows, H, W, C, Ho, Wo, r, stride, padding, b_i, b_r, share,
     side: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +152,9 @@ def _project_kernel(
     picture, top, left = _place(row, Ho, Wo, stride, padding)
     start = tl.program_id(1) * share
     end = tl.minimum(start + share, side * side * C)
-    c, c2, energy = _project(x, P, picture, top, left, live, start, end, H, W, C, side, WHOLE, BM, BK, R, R2, NOISE)
+    c, c2, energy = _project(
+        x, B, b_i, b_r, r, picture, top, left, live, start, end, H, W, C, side, WHOLE, BM, BK, R, R2, NOISE
+    )
     at = (tl.program_id(1).to(tl.int64) * rows + row) * (R + R2)
     tl.store(c_out + at[:, None] + tl.arange(0, R)[None, :], c, mask=live[:, None])
     if R2 > 0:
@@ -225,7 +229,7 @@ class After:
     floor: float  # 0 for a ReLU, −∞ for none
 
 
-def suits(geometry: object) -> bool:
+def suits(geometry: object) -> TypeGuard[Conv]:
     """Square kernels over zeros on both sides: what these kernels know."""
     if not isinstance(geometry, Conv) or geometry.dims != 2 or geometry.groups != 1 or geometry.bias:
         return False
@@ -239,12 +243,6 @@ def tap_by_tap(geometry: Conv, B: Tensor) -> Tensor:
     taps = geometry.kernel[0] ** 2
     found: Tensor = B.unflatten(-2, (geometry.inputs, taps)).transpose(-3, -2).flatten(-3, -2).contiguous()
     return found
-
-
-def filters(geometry: Conv, B: Tensor) -> Tensor:
-    """B (d_in, r) as the kernels want it: tap by tap, zeros up to whole tiles."""
-    d_in, r = B.shape
-    return F.pad(tap_by_tap(geometry, B), (0, sum(_runs(r)) - r, 0, -d_in % WIDEST))
 
 
 @dataclass(frozen=True)
@@ -298,9 +296,9 @@ def _in_rows(rows: int) -> int:
 
 
 def factored(
-    geometry: Conv, x: Tensor, P: Tensor, G: Tensor, e: Tensor | None, after: After, BM=0, BN=64, warps=0, stages=3
+    geometry: Conv, x: Tensor, B: Tensor, G: Tensor, e: Tensor | None, after: After, BM=0, BN=64, warps=0, stages=3
 ) -> Tensor:
-    """P from `filters`, G (K, d_out, r), e (K, d_out): one kernel, Bᵀ(patch) on chip."""
+    """B (d_in, r) tap by tap, G (K, d_out, r), e (K, d_out): one kernel, Bᵀ(patch) on chip."""
     x, s = _lies(x), _Shape.of(geometry, x)
     K, d_out, r = G.shape
     rows, (R, R2), (BK, whole) = s.rows // K, _runs(r), s.tile()
@@ -312,15 +310,16 @@ def factored(
     grid = (triton.cdiv(rows, BM), triton.cdiv(d_out, width), K)
     with torch.cuda.device_of(x):
         _factored_kernel[grid](
-            x, P, G, G if e is None else e, y, residual, after.scale, after.shift, after.floor,
-            rows, s.H, s.W, s.C, s.Ho, s.Wo, d_out, r, s.stride, s.padding, G.stride(0), G.stride(2), G.stride(1),
-            width, s.side, whole, BM, BN, BK, R, R2, e is not None, after.residual is not None,
+            x, B, G, G if e is None else e, y, residual, after.scale, after.shift, after.floor,
+            rows, s.H, s.W, s.C, s.Ho, s.Wo, d_out, r, s.stride, s.padding, *B.stride(),
+            G.stride(0), G.stride(2), G.stride(1), width,
+            s.side, whole, BM, BN, BK, R, R2, e is not None, after.residual is not None,
             num_warps=warps or (8 if BM == 128 else 4), num_stages=stages,
         )  # fmt: skip
     return y
 
 
-def parted(geometry: Conv, x: Tensor, P: Tensor, G: Tensor, e: Tensor | None, after: After) -> Tensor:
+def parted(geometry: Conv, x: Tensor, B: Tensor, G: Tensor, e: Tensor | None, after: After) -> Tensor:
     """The same by two kernels: patches in parts that run side by side, then each sample's matrix."""
     x, s = _lies(x), _Shape.of(geometry, x)
     K, d_out, r = G.shape
@@ -339,7 +338,7 @@ def parted(geometry: Conv, x: Tensor, P: Tensor, G: Tensor, e: Tensor | None, af
     width = 64 if triton.cdiv(rows, BM_mix) * K * triton.cdiv(d_out, 64) <= 8 * 132 else 256
     with torch.cuda.device_of(x):
         _project_kernel[tiles, splits](
-            x, P, c, energy, s.rows, s.H, s.W, s.C, s.Ho, s.Wo, s.stride, s.padding, share,
+            x, B, c, energy, s.rows, s.H, s.W, s.C, s.Ho, s.Wo, r, s.stride, s.padding, *B.stride(), share,
             s.side, whole, BM, BK, R, R2, e is not None, num_warps=4, num_stages=4,
         )  # fmt: skip
         _mix_kernel[triton.cdiv(rows, BM_mix), triton.cdiv(d_out, width), K](

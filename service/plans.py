@@ -93,7 +93,7 @@ class Plans:
         """None where there is nothing to choose, or no time is left to measure."""
         x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
         if isinstance(unit, Unit):
-            geometry, follows = unit.layer.geometry, (unit.norm is not None, residual is not None, unit.relu)
+            geometry, follows = unit.geometry, (unit.norm is not None, residual is not None, unit.relu)
             ways = ways_of(geometry, operand, K) + kernel_ways(geometry, operand, x)
             compute: Callable[[How], Tensor] = partial(_of_unit, unit, x, residual, operand, K, channels_last)
         else:
@@ -147,10 +147,8 @@ def kernel_ways(geometry: Geometry, operand: Operand, x: Tensor) -> tuple[How, .
     if not suits(geometry):
         return ()
     match operand:
-        case Factored(_, _, None):
-            return ("fused", "parted", "grouped")
-        case Factored():
-            return ("fused", "parted")
+        case Factored(_, _, e) if geometry.taps_first:
+            return ("fused", "parted", "grouped") if e is None else ("fused", "parted")
         case Dense(W) if len(W) > 1:
             return ("grouped",)
     return ()

@@ -2,11 +2,14 @@
 
 import logging
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dubito.models.geometry import Conv
+from dubito.models.inducing import InducingFactors
 from dubito.models.layers import FoldError
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
@@ -14,7 +17,7 @@ from dubito.models.normals import counted
 from dubito.models.plan import Plan
 from dubito.models.prediction import Job, evaluating
 from dubito.models.together import gather
-from dubito.service.fusion import fuse
+from dubito.service.fusion import Unit, fuse
 
 log = logging.getLogger("dubito")
 WARM = 2  # runs before a capture: kernels are compiled, workspaces taken
@@ -26,7 +29,21 @@ def for_gpu(model: Model) -> Model:
         return model
     with evaluating(model.network):
         form = fuse(model.network.net, model.device)
-    return replace(model, made=replace(gather(model.factors), form=form))
+    return replace(model, made=gather(tap_by_tap(model.factors, form)))
+
+
+def tap_by_tap(factors: NetworkFactors, form: nn.Module) -> NetworkFactors:
+    """For a network in this form: B's of convolutions lie as pictures do, channels last, where W is not drawn."""
+    layers = dict(factors.layers)
+    for unit in form.modules():
+        if not isinstance(unit, Unit) or not isinstance(unit.geometry, Conv) or unit.geometry.bias:
+            continue
+        name, channels = factors.structure.names[unit.layer], unit.geometry.inputs // unit.geometry.groups
+        f = factors.layers[name]
+        if isinstance(f, InducingFactors) and (f.lam == 0 or f.noise == "factored"):
+            unit.geometry = replace(unit.geometry, taps_first=True)
+            layers[name] = f.reordered(channels)
+    return replace(factors, layers=MappingProxyType(layers), form=form)
 
 
 class Program:

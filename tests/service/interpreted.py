@@ -10,7 +10,7 @@ from torch import Tensor
 from dubito.models.geometry import Conv, apply
 from dubito.models.normals_kernel import BLOCK, fill
 from dubito.models.posterior import Dense, Factored
-from dubito.service.kernels import After, dense, factored, filters, parted, suits, tap_by_tap
+from dubito.service.kernels import After, dense, factored, parted, suits, tap_by_tap
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # numpy has no bfloat16
@@ -45,9 +45,10 @@ def check_convolution(
     }
     residual = torch.randn(expected["dense"].shape, device=DEVICE).to(dtype) if add else None
     after = After(scale, shift, residual, 0.0 if relu else -math.inf)
-    P, W = filters(geometry, basis), tap_by_tap(geometry, (G @ basis.T).mT)
+    W = tap_by_tap(geometry, (G @ basis.T).mT)
+    B_ = tap_by_tap(geometry, basis).T.contiguous().T  # one filter after the other, as factors have them
     found = {
-        "factored": [k(geometry, x, P, G, e, after) for k in (factored, parted)],
+        "factored": [k(geometry, x, B_, G, e, after) for k in (factored, parted)],
         "dense": [dense(geometry, x, W, after)],
     }
     for name, y in expected.items():

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from dubito.models import bayesianize, build
 from dubito.models.directions import set_directions
+from dubito.models.geometry import How
 from dubito.models.inducing import Inducing
 from dubito.models.network import BayesianNetwork, Draws
 from dubito.models.plan import cheapest
 from dubito.models.resident import bytes_of
 from dubito.models.together import gather
 from dubito.service.fusion import Unit, fuse
+from dubito.service.programs import tap_by_tap
 
 CPU = torch.device("cpu")
 
@@ -122,24 +124,43 @@ def test_a_network_that_cannot_be_followed_stays_as_it_is() -> None:
     assert fuse(net, CPU) is net
 
 
-@pytest.mark.parametrize("lam_max", [0.0, 0.3])
-def test_layers_drawn_together_are_what_they_are_alone(lam_max: float) -> None:
+def drawing(lam_max: float) -> BayesianNetwork:
+    """Layers of every size, with λ halfway to its cap and further directions where there is noise."""
     torch.manual_seed(0)
     network = bayesianize(spoiled(residual()), "ffg-u", inducing=4, lam_max=lam_max, noise="factored")
-    x = torch.randn(2, 3, 12, 12)
     if lam_max:
         for layer in network.layers.values():
             assert isinstance(layer.posterior, Inducing)
             assert layer.posterior.lam is not None
-            nn.init.zeros_(layer.posterior.lam.raw)  # halfway to its cap
-        set_directions(network, x, 3)
-    factors = network.eval().factors()
+            nn.init.zeros_(layer.posterior.lam.raw)
+        set_directions(network, torch.randn(2, 3, 12, 12), 3)
+    return network.eval()
+
+
+@pytest.mark.parametrize("lam_max", [0.0, 0.3])
+def test_layers_drawn_together_are_what_they_are_alone(lam_max: float) -> None:
+    network, x = drawing(lam_max), torch.randn(2, 3, 12, 12)
+    factors = network.factors()
     together = gather(factors)
     assert sum(len(group.names) for group in together.groups) == 8
     assert {group.beyond for group in together.groups} == {lam_max > 0}  # type: ignore[attr-defined]
     own = (together.layers, together.groups)
     assert bytes_of(own) < 1.1 * bytes_of(factors.layers)  # the group's matrices are the layers' own
-    expected = answers(network, x)
     torch.testing.assert_close(
-        answers(network, x, layers=together.layers, groups=together.groups), expected, rtol=1e-4, atol=1e-5
+        answers(network, x, layers=together.layers, groups=together.groups), answers(network, x), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("how", ["loop", "batch", "unfold", "factored"])
+@pytest.mark.parametrize("lam_max", [0.0, 0.3])
+def test_filters_that_lie_channels_last(lam_max: float, how: How) -> None:
+    """As a GPU keeps them: the same answers whichever way they are used, and no second copy."""
+    network, x = drawing(lam_max), torch.randn(2, 3, 12, 12)
+    factors = network.factors()
+    found = tap_by_tap(factors, fuse(network.net, CPU))
+    assert bytes_of(found.layers) == bytes_of(factors.layers)
+    draws = Draws(3, torch.randn(3, factors.normals), 0)
+    plan = dict.fromkeys(factors.layers, how)
+    with torch.inference_mode():
+        expected = network.run(x, factors, draws, plan)
+        torch.testing.assert_close(network.run(x, found, draws, plan), expected, rtol=1e-4, atol=1e-5)
