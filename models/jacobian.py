@@ -270,7 +270,8 @@ def _dense(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
 def _by_place(plane: Tensor, G: int) -> Tensor:
     """(b·G, P, channels/G), copied into this order: small products of transposed views take far longer."""
     places = plane.movedim(1, -1).flatten(1, -2)
-    return places.unflatten(-1, (G, -1)).transpose(1, 2).flatten(0, 1).contiguous()
+    by_group: Tensor = places.unflatten(-1, (G, -1)).transpose(1, 2)
+    return by_group.flatten(0, 1).contiguous()
 
 
 def _gathered(layer: nn.Module, x: Tensor, g: Tensor, local: Tensor) -> Tensor:
