@@ -136,7 +136,7 @@ def inspect(file: Artifact, as_json: AsJson = False) -> None:
 
     manifest, tensors = examine(file)
     network = None if manifest.architecture.name == "custom" else rebuild(file, manifest, tensors).network
-    found = report(manifest, network, file.stat().st_size)
+    found = report(manifest, network, file.stat().st_size, tensors)
     if as_json:
         print(json.dumps(found))
     else:

@@ -1,9 +1,10 @@
 """What `dubito inspect` tells about an artifact."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dubito.models.architectures import build
 from dubito.models.inducing import Inducing
@@ -33,8 +34,13 @@ SELECTED = {
 }
 
 
-def report(manifest: Manifest, network: BayesianNetwork | None, size: int) -> dict[str, Any]:
-    """`network` is None for an artifact of a network that has no name here: what its manifest says must do."""
+def report(
+    manifest: Manifest, network: BayesianNetwork | None, size: int, stored: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """`network` is None for an artifact of a network that has no name here: what its manifest says must do.
+
+    With the tensors as they are stored, each layer has its bytes beside those of the plain layer in float32.
+    """
     deterministic = None
     if network is not None:
         with torch.device("meta"):
@@ -50,10 +56,13 @@ def report(manifest: Manifest, network: BayesianNetwork | None, size: int) -> di
             layer = network.layers[name]
             row["d_out"], row["d_in"] = layer.geometry.shape
             row["parameters"] = count(layer)
+            row["deterministic_bytes"] = 4 * row["d_out"] * row["d_in"]
             if isinstance(layer.posterior, Inducing):
                 row["lambda"] = layer.posterior.scale()
             if isinstance(layer.posterior, Whvi):
                 row["blocks"] = layer.posterior.grid.rows * layer.posterior.grid.columns
+        if stored is not None:
+            row["bytes"] = sum(t.nbytes for key, t in stored.items() if key.startswith(f"net.{name}."))
         layers.append(row)
     above = manifest.hierarchy
     members = [e.members or 0 for e in manifest.layers.values() if e.kind != "dropout"]
@@ -151,7 +160,7 @@ def _say_subnetwork(say: Callable[[str], None], chosen: dict[str, Any], calibrat
 
 
 def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]]) -> None:
-    for name in ("layer", "method", "W", "V or g", "λ", "noise", "parameters"):
+    for name in ("layer", "method", "W", "V or g", "λ", "noise", "parameters", "bytes"):
         table.add_column(name, no_wrap=name == "layer")
     for row in layers:
         V = f"{row['M_out']} × {row['M_in']}" if "M_out" in row else ""
@@ -162,5 +171,8 @@ def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]]) -> None
         lam = f"{row['lambda']:.2g}" if "lambda" in row else ""
         shape = f"{row['d_out']} × {row['d_in']}" if "d_out" in row else ""
         parameters = f"{row['parameters']:,}" if "parameters" in row else ""
-        table.add_row(clean(row["name"]), row["method"], shape, V, lam, noise, parameters)
+        size = f"{row['bytes']:,}" if "bytes" in row else ""
+        if size and "deterministic_bytes" in row:
+            size += f" ({row['bytes'] / row['deterministic_bytes']:.1%})"
+        table.add_row(clean(row["name"]), row["method"], shape, V, lam, noise, parameters, size)
     console.print(table)

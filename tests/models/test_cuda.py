@@ -108,7 +108,7 @@ def test_the_transforms_kernel_is_its_twin(D: int, dtype: torch.dtype) -> None:
     tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     assert found.dtype == dtype
     assert (found.double() - twin).abs().max() <= tolerance * twin.abs().max()
-    if D >= 256:  # smaller ones go by a product
+    if D >= 64:  # smaller ones go by a product
         from dubito.models.hadamard_kernel import transform_on_gpu
 
         kernel = transform_on_gpu(x.mT.contiguous().mT)  # not contiguous

@@ -446,7 +446,9 @@ def test_count_and_inspect(tmp_path: Path) -> None:
     about = ("method", "D", "blocks", "covariance", "flows")
     assert [rows["7"][key] for key in about] == ["whvi", 128, 4, "diagonal", 0]
     assert [rows["9"][key] for key in about] == ["whvi", 128, 1, "full", 2]
+    assert (rows["7"]["bytes"], rows["7"]["deterministic_bytes"]) == (4 * rows["7"]["parameters"], 4 * 120 * 401)
     shown = run(app, ["inspect", str(path)], env={"COLUMNS": "160"}).stdout
+    assert f"({rows['7']['bytes'] / rows['7']['deterministic_bytes']:.1%})" in shown
     assert "whvi: Walsh–Hadamard" in shown
     assert "4 × 128" in shown
     assert "full Σ, 2 flows" in shown

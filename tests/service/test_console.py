@@ -19,6 +19,8 @@ from PIL import Image
 
 from dubito.models import load, save
 from dubito.service.security import hash_key
+from tests.service.test_laplace import write as write_laplace
+from tests.service.test_whvi import write as write_mixed
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -282,6 +284,10 @@ def others(serve: Any, make_artifact: Any, tmp_path_factory: pytest.TempPathFact
     root = tmp_path_factory.mktemp("models")
     for kind in ("image", "regression"):
         make_artifact(root / kind / "1" / "model.safetensors", kind=kind)
+    write_mixed(root / "mixed" / "1" / "model.safetensors")
+    laplace = root / "laplace" / "1" / "model.safetensors"
+    laplace.parent.mkdir(parents=True)
+    write_laplace(laplace)
     hostile = make_artifact(root / "hostile" / "1" / "model.safetensors")
     model = load(hostile)
     labels = tuple(f"{HOSTILE}{i}" for i in range(3))
@@ -339,3 +345,17 @@ def test_pictures_in_colour_have_examples_made_for_them(inside: Console) -> None
     assert told["model"] == "image"
     assert inside.text("#label") == told["predictions"][0]["label"]
     assert inside.page.locator("#ink").is_visible()
+
+
+@pytest.mark.parametrize(("name", "methods"), [("mixed", "ffg-u, whvi"), ("laplace", "subnetwork-laplace")])
+def test_models_of_every_kind_are_shown_like_any_other(inside: Console, name: str, methods: str) -> None:
+    inside.page.select_option("#model", name)
+    inside.page.wait_for_function("text => document.querySelector('#about').textContent.includes(text)", arg=methods)
+    told = inside.answer(lambda: inside.page.get_by_role("button", name="random").click())
+    row = told["predictions"][0]
+    assert (told["model"], told["samples"]) == (name, 64)
+    assert inside.text("#label") == row["label"]
+    assert inside.page.locator(".class-row").count() == 3
+    assert row["mutual_information"] > 0
+    assert float(inside.text("#in-weights").split()[0]) == pytest.approx(row["mutual_information"], abs=6e-4)
+    inside.photograph(name)

@@ -276,6 +276,22 @@ def test_a_shipped_recipe_builds_its_network_and_takes_a_step(name: str) -> None
     assert np.isfinite([told[0].loss, told[0].kl]).all()
 
 
+def test_a_residual_network_trains_by_whvi() -> None:
+    recipe = read_recipe("cifar10-whvi", ["fit.batch=2", "fit.likelihood_epochs=0", "fit.warmup_epochs=0"])
+    whole = fake(recipe)
+    few = Examples(whole.train.x[:4], whole.train.y[:4])
+    parts = Parts(few, few, few, few, whole.labels, "")
+    torch.manual_seed(0)
+    declared = input_of(few)
+    network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
+    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+    one = Run(network, few, few, declared, recipe.fit, 0, torch.device("cpu"), augmentation(recipe, few))
+    one.epoch()
+    assert one.step == 2
+    assert np.isfinite([one.log[0].loss, one.log[0].kl, one.log[0].validation_nll]).all()
+    assert [name for name, p in network.named_parameters() if torch.equal(p, before[name])] == []
+
+
 # pruning
 
 
