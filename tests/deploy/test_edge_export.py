@@ -406,6 +406,40 @@ def test_the_noise_is_standard_normal_and_independent(seed: int) -> None:
     assert abs((other * a).mean()) < 5 / math.sqrt(a.size)
 
 
+def test_normals_of_one_word_have_the_moments_of_independent_ones() -> None:
+    """Over all words: sixteen normals are a row of directions times a row of lengths, and each may meet each."""
+    from scipy.stats import norm
+
+    g = Graph()
+    noise = Noise(g, 1, "seed")
+    names = noise._tables()
+    entry = helper.make_tensor_value_info("seed", TensorProto.INT64, [])
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
+    graph = helper.make_graph(g.nodes, "tables", [entry], outputs, g.initializers)
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("dubito", 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10, functions=list(g.functions.values()))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    D, L = (t.astype(np.float64) for t in session.run(None, {"seed": np.array(0, np.int64)}))
+    assert D.shape == L.shape == (4096, 16)
+    # E of a product of normals is that of the directions times that of the lengths
+    a, b = np.triu_indices(16)
+    second = (D.T @ D) * (L.T @ L) / 4096**2
+    np.testing.assert_allclose(second, np.eye(16), atol=1e-5)
+    fourth = ((D[:, a] * D[:, b]).T @ (D[:, a] * D[:, b])) * ((L[:, a] * L[:, b]).T @ (L[:, a] * L[:, b])) / 4096**2
+    same = np.eye(16)
+    expected = same[a, b][:, None] * same[a, b] + same[a][:, a] * same[b][:, b] + same[a][:, b] * same[b][:, a]
+    assert np.abs(fourth - expected).max() < 0.006
+    for odd in (D.mean(0) * L.mean(0), (D[:, a] * D[:, b]).T @ D / 4096):
+        assert np.abs(odd).max() < 1e-6
+    z = np.sort((D[:, 3:4] * L[::16, 3]).ravel())  # one normal, over all directions and every sixteenth length
+    places = np.arange(len(z) + 1) / len(z)
+    cdf = norm.cdf(z)
+    assert max(np.abs(cdf - places[1:]).max(), np.abs(cdf - places[:-1]).max()) < 5e-3
+    every = np.sort(L[:, 3])
+    u = 1 - np.exp(-(every**2) / 2)  # a length's own law, of Rayleigh
+    assert np.abs(u - (np.arange(4096) + 0.5) / 4096).max() < 3e-4
+
+
 def test_a_rotation_is_the_exponential_of_its_logarithm() -> None:
     """Also where an angle is π or all are equal: permutations, signs, −I."""
     from scipy.linalg import expm
