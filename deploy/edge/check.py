@@ -53,6 +53,7 @@ def check(path: Path, model: Model, artifact_bytes: int, data: Data | None = Non
     report: dict[str, Any] = {
         "file": str(path),
         "precision": edge.facts["precision"],
+        "activations": edge.facts.get("activations", "float32"),
         "samples": edge.samples,
         "bytes": size,
         "artifact_bytes": artifact_bytes,
