@@ -25,6 +25,12 @@ def export(
     out: Onnx,
     samples: Annotated[int, typer.Option(help="Posterior draws K of each prediction.", min=1)] = 20,
     precision: Annotated[Precision, typer.Option(help="How numbers are stored.")] = Precision.fp32,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="D", help="npz:PATH with x and y: the ranges of int8's activations, too.", show_default=False
+        ),
+    ] = None,
     image: Annotated[bool, typer.Option("--image", help="The graph takes uint8 pictures of any size.")] = False,
     exact: Annotated[
         bool, typer.Option("--exact", help="Keep the artifact's exact noise law, forming those layers' weights.")
@@ -38,24 +44,30 @@ def export(
     """
     from dubito.deploy.edge.errors import ExportError, need
 
-    need("onnx", "onnxscript")
+    need("onnx", "onnxruntime", "onnxscript")
     if not out.parent.is_dir():
         raise ExportError(f"cannot write {out}: there is no folder {out.parent}.")
+    from dubito.deploy.edge.data import read
     from dubito.deploy.edge.export import export as to_onnx
     from dubito.deploy.edge.export import save
     from dubito.models.artifact import load
 
     model = load(file)
+    inputs = None if data is None else read(data, model).graph_inputs(model, image)
     made = to_onnx(
         model,
         samples=samples,
         precision=precision.value,
         law="artifact" if exact else "factored",
         take="image" if image else "tensor",
+        data=inputs,
     )
     size = save(made, out)
     before = file.stat().st_size
     print(f"wrote {out}: {size / 1e6:.2f} MB, {precision.value}, K = {made.samples} (artifact: {before / 1e6:.2f} MB)")
+    if data is not None:
+        told = f"{made.products} products" if made.products else "no layer multiplies by stored weights: none"
+        print(f"activations in int8, by the range of the data: {told}")
     if made.changed:
         print(f"layers with exact noise, drawn by way 3 here (--exact keeps them): {_some(made.changed)}")
     if model.method == "probit":
@@ -93,7 +105,8 @@ def check_onnx(
 
 def _show(report: dict[str, Any]) -> None:
     share = report["bytes"] / report["artifact_bytes"]
-    print(f"{report['file']}: {report['precision']}, K = {report['samples']}")
+    rounded = " and activations in int8" if report["activations"] == "int8" else ""
+    print(f"{report['file']}: {report['precision']}{rounded}, K = {report['samples']}")
     print(f"size: {report['bytes'] / 1e6:.2f} MB, {share:.0%} of the artifact")
     print(f"largest difference with the same noise: {report['max_difference']:.2e}")
     for name, value in report["differences"].items():

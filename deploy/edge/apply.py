@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from onnx import numpy_helper
 
 from dubito.deploy.edge.blocks import Blocks, formed, on_channels, on_rows
 from dubito.deploy.edge.draws import Dense, Factored, Masked, Operand
@@ -16,6 +17,9 @@ from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Array, Graph
 from dubito.deploy.edge.trace import pads
 from dubito.models.geometry import Conv, Geometry, Linear
+
+BATCH = 2  # inputs of a request for which it is decided whether G is formed or its factors are applied
+ONE = numpy_helper.from_array(np.ones(1, np.float32))
 
 
 @dataclass(frozen=True)
@@ -48,77 +52,100 @@ def by_channel(values: Array, dims: int) -> Array:
 
 
 def _factored(g: Graph, K: int, geometry: Geometry, place: Place, f: Factored, shift: Array | None) -> str:
-    G = f.G
+    """c = Bᵀx by one product for all samples, then G c; the outside and a shift beside it are columns of G."""
+    d, w, rows = geometry.outputs, f.width, 1 if place.shared else K
+    groups = geometry.groups
     if isinstance(geometry, Linear):
-        c = _project_linear(g, geometry, place.x, f)
-        flat = g.reshape(c, (1 if place.shared else K, -1, f.r + f.outside))
-        out = g.matmul(flat, g.op("Transpose", G, perm=[0, 2, 1]))
-        if shift is not None:
-            out = g.add(out, g.constant(shift))
-        return g.reshape(out, (-1, *place.after))
-    groups, d = geometry.groups, geometry.outputs
-    c = _project_conv(g, geometry, place, f)
-    spots = math.prod(place.after[1:])
-    rows = 1 if place.shared else K
-    if groups == 1:
-        out = g.matmul(g.reshape(G, (K, 1, d, f.r + f.outside)), g.reshape(c, (rows, -1, f.r + f.outside, spots)))
-        shape: tuple[int, ...] = (d, 1)
+        spots = math.prod(place.after[:-1])
+        c, length = _project_linear(g, geometry, place.x, f)
+        # (K or 1, B, width, places), all rows of a sample being places of one input
+        c, length = (
+            v and g.op("Transpose", g.reshape(v, (rows, 1, -1, n)), perm=[0, 1, 3, 2]) for v, n in ((c, w), (length, 1))
+        )
     else:
-        by_group = g.reshape(c, (rows, -1, groups, f.r + f.outside, spots))
-        out = g.matmul(g.reshape(G, (K, 1, groups, d // groups, f.r + f.outside)), by_group)
-        shape = (groups, d // groups, 1)
-    if shift is not None:
-        out = g.add(out, g.constant(shift.reshape(shape)))
+        spots = math.prod(place.after[1:])
+        c, length = _project_conv(g, geometry, place, f)
+        by_group = (groups,) if groups > 1 else ()
+        c, length = (v and g.reshape(v, (rows, -1, *by_group, n, spots)) for v, n in ((c, w), (length, 1)))
+    columns, entries = _outside(g, K, f, length, shift, f"{type(geometry).__name__} {rows} {spots} {groups}")
+    if f.E is not None and groups == 1 and BATCH * spots * (d + w) < d * w:
+        out = f.on(g, c)
+        if columns:
+            beside = g.op("Unsqueeze", _together(g, columns, 2), g.constant([1]))
+            out = g.add(out, g.matmul(beside, _together(g, entries, 2)))
+    else:
+        G = _together(g, [f.G(g), *columns], 2)
+        shape = (K, 1, groups, d // groups, w + len(columns)) if groups > 1 else (K, 1, d, w + len(columns))
+        out = g.matmul(g.reshape(G, shape), _together(g, [c, *entries], -2))
+    if shift is not None and not columns:
+        out = g.add(out, g.constant(shift.reshape((groups, d // groups, 1) if groups > 1 else (d, 1))))
+    if isinstance(geometry, Linear):
+        out = g.op("Transpose", out, perm=[0, 1, 3, 2])
     return g.reshape(out, (-1, *place.after))
 
 
-def _project_linear(g: Graph, linear: Linear, x: str, f: Factored) -> str:
+def _outside(
+    g: Graph, K: int, f: Factored, length: str, shift: Array | None, sizes: str
+) -> tuple[list[str], list[str]]:
+    """Columns (K, d_out, 1) beyond those of B, and the entries that they meet."""
+    if f.e is None:
+        return [], []
+    if shift is None:
+        return [f.e], [length]
+    key = f"ones of {sizes}"
+    if key not in g.found:
+        g.found[key] = g.op("ConstantOfShape", g.op("Shape", length), value=ONE)
+    return [f.e, g.op("Expand", g.constant(shift[:, None]), g.constant([K, len(shift), 1]))], [length, g.found[key]]
+
+
+def _together(g: Graph, values: list[str], axis: int) -> str:
+    return values[0] if len(values) == 1 else g.op("Concat", *values, axis=axis)
+
+
+def _project_linear(g: Graph, linear: Linear, x: str, f: Factored) -> tuple[str, str]:
+    """Bᵀx, and ‖x − B Bᵀx‖ where there is an outside."""
     B = g.op("Transpose", f.B_T)
     c = g.matmul(x, g.part(B, 0, 0, linear.inputs) if linear.bias else B)
     if linear.bias:
-        c = g.add(c, g.reshape(g.part(B, 0, linear.inputs, linear.inputs + 1), (f.r,)))
-    if not f.outside:
-        return c
+        c = g.add(c, g.reshape(g.part(B, 0, linear.inputs, linear.inputs + 1), (f.width,)))
+    if f.e is None:
+        return c, ""
     energy = g.op("ReduceSumSquare", x, g.constant([-1]))
     if linear.bias:
         energy = g.add(energy, g.constant(1.0))
-    return g.op("Concat", c, _length(g, energy, g.op("ReduceSumSquare", c, g.constant([-1]))), axis=-1)
+    return c, _length(g, energy, g.op("ReduceSumSquare", c, g.constant([-1])))
 
 
 def _length(g: Graph, whole: str, inside: str) -> str:
     return g.op("Sqrt", g.op("Relu", g.op("Sub", whole, inside)))
 
 
-def _project_conv(g: Graph, conv: Conv, place: Place, f: Factored) -> str:
-    """(rows, groups · (r + 1 where there is an outside), *sizes)"""
+def _project_conv(g: Graph, conv: Conv, place: Place, f: Factored) -> tuple[str, str]:
+    """(rows, groups · width, *sizes) and, where there is an outside, (rows, groups, *sizes)"""
     x = _padded(g, conv, place.x)
-    kernel, bias = _kernel(g, conv, f.B_T, f.r)
+    kernel, bias = _kernel(g, conv, f.B_T, f.width)
     if conv.groups > 1:
         kernel = g.op("Tile", kernel, g.constant([conv.groups] + [1] * (conv.dims + 1)))
         bias = bias and g.op("Tile", bias, g.constant([conv.groups]))
     c = _conv(g, conv, x, kernel, bias, conv.groups)
-    if not f.outside:
-        return c
-    sizes, groups, spots = place.after[1:], conv.groups, math.prod(place.after[1:])
-    squares = _sums(g, place.x, groups, conv.inputs // groups, math.prod(place.before[1:]))
-    energy = _padded(g, conv, g.reshape(squares, (-1, groups, *place.before[1:])))
+    if f.e is None:
+        return c, ""
+    energy = _padded(g, conv, _squares(g, place.x, conv.groups, conv.inputs // conv.groups, conv.dims))
     if math.prod(conv.kernel) > 1 or any(s > 1 for s in conv.stride) or any(sum(p) for p in pads(conv)):
-        ones = g.constant(np.ones((groups, 1, *conv.kernel), np.float32))
-        energy = _conv(g, conv, energy, ones, None, groups)
+        ones = g.constant(np.ones((conv.groups, 1, *conv.kernel), np.float32))
+        energy = _conv(g, conv, energy, ones, None, conv.groups)
     if conv.bias:
         energy = g.add(energy, g.constant(1.0))
-    inside = g.reshape(_sums(g, c, groups, f.r, spots), (-1, groups, *sizes))
-    length = _length(g, energy, inside)
-    if groups == 1:
-        return g.op("Concat", c, length, axis=1)
-    by_group = g.reshape(c, (-1, groups, f.r, *sizes))
-    return g.op("Concat", by_group, g.reshape(length, (-1, groups, 1, *sizes)), axis=2)
+    return c, _length(g, energy, _squares(g, c, conv.groups, f.width, conv.dims))
 
 
-def _sums(g: Graph, x: str, groups: int, channels: int, spots: int) -> str:
-    """Squares summed over the channels of a group: (rows, groups, 1, spots). A product with ones is the fastest sum."""
-    by_group = g.reshape(x, (-1, groups, channels, spots))
-    return g.matmul(g.constant(np.ones((1, channels), np.float32)), g.mul(by_group, by_group))
+def _squares(g: Graph, x: str, groups: int, channels: int, dims: int) -> str:
+    """Summed over the channels of a group: (rows, groups, *sizes), once for all who ask. A convolution sums fastest."""
+    key = f"{x}² by {groups}"
+    if key not in g.found:
+        ones = g.constant(np.ones((groups, channels, *[1] * dims), np.float32))
+        g.found[key] = g.op("Conv", g.mul(x, x), ones, kernel_shape=[1] * dims, group=groups)
+    return g.found[key]
 
 
 def _kernel(g: Graph, conv: Conv, W: str, filters: int) -> tuple[str, str | None]:

@@ -40,7 +40,14 @@ class Difference:
 
 def check(path: Path, model: Model, artifact_bytes: int, data: Data | None = None) -> dict[str, Any]:
     """A report with plain keys."""
-    edge = _open(path)
+    try:
+        return _checked(path, model, artifact_bytes, data)
+    except EdgeError as error:  # the runtime knows no other errors of ours
+        raise OnnxError(str(error)) from None
+
+
+def _checked(path: Path, model: Model, artifact_bytes: int, data: Data | None) -> dict[str, Any]:
+    edge = EdgeModel(path)
     stated = edge.facts.get("provenance", {}).get("artifact_sha256")
     if stated != model.manifest.sha256:
         raise OnnxError(
@@ -53,6 +60,7 @@ def check(path: Path, model: Model, artifact_bytes: int, data: Data | None = Non
     report: dict[str, Any] = {
         "file": str(path),
         "precision": edge.facts["precision"],
+        "activations": edge.facts.get("activations", "float32"),
         "samples": edge.samples,
         "bytes": size,
         "artifact_bytes": artifact_bytes,
@@ -63,13 +71,6 @@ def check(path: Path, model: Model, artifact_bytes: int, data: Data | None = Non
     if data is not None:
         report["data"] = quality(edge, model, data)
     return report
-
-
-def _open(path: Path) -> EdgeModel:
-    try:
-        return EdgeModel(path)
-    except EdgeError as error:
-        raise OnnxError(str(error)) from None
 
 
 def _inputs(model: Model, edge: EdgeModel, data: Data | None) -> NDArray[Any]:

@@ -1,6 +1,8 @@
 """Labelled data from an .npz file, for a check or to find the range of activations."""
 
+import struct
 import zipfile
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,15 +48,37 @@ def read(name: str, model: Model) -> Data:
     """`npz:PATH`, or a path, of a file with `x` and `y`."""
     path = name.removeprefix("npz:")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as opened:
+            if opened.read(2) != b"PK":
+                raise InputError(f"{path} is no .npz file; expected one with arrays x and y.")
+            opened.seek(0)
+            file = np.load(opened, allow_pickle=False)
             x, y = file["x"], file["y"]
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise InputError(f"cannot read {path} as .npz with arrays x and y: {error}.") from None
-    declared = model.card.input
-    if len(x) != len(y) or len(x) == 0:
-        raise InputError(f"{path} holds {len(x)} inputs and {len(y)} labels; expected as many of both, and some.")
-    if declared is not None and declared.image is None and x.shape[1:] != declared.shape:
-        raise InputError(f"{path} holds inputs of shape {x.shape[1:]}; this model takes {declared.shape}.")
+    except KeyError:
+        raise InputError(f"{path} lacks x or y; expected an .npz file with both arrays.") from None
+    except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, struct.error):
+        raise InputError(
+            f"{path} is cut or damaged, or holds objects; expected an .npz file with arrays x and y."
+        ) from None
+    _check(path, x, y, model)
     return Data(x, y)
+
+
+def _check(path: str, x: NDArray[Any], y: NDArray[Any], model: Model) -> None:
+    """Refuse in words what the model cannot take or what cannot be its answers."""
+    numbers = all(array.dtype.kind in "biuf" for array in (x, y))
+    if not numbers or not np.isfinite(x).all() or not np.isfinite(y).all():
+        raise InputError(f"{path} holds x as {x.dtype} and y as {y.dtype}; expected finite numbers in both.")
+    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or len(x) == 0:
+        sizes = " and ".join(f"{name} of shape {array.shape}" for name, array in (("x", x), ("y", y)))
+        raise InputError(f"{path} holds {sizes}; expected as many inputs as labels, and some.")
+    declared, task = model.card.input, model.manifest.task
+    pictures = x.dtype == np.uint8 and declared is not None and declared.image is not None
+    if declared is not None and not pictures and x.shape[1:] != declared.shape:
+        raise InputError(f"{path} holds {x.dtype} inputs of shape {x.shape[1:]}; this model takes {declared.shape}.")
+    if task.kind == "classification" and (y.ndim != 1 or (y != np.floor(y)).any() or y.min() < 0):
+        raise InputError(f"{path} holds y of shape {y.shape}, type {y.dtype}; expected the number of a class for each.")
+    if task.kind == "regression" and y.size != len(y) * task.outputs:
+        raise InputError(f"{path} holds y of shape {y.shape}; expected {task.outputs} values for each input.")

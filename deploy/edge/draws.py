@@ -41,14 +41,48 @@ class Dense:
     W: str  # (K, d_out, d_in)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Factored:
-    """W x = G Bᵀx + e ‖x − B Bᵀx‖, as in `dubito.models.posterior`; without e, B need not be orthonormal."""
+    """W x = G Bᵀx + e ‖x − B Bᵀx‖, as in `dubito.models.posterior`; without e, B need not be orthonormal.
 
-    B_T: str  # (r, d_in)
-    r: int
-    G: str  # (K, d_out, r); with an outside (K, d_out, r + 1), e its last column
-    outside: bool
+    G = left (turn_r V turn_c + more) + s ∘ E: formed where many places need it, else applied factor by factor.
+    """
+
+    B_T: str  # (width, d_in)
+    width: int
+    left: str  # (d_out, r_out)
+    V: str  # (K, M_out, M_in)
+    turn_r: str | None = None  # (r_out, M_out)
+    turn_c: str | None = None  # (M_in, width)
+    more: str | None = None  # (K, r_out, width)
+    E: str | None = None  # (K, d_out, width)
+    s: str | None = None  # (d_out, 1)
+    e: str | None = None  # (K, d_out, 1)
+    _G: str | None = None
+
+    def G(self, g: Graph) -> str:
+        """(K, d_out, width), written once."""
+        if self._G is None:
+            inner = self.V if self.turn_r is None else g.matmul(self.turn_r, self.V)
+            inner = inner if self.turn_c is None else g.matmul(inner, self.turn_c)
+            G = g.matmul(self.left, inner if self.more is None else g.add(inner, self.more))
+            self._G = G if self.E is None else g.add(G, self._scaled(g, self.E))
+        return self._G
+
+    def on(self, g: Graph, c: str) -> str:
+        """G c of c (K or 1, B, width, places), without G: (K, B, d_out, places)."""
+
+        def times(samples: str, vectors: str) -> str:
+            return g.matmul(g.op("Unsqueeze", samples, g.constant([1])), vectors)
+
+        y = times(self.V, c if self.turn_c is None else g.matmul(self.turn_c, c))
+        y = y if self.turn_r is None else g.matmul(self.turn_r, y)
+        out = g.matmul(self.left, y if self.more is None else g.add(y, times(self.more, c)))
+        return out if self.E is None else g.add(out, self._scaled(g, times(self.E, c)))
+
+    def _scaled(self, g: Graph, value: str) -> str:
+        assert self.s is not None
+        return g.mul(value, self.s)
 
 
 @dataclass(frozen=True)
@@ -122,24 +156,35 @@ def _inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: str | N
     columns = _Side(s, q.Z_c, q.D_c, f.matheron.Q_c, f.matheron.q)
     if f.lam == 0:
         A_r = g.mul(g.op("Transpose", rows.A_T()), _times(g, f.sigma, scale))
-        return Factored(columns.A_T(), len(q.Z_c.value), g.matmul(A_r, V), False)
+        return Factored(columns.A_T(), len(q.Z_c.value), A_r, V)
     B_r_T, B_c_T = rows.B_T(f.matheron.B_r), columns.B_T(f.matheron.B_c)
-    p, t = array(f.matheron.p), array(f.matheron.q)
     if f.noise == "exact":
         return Dense(_way_2(s, name, f, V, rows, columns, B_r_T, B_c_T, scale))
-    d_out, r = len(f.matheron.B_r), len(t)
-    R, outside = f.B.shape[1] - r, int(not f.spans)
-    width = r + R + outside
-    # columns beyond r have noise of their own and nothing else: zeros beside what r decide
-    more = np.zeros(R + outside)
-    decided = g.matmul(g.matmul(g.op("Transpose", rows.turned()), V), columns.turned(R + outside))
-    E = g.reshape(s.normals(d_out * width, f"{name}:E"), (K, d_out, width))
-    less = g.op("Sub", _unknown(g, p, np.concatenate([t, more])), g.constant(1.0))
-    inner = g.add(decided, g.mul(g.mul(less, g.constant(f.lam)), g.matmul(B_r_T, E)))
-    B_r = g.mul(g.op("Transpose", B_r_T), _times(g, f.sigma, scale))
-    G = g.add(g.matmul(B_r, inner), g.mul(E, _times(g, f.lam * f.sigma, scale)))
-    B_T = g.op("Concat", B_c_T, g.weights(array(f.B)[:, r:].T), axis=0) if R else B_c_T
-    return Factored(B_T, r + R, G, bool(outside))
+    p, t = array(f.matheron.p), array(f.matheron.q)
+    d_out, r_out, r = len(f.matheron.B_r), len(p), len(t)
+    R = f.B.shape[1] - r
+    width, s_r = r + R, _times(g, f.lam * f.sigma, scale)
+    made = Factored(
+        B_T=g.op("Concat", B_c_T, g.weights(array(f.B)[:, r:].T), axis=0) if R else B_c_T,
+        width=width,
+        left=g.mul(g.op("Transpose", B_r_T), _times(g, f.sigma, scale)),
+        V=V,
+        turn_r=g.op("Transpose", rows.turned()),
+        turn_c=columns.turned(R),
+        s=s_r,
+    )
+    lam = g.constant(f.lam)
+    unknown = _unknown(g, p, np.concatenate([t, np.zeros(R)]))  # of columns beyond r nothing is known
+    if r_out == d_out:  # B_r is a rotation, and one of noise changes nothing: ε is drawn where it is needed
+        eta = g.reshape(s.normals(r_out * width, f"{name}:eta"), (K, r_out, width))
+        made.more = g.mul(g.mul(unknown, lam), eta)
+    else:
+        made.E = g.reshape(s.normals(d_out * width, f"{name}:E"), (K, d_out, width))
+        less = g.mul(g.op("Sub", unknown, g.constant(1.0)), lam)
+        made.more = g.mul(less, g.matmul(B_r_T, made.E))
+    if not f.spans:
+        made.e = g.mul(g.reshape(s.normals(d_out, f"{name}:e"), (K, d_out, 1)), s_r)
+    return made
 
 
 def _times(g: Graph, number: float, scale: Array) -> str:
@@ -354,19 +399,18 @@ def V_of_all(s: Sampler, above: BayesianLayer, factors: Factors) -> str:
         case Dense():
             return drawn.W
         case Factored():
-            assert not drawn.outside  # a hierarchy's own noise is exact
-            return s.graph.matmul(drawn.G, drawn.B_T)
+            assert drawn.e is None  # a hierarchy's own noise is exact
+            return s.graph.matmul(drawn.G(s.graph), drawn.B_T)
     raise ExportError("a hierarchy draws inducing weights only.")
 
 
 def normals_in_order(f: Factors, K: int, name: str, found: Mapping[str, Array]) -> Tensor:
     """What the graph drew for a layer, as torch's layer takes it: (K, normals); zeros where it is never reached."""
-    kinds = {
-        kind: found[f"{name}:{kind}"] for kind in ("V", "E", "eps", "W", "z", "g", "b") if f"{name}:{kind}" in found
-    }
+    order = ("V", "eta", "E", "eps", "e", "W", "z", "g", "b")
+    kinds = {kind: found[f"{name}:{kind}"] for kind in order if f"{name}:{kind}" in found}
     if not kinds:
         return torch.zeros(K, f.normals)
-    if isinstance(f, InducingFactors) and f.lam > 0 and f.noise == "factored":  # what is outside comes last
-        inside, outside = np.split(kinds["E"].reshape(K, len(f.matheron.B_r), -1), [f.B.shape[1]], axis=2)
-        kinds |= {"E": inside.reshape(K, -1), "eps": outside.reshape(K, -1)}
+    if isinstance(f, InducingFactors) and "eta" in kinds:  # torch's ε, of which this is B_rᵀε
+        eta = kinds["eta"].reshape(K, len(f.matheron.p), -1)
+        kinds["eta"] = (array(f.matheron.B_r).astype(np.float32) @ eta).reshape(K, -1)
     return torch.from_numpy(np.concatenate(list(kinds.values()), 1))

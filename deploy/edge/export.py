@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from dubito.deploy.edge.apply import Place, apply, by_channel
@@ -18,6 +19,8 @@ from dubito.deploy.edge.draws import Dense, Operand, Sampler, V_of_all, array, d
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, Precision
 from dubito.deploy.edge.linear import linear_samples, trace_open
+from dubito.deploy.edge.quantise import quantised
+from dubito.deploy.edge.runtime import ROWS
 from dubito.deploy.edge.summary import classified, regressed
 from dubito.deploy.edge.trace import affines_of, trace
 from dubito.models.answers import rule_for
@@ -28,6 +31,7 @@ from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork, NetworkFactors
 from dubito.models.normalisation import fold_batchnorm
 
+CALIBRATED = 256  # inputs that the ranges of activations come from
 KEY = "dubito"  # of the metadata: a JSON object
 FORMAT = 1
 
@@ -42,6 +46,7 @@ class Exported:
     samples: int  # K; 1 where nothing is drawn
     formed: tuple[str, ...]  # layers whose weight matrices are formed as they are drawn
     changed: tuple[str, ...]  # layers whose exact noise is drawn by way 3
+    products: int = 0  # whose activations are in int8
 
 
 def export(
@@ -52,9 +57,11 @@ def export(
     law: Law = "factored",
     take: Taken = "tensor",
     skeleton: onnx.ModelProto | None = None,
+    data: NDArray[Any] | None = None,
 ) -> Exported:
     """`law` is that of the λ-noise: way 3 in every layer, or the artifact's own, whose `exact` layers form W.
 
+    `data` are inputs as the graph takes them: in int8 they give the ranges of activations, so these are rounded too.
     `skeleton` is an earlier export's of the same network: tracing is what takes the time.
     """
     declared = model.card.input
@@ -64,6 +71,8 @@ def export(
         raise ExportError(
             f"this model takes tensors of shape {declared.shape}, not pictures: export it without --image."
         )
+    if data is not None and precision != "int8":
+        raise ExportError(f"data give the ranges of activations in int8; the precision is {precision}.")
     if samples < 1:
         raise ExportError(f"samples is {samples}; expected 1 or more.")
     network = with_law(model.network, law)
@@ -86,10 +95,14 @@ def export(
     if factors.random:
         inputs.append(helper.make_tensor_value_info("seed", TensorProto.INT64, []))
     outputs = writer.write(x, model)
-    made = _model(writer, inputs, outputs)
-    helper.set_model_props(made, {KEY: json.dumps(_facts(model, writer, precision, law, take))})
+    made, products = _model(writer, inputs, outputs), 0
+    if data is not None:
+        made, products = quantised(made, data[:CALIBRATED], max(1, ROWS // K))
+    activations = "int8" if products else "float32"
+    facts = _facts(model, writer, precision, law, take) | {"activations": activations}
+    helper.set_model_props(made, {KEY: json.dumps(facts)})
     changed = tuple(name for name, law in _laws(model.network).items() if law != _laws(network)[name])
-    return Exported(_checked(made), skeleton, K, tuple(writer.formed), changed)
+    return Exported(_checked(made), skeleton, K, tuple(writer.formed), changed, products)
 
 
 def _laws(network: BayesianNetwork) -> dict[str, str]:

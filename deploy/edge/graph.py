@@ -24,6 +24,7 @@ class Graph:
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[TensorProto] = []
         self.functions: dict[str, onnx.FunctionProto] = {}
+        self.found: dict[str, str] = {}  # values that several layers ask for, by what they are
         self._known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._names = 0
 

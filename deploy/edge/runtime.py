@@ -20,6 +20,17 @@ from numpy.typing import NDArray
 KEY, FORMAT = "dubito", 1
 ROWS = 64  # samples times inputs of one pass: memory does not grow beyond it
 LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
+STATED: dict[str, Any] = {
+    "samples": int,
+    "random": bool,
+    "input": dict,
+    "labels": (list, type(None)),
+    "ood": (dict, type(None)),
+    "task": str,
+    "precision": str,
+    "noise": str,
+    "provenance": dict,
+}  # what a file says of itself, and of which kind
 Columns = dict[str, NDArray[Any]]  # outputs by name, one row per input
 
 
@@ -30,6 +41,8 @@ class EdgeError(Exception):
 class EdgeModel:
     def __init__(self, path: str | Path, threads: int = 0) -> None:
         """`threads=0` takes all cores."""
+        if threads < 0:
+            raise EdgeError(f"threads is {threads}; expected 0, for all cores, or more.")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # what is wrong with a file is said by the error
@@ -44,6 +57,11 @@ class EdgeModel:
         self.facts = facts_of(path, dict(self.session.get_modelmeta().custom_metadata_map))
         self.samples: int = self.facts["samples"]
         self.outputs = [output.name for output in self.session.get_outputs()]
+        entries = [("image" if self.facts["input"]["takes"] == "image" else "input"), *["seed"] * self.facts["random"]]
+        if [entry.name for entry in self.session.get_inputs()] != entries:
+            raise EdgeError(
+                f"{path} is damaged: its graph does not take what it says ({', '.join(entries)}). Export it again."
+            )
 
     def predict(self, x: NDArray[Any], seed: int | None = None, rows: int = ROWS) -> Columns:
         """The same K draws for every input (B, ...); a seed gives the same draws again, however the batch is cut."""
@@ -55,6 +73,8 @@ class EdgeModel:
             what = f"uint8 (B, height, width, {wanted[0]})" if image else f"(B, {', '.join(map(str, wanted))})"
             raise EdgeError(f"inputs came as {x.dtype} {x.shape}; this model takes {what}.")
         entry = self.session.get_inputs()[0]
+        if not image and x.dtype.kind not in "biuf":
+            raise EdgeError(f"inputs came as {x.dtype}; expected numbers.")
         x = x if image else x.astype(np.int64 if "int64" in entry.type else np.float32)
         if not image and not np.isfinite(x).all():
             raise EdgeError("inputs hold NaN or infinity; expected finite numbers only.")
@@ -104,9 +124,10 @@ class EdgeModel:
             pixels = decode_png(Path(path).read_bytes())
         except OSError as error:
             raise EdgeError(f"cannot read {path}: {error.strerror or error}.") from None
-        except (ValueError, zlib.error, struct.error, IndexError) as error:
+        except (ValueError, zlib.error, struct.error, IndexError, EOFError) as error:
+            reason = "it is cut, damaged or foreign" if Path(path).suffix.lower() == ".npy" else error
             raise EdgeError(
-                f"cannot read {path}: {error}; expected an 8-bit PNG that is not interlaced, or .npy."
+                f"cannot read {path}: {reason}; expected an 8-bit PNG that is not interlaced, or .npy."
             ) from None
         if declared["mean"] is None:
             raise EdgeError(f"this model takes tensors of shape {declared['shape']}, not pictures: give a .npy file.")
@@ -125,12 +146,20 @@ class EdgeModel:
 def facts_of(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
     """What the file says of itself."""
     try:
-        facts = json.loads(metadata[KEY])
-        if facts["format"] == FORMAT and {"samples", "random", "input", "labels", "ood", "task"} <= facts.keys():
-            return dict(facts)
-    except (KeyError, ValueError, TypeError, AttributeError):
+        facts = dict(json.loads(metadata[KEY]))
+        found = facts["format"]
+    except (KeyError, ValueError, TypeError):
         raise EdgeError(f"{path} was not written by `dubito export`: it says nothing of itself.") from None
-    raise EdgeError(f"{path} has format {facts['format']!r}; this runtime reads format {FORMAT}. Export it again.")
+    if found != FORMAT:
+        raise EdgeError(f"{path} has format {found!r}; this runtime reads format {FORMAT}. Export it again.")
+    wrong = [name for name, kind in STATED.items() if not isinstance(facts.get(name, ...), kind)]
+    if not wrong and not {"takes", "shape", "mean", "std"} <= facts["input"].keys():
+        wrong = ["input"]
+    if wrong or facts["samples"] < 1:
+        raise EdgeError(
+            f"{path} is damaged: what it says of {', '.join(wrong or ['samples'])} makes no sense. Export it again."
+        )
+    return facts
 
 
 def with_channels(pixels: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:

@@ -41,13 +41,22 @@ export function factsOf(bytes) {
   for (const [field, pair] of fields(bytes)) {
     if (field !== 14) continue;
     const parts = Object.fromEntries([...fields(pair)].map(([n, text]) => [n, new TextDecoder().decode(text)]));
-    if (parts[1] === "dubito") {
-      const facts = JSON.parse(parts[2]);
-      if (facts.format !== 1) throw new Error(`The file has format ${facts.format}; this page reads format 1. Export it again.`);
-      return facts;
-    }
+    if (parts[1] === "dubito") return checked(parts[2]);
   }
   throw new Error("This file was not written by dubito export: it says nothing of itself.");
+}
+
+function checked(text) {
+  let facts = null;
+  try {
+    facts = JSON.parse(text);
+  } catch {} // said below
+  if (facts?.format === undefined) throw new Error("This file was not written by dubito export: it says nothing of itself.");
+  if (facts.format !== 1) throw new Error(`The file has format ${facts.format}; this page reads format 1. Export it again.`);
+  if (!Array.isArray(facts.input?.shape) || !Number.isInteger(facts.samples) || !Array.isArray(facts.methods)) {
+    throw new Error("This file is damaged: what it says of itself makes no sense. Export it again.");
+  }
+  return facts;
 }
 
 function* fields(bytes) {
@@ -86,6 +95,10 @@ async function open(file) {
     session = await ort.InferenceSession.create(bytes, { executionProviders: ["wasm"], logSeverityLevel: 4 });
   } catch (error) {
     throw new Error(`The model cannot be loaded: ${error.message}`);
+  }
+  const entries = [facts.input.takes === "image" ? "image" : "input", ...(facts.random ? ["seed"] : [])];
+  if (session.inputNames.join() !== entries.join()) {
+    throw new Error(`This file is damaged: its graph does not take what it says (${entries.join(", ")}). Export it again.`);
   }
   model = { session, facts };
   say(`${file.name}: ${facts.architecture}, ${facts.methods.join(", ")}, K = ${facts.samples}, ${facts.precision}.`);
@@ -137,6 +150,9 @@ function input({ takes, shape, mean, std }) {
 async function predict() {
   const { session, facts } = model;
   const typed = $("seed").value.trim();
+  if (typed && !(/^\d+$/.test(typed) && BigInt(typed) < 2n ** 63n)) {
+    throw new Error(`The seed is ${typed}; expected a whole number from 0 to 2^63 - 1.`);
+  }
   const seed = typed ? BigInt(typed) : BigInt(Math.floor(Math.random() * 2 ** 53));
   const feeds = input(facts.input);
   if (facts.random) feeds.seed = new ort.Tensor("int64", BigInt64Array.of(seed), []);

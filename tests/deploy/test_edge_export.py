@@ -109,7 +109,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+IN_TRAINED = ("fcg-u", "ensemble-u", "ensemble-w", "deterministic")  # networks in test_edge_trained show them, too
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in IN_TRAINED else case for case in CASES]
+)
 def test_with_the_same_noise_the_graph_answers_as_torch(case: str, tmp_path: Path) -> None:
     """Convolutions, BatchNorm and Linear layers with biases; the answer must depend on the noise."""
     torch.manual_seed(0)
@@ -192,6 +197,22 @@ def test_geometries_and_mixed_paths(method: str, tmp_path: Path) -> None:
     model = saved(network, tmp_path, Card(input=Input(shape=(4, 6, 6))), net)
     path = written(exported(model, samples=3), tmp_path)
     assert parity(path, model, inputs_for(model)).largest < CLOSE
+
+
+def test_a_convolution_of_few_places_needs_no_product_of_its_factors(tmp_path: Path) -> None:
+    """Four places, 48 channels and M = 12: cheaper without G, and the same function."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(4, 48, 3, stride=4, padding=1), nn.BatchNorm2d(48), nn.ReLU(), nn.Flatten(), nn.Linear(192, 3)
+    )
+    network = lively(bayesianize(net, "ffg-u", inducing=12, noise="factored"))
+    model = saved(network, tmp_path, Card(input=Input(shape=(4, 8, 8))), net)
+    made = exported(model, samples=3)
+    inferred = onnx.shape_inference.infer_shapes(made.model, strict_mode=True, data_prop=True)
+    shapes = [[d.dim_value for d in v.type.tensor_type.shape.dim] for v in inferred.graph.value_info]
+    assert [3, 48, 12] in shapes  # E
+    assert [3, 1, 48, 14] not in shapes  # G, what is outside and the shift
+    assert parity(written(made, tmp_path), model, inputs_for(model)).largest < CLOSE
 
 
 def test_networks_trained_apart_keep_their_own_batchnorm(tmp_path: Path) -> None:
@@ -304,11 +325,14 @@ def test_resnet50_is_as_small_as_promised(tmp_path: Path) -> None:
     network = bayesianize(net, "ffg-u", inducing=64, start="prior")
     model = saved(network, tmp_path)
     made = {name: exported(model, precision=name).model for name in ("fp32", "fp16", "int8")}
+    rounded = exported(model, precision="int8", data=inputs_for(model, 4))
+    assert rounded.products > 50
+    made["int8, activations too"] = rounded.model
     prune(network, 0.5)
     made["pruned fp16"] = exported(saved(network, tmp_path), precision="fp16").model
     shares = {name: one.ByteSize() / plain for name, one in made.items()}
     print({name: f"{share:.2%}" for name, share in shares.items()})
-    limits = {"fp32": 0.255, "fp16": 0.13, "int8": 0.075, "pruned fp16": 0.09}
+    limits = {"fp32": 0.255, "fp16": 0.13, "int8": 0.075, "int8, activations too": 0.075, "pruned fp16": 0.09}
     assert all(shares[name] <= limits[name] for name in limits)
     # where M reaches d_out, as in the first stage, a factor is as large as the weights themselves
     shapes = [layer.geometry.shape for layer in network.layers.values() if min(layer.geometry.shape) > 64]
@@ -404,6 +428,40 @@ def test_the_noise_is_standard_normal_and_independent(seed: int) -> None:
             pairs = (values[:6, :-lag] * values[:6, lag:]).ravel()
             assert abs(pairs.mean()) < 5 * pairs.std() / math.sqrt(pairs.size)
     assert abs((other * a).mean()) < 5 / math.sqrt(a.size)
+
+
+def test_normals_of_one_word_have_the_moments_of_independent_ones() -> None:
+    """Over all words: sixteen normals are a row of directions times a row of lengths, and each may meet each."""
+    from scipy.stats import norm
+
+    g = Graph()
+    noise = Noise(g, 1, "seed")
+    names = noise._tables()
+    entry = helper.make_tensor_value_info("seed", TensorProto.INT64, [])
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
+    graph = helper.make_graph(g.nodes, "tables", [entry], outputs, g.initializers)
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("dubito", 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10, functions=list(g.functions.values()))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    D, L = (t.astype(np.float64) for t in session.run(None, {"seed": np.array(0, np.int64)}))
+    assert D.shape == L.shape == (4096, 16)
+    # E of a product of normals is that of the directions times that of the lengths
+    a, b = np.triu_indices(16)
+    second = (D.T @ D) * (L.T @ L) / 4096**2
+    np.testing.assert_allclose(second, np.eye(16), atol=1e-5)
+    fourth = ((D[:, a] * D[:, b]).T @ (D[:, a] * D[:, b])) * ((L[:, a] * L[:, b]).T @ (L[:, a] * L[:, b])) / 4096**2
+    same = np.eye(16)
+    expected = same[a, b][:, None] * same[a, b] + same[a][:, a] * same[b][:, b] + same[a][:, b] * same[b][:, a]
+    assert np.abs(fourth - expected).max() < 0.006
+    for odd in (D.mean(0) * L.mean(0), (D[:, a] * D[:, b]).T @ D / 4096):
+        assert np.abs(odd).max() < 1e-6
+    z = np.sort((D[:, 3:4] * L[::16, 3]).ravel())  # one normal, over all directions and every sixteenth length
+    places = np.arange(len(z) + 1) / len(z)
+    cdf = norm.cdf(z)
+    assert max(np.abs(cdf - places[1:]).max(), np.abs(cdf - places[:-1]).max()) < 5e-3
+    every = np.sort(L[:, 3])
+    u = 1 - np.exp(-(every**2) / 2)  # a length's own law, of Rayleigh
+    assert np.abs(u - (np.arange(4096) + 0.5) / 4096).max() < 3e-4
 
 
 def test_a_rotation_is_the_exponential_of_its_logarithm() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,7 +24,7 @@ from dubito.deploy.edge.runtime import EdgeError, EdgeModel, decode_png
 from dubito.models import bayesianize, build, load
 from dubito.models import save as save_artifact
 from dubito.models.embedded import embedded
-from dubito.models.errors import DubitoError
+from dubito.models.errors import DubitoError, InputError
 
 RUNTIME = Path(__file__).parents[2] / "deploy/edge/runtime.py"
 WITHOUT_TORCH = "import sys; sys.modules.update(torch=None, onnx=None, dubito=None, PIL=None); import runpy; "
@@ -159,6 +160,53 @@ def test_files_that_are_not_ours_are_refused_in_one_line(command: str, digits: P
         else:
             with pytest.raises(OnnxError, match=words):
                 dubito("check-onnx", path, "--against", embedded())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": 2}, "has format 2"),
+        ({"samples": "x"}, "what it says of samples makes no sense"),
+        ({"input": None, "noise": 3}, "what it says of input, noise makes no sense"),
+        ({"random": False}, r"does not take what it says \(image\)"),
+    ],
+)
+def test_facts_that_do_not_fit_the_graph_are_refused(
+    changes: dict[str, object], words: str, digits: Path, tmp_path: Path
+) -> None:
+    changed = onnx.load(digits)
+    (facts,) = changed.metadata_props
+    facts.value = json.dumps(json.loads(facts.value) | changes)
+    path = tmp_path / "changed.onnx"
+    path.write_bytes(changed.SerializeToString())
+    with pytest.raises(EdgeError, match=words):
+        EdgeModel(path)
+    with pytest.raises(OnnxError, match=words):
+        dubito("check-onnx", path, "--against", embedded())
+
+
+def test_data_that_do_not_fit_are_refused(digits: Path, tmp_path: Path) -> None:
+    good, path = np.zeros((5, 1, 8, 8), np.float32), tmp_path / "data.npz"
+    cases: list[tuple[dict[str, NDArray[Any]], str]] = [
+        ({"x": good}, "lacks x or y"),
+        ({"x": good, "y": np.zeros(4)}, "as many inputs as labels"),
+        ({"x": good[..., :3], "y": np.zeros(5)}, r"takes \(1, 8, 8\)"),
+        ({"x": good + np.nan, "y": np.zeros(5)}, "expected finite numbers"),
+        ({"x": good.astype(str), "y": np.zeros(5)}, "expected finite numbers"),
+        ({"x": good, "y": np.zeros((5, 2))}, "expected the number of a class"),
+        ({"x": np.array(1.0), "y": np.array(1.0)}, "as many inputs as labels"),
+    ]
+    for arrays, words in cases:
+        np.savez(path, **arrays)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=words):
+            dubito("check-onnx", digits, "--against", embedded(), "--data", f"npz:{path}")
+    np.savez(path, x=good, y=np.zeros(5))
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(InputError, match="cut or damaged"):
+        dubito("check-onnx", digits, "--against", embedded(), "--data", path)
+    path.write_bytes(b"text")
+    with pytest.raises(InputError, match=r"is no \.npz file"):
+        dubito("check-onnx", digits, "--against", embedded(), "--data", path)
 
 
 def test_a_file_of_another_artifact_is_refused(digits: Path, tmp_path: Path) -> None:

@@ -96,10 +96,18 @@ def test_the_same_file_predicts_offline_as_native_code_and_server_do(page: "Page
 def test_files_that_are_not_ours_are_refused_on_the_page(page: "Page", digits: Path) -> None:
     content = digits.read_bytes()
     cases = {"cut": content[: len(content) // 2], "text": b"no model at all", "empty": b""}
+    for name, before, after in (
+        ("other", b'"format": 1', b'"format": 2'),
+        ("unreadable", b'"format": 1', b'"format": ?'),
+        ("senseless", b'"methods"', b'"method_"'),
+        ("mismatched", b'"takes": "image"', b'"takes": "pixel"'),
+    ):
+        assert content.count(before) == 1
+        cases[name] = content.replace(before, after)
     for name, body in cases.items():
         page.locator("#model").set_input_files({"name": f"{name}.onnx", "mimeType": "", "buffer": body})
         page.locator("#problem:visible").wait_for()
-        assert "file" in page.locator("#problem").inner_text()
+        assert "file" in page.locator("#problem").inner_text().lower()
         assert page.locator("#predict").is_disabled()
         page.locator("#model").set_input_files(digits)
         page.locator("#problem").wait_for(state="hidden")

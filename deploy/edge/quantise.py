@@ -1,0 +1,189 @@
+"""Activations in eight bits: their ranges come from data, and products with stored weights are done in whole numbers.
+
+Only products whose weights the file holds in int8, the same for all samples, are changed: projections, plain layers.
+Matrices that are drawn stay as they are. What is written is the usual form, QuantizeLinear and DequantizeLinear around
+an operator, which runtimes turn to integer kernels; weights have a scale per channel, activations one and a zero.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnxruntime
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from dubito.deploy.edge.graph import Array
+
+SEED = 7
+CUT = 1e-4  # of a piece's activations at either end: one odd value must not cost all others their bits
+VIEWS = {"Cast", "Mul", "Slice", "Reshape", "Transpose", "Concat", "Identity"}  # between a stored matrix and its use
+
+
+@dataclass(frozen=True)
+class Product:
+    """A node, and which axis of its weights stands for outputs."""
+
+    node: onnx.NodeProto
+    axis: int
+
+    @property
+    def observed(self) -> list[str]:
+        """Whose range is needed; a product that is not a convolution answers in float."""
+        return [self.node.input[0], *(self.node.output if self.node.op_type == "Conv" else [])]
+
+    @property
+    def constants(self) -> list[str]:
+        return list(self.node.input[1:])
+
+
+def quantised(model: onnx.ModelProto, x: NDArray[np.generic], rows: int) -> tuple[onnx.ModelProto, int]:
+    """The model with ranges from inputs `x`, `rows` of them at a time; and how many of its products are in int8."""
+    products = list(_products(model.graph))
+    if not products:
+        return model, 0
+    ranges, constants = _observed(model, products, x, rows)
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    names = {p.node.output[0]: p for p in products}
+    nodes, initializers = [], list(made.graph.initializer)
+    written: dict[str, str] = {}
+    for node in made.graph.node:
+        product = names.get(node.output[0])
+        if product is None:
+            nodes.append(node)
+        else:
+            more, stored = _written(product, ranges, constants, written)
+            nodes += more
+            initializers += stored
+    _replace(made.graph, nodes, initializers)
+    return made, len(products)
+
+
+def _products(graph: onnx.GraphProto) -> Iterable[Product]:
+    stored = {t.name: t.data_type for t in graph.initializer}
+    maker = {name: node for node in graph.node for name in node.output}
+
+    def leaves(name: str) -> set[int]:
+        """Types of the constants that a value comes of; 0 stands for anything else."""
+        if name in stored:
+            return {stored[name]}
+        node = maker.get(name)
+        if node is None or node.op_type not in VIEWS:
+            return {0}
+        return set().union(*(leaves(one) for one in node.input if one))
+
+    for node in graph.node:
+        if node.op_type not in ("Conv", "Gemm", "MatMul"):
+            continue
+        weights, activations = leaves(node.input[1]), leaves(node.input[0])
+        if 0 in weights or TensorProto.INT8 not in weights or 0 not in activations:
+            continue
+        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        if node.op_type == "Gemm" and (attributes.get("alpha", 1) != 1 or attributes.get("transA", 0)):
+            continue
+        plain = node.op_type == "MatMul" or (node.op_type == "Gemm" and not attributes.get("transB", 0))
+        if len(node.input) < 3 or 0 not in leaves(node.input[2]):
+            yield Product(node, 1 if plain else 0)
+
+
+def _observed(
+    model: onnx.ModelProto, products: Sequence[Product], x: NDArray[np.generic], rows: int
+) -> tuple[dict[str, tuple[float, float]], dict[str, Array]]:
+    """Ranges of activations over the data, and the constants as they reach their products."""
+    watched = sorted({name for p in products for name in p.observed})
+    fixed = sorted({name for p in products for name in p.constants})
+    opened = onnx.ModelProto()
+    opened.CopyFrom(model)
+    del opened.graph.output[:]
+    inputs = {entry.name for entry in model.graph.input}
+    for name in watched + fixed:
+        if name not in inputs:
+            opened.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(opened.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    entry, *seed = (e.name for e in session.get_inputs())
+    names = [o.name for o in session.get_outputs()]
+    ranges: dict[str, tuple[float, float]] = {}
+    constants: dict[str, Array] = {}
+    for at in range(0, len(x), rows):
+        feed = {entry: x[at : at + rows]} | dict.fromkeys(seed, np.array(SEED, np.int64))
+        found = feed | dict(zip(names, session.run(names, feed), strict=True))
+        constants |= {name: found[name] for name in fixed}
+        for name in watched:
+            low, high = np.quantile(found[name], [CUT, 1 - CUT])
+            before = ranges.get(name, (0.0, 0.0))  # 0 must be a number that eight bits can tell
+            ranges[name] = (min(before[0], float(low)), max(before[1], float(high)))
+    return ranges, constants
+
+
+def _written(
+    p: Product, ranges: dict[str, tuple[float, float]], constants: dict[str, Array], written: dict[str, str]
+) -> tuple[list[onnx.NodeProto], list[TensorProto]]:
+    """The product between its roundings. `written` has activations that are rounded already."""
+    nodes: list[onnx.NodeProto] = []
+    stored: list[TensorProto] = []
+    node, out = p.node, p.node.output[0]
+
+    def keep(name: str, value: Array) -> str:
+        stored.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
+        return name
+
+    def rounded(name: str, source: str, to: str) -> None:
+        scale = _scale(ranges[name])
+        zero = np.array(np.clip(np.rint(-ranges[name][0] / scale), 0, 255), np.uint8)
+        about = [keep(f"{to}.scale", scale), keep(f"{to}.zero", zero)]
+        nodes.append(helper.make_node("QuantizeLinear", [source, *about], [f"{to}.int8"]))
+        nodes.append(helper.make_node("DequantizeLinear", [f"{to}.int8", *about], [to]))
+
+    x, weights = node.input[0], constants[node.input[1]]
+    if x not in written:
+        written[x] = f"{x}.rounded"
+        rounded(x, x, written[x])
+    others = tuple(i for i in range(weights.ndim) if i != p.axis)
+    most = np.abs(weights).max(axis=others)
+    scale = (np.where(most > 0, most, 1) / 127).astype(np.float32)
+    shape = [-1 if i == p.axis else 1 for i in range(weights.ndim)]
+    values = np.clip(np.rint(weights / scale.reshape(shape)), -127, 127).astype(np.int8)
+    inputs = [written[x], f"{out}.weights"]
+    about = [keep(f"{out}.weights.int8", values), keep(f"{out}.weights.scale", scale)]
+    nodes.append(helper.make_node("DequantizeLinear", about, [inputs[1]], axis=p.axis))
+    if len(node.input) > 2:
+        fine = (_scale(ranges[x]) * scale).astype(np.float32)
+        bias = constants[node.input[2]].astype(np.float64).reshape(-1)
+        whole = np.clip(np.rint(bias / fine), -(2**31) + 1, 2**31 - 1).astype(np.int32)
+        about = [keep(f"{out}.bias.int32", whole), keep(f"{out}.bias.scale", fine)]
+        nodes.append(helper.make_node("DequantizeLinear", about, [f"{out}.bias"], axis=0))
+        inputs.append(f"{out}.bias")
+    made = onnx.NodeProto()
+    made.CopyFrom(node)
+    del made.input[:]
+    made.input.extend(inputs)
+    if node.op_type == "Conv":
+        made.output[0] = f"{out}.exact"
+        nodes.append(made)
+        rounded(out, made.output[0], out)
+    else:
+        nodes.append(made)
+    return nodes, stored
+
+
+def _scale(between: tuple[float, float]) -> Array:
+    """What one step of eight bits is worth."""
+    return np.array((between[1] - between[0]) / 255 or 1.0, np.float32)
+
+
+def _replace(graph: onnx.GraphProto, nodes: list[onnx.NodeProto], initializers: list[TensorProto]) -> None:
+    """These nodes and constants, less what nothing reads any more."""
+    needed = {o.name for o in graph.output}
+    kept = []
+    for node in reversed(nodes):
+        if needed.intersection(node.output):
+            kept.append(onnx.NodeProto.FromString(node.SerializeToString()))
+            needed.update(node.input)
+    used = [TensorProto.FromString(t.SerializeToString()) for t in initializers if t.name in needed]
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(reversed(kept))
+    graph.initializer.extend(used)
