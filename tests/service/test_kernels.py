@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dubito.models import bayesianize, build
+from dubito.models import bayesianize, build, load, save
 from dubito.models.directions import set_directions
 from dubito.models.geometry import How
 from dubito.models.inducing import Inducing
+from dubito.models.manifest import Card, Input
 from dubito.models.network import BayesianNetwork, Draws
 from dubito.models.plan import cheapest
-from dubito.models.resident import bytes_of
+from dubito.models.resident import bytes_of, reside
 from dubito.models.together import gather
 from dubito.service.fusion import Unit, fuse
-from dubito.service.programs import tap_by_tap
+from dubito.service.programs import for_gpu, tap_by_tap
 
 CPU = torch.device("cpu")
 
@@ -164,3 +165,13 @@ def test_filters_that_lie_channels_last(lam_max: float, how: How) -> None:
     with torch.inference_mode():
         expected = network.run(x, factors, draws, plan)
         torch.testing.assert_close(network.run(x, found, draws, plan), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_gpu_holds_less_than_a_third_of_the_plain_network(tmp_path: Path) -> None:
+    """Factors, units and what is drawn together, in bfloat16: each storage once."""
+    plain = build("resnet50-cifar")
+    network = bayesianize(plain, "ffg-u", inducing=64, start="prior", lam_max=0.0).eval()
+    save(network, tmp_path / "m.safetensors", card=Card(input=Input(shape=(3, 32, 32))))
+    model = for_gpu(reside(load(tmp_path / "m.safetensors"), CPU, torch.bfloat16))
+    assert bytes_of((model.factors, model.network)) < 0.3 * 2 * sum(p.numel() for p in plain.parameters())
