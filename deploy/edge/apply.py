@@ -68,7 +68,7 @@ def _factored(g: Graph, K: int, geometry: Geometry, place: Place, f: Factored, s
         by_group = (groups,) if groups > 1 else ()
         c, length = (v and g.reshape(v, (rows, -1, *by_group, n, spots)) for v, n in ((c, w), (length, 1)))
     columns, entries = _outside(g, K, f, length, shift, f"{type(geometry).__name__} {rows} {spots} {groups}")
-    if f.E is not None and groups == 1 and BATCH * spots * (d + w) < d * w:
+    if groups == 1 and BATCH * spots * (d + w) < d * w:
         out = f.on(g, c)
         if columns:
             beside = g.op("Unsqueeze", _together(g, columns, 2), g.constant([1]))
