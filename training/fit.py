@@ -144,8 +144,7 @@ class Run:
                 group["lr"].fill_(rate(self.fit, now))
             else:
                 group["lr"] = rate(self.fit, now)
-        if not self.network.training:
-            self.network.train()
+        self.network.train()  # every part of it: one that came evaluating would otherwise stay so
         sow(self._stream(self.step), self.device)  # the same draws on every rank
         weight = kl_weight(self.fit, now) / self.batches.examples / self.ranks.count
         for place, value in zip(self.weights.unbind(), (share, weight), strict=True):

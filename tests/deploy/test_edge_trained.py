@@ -92,7 +92,7 @@ def posterior(architecture: str, method: str) -> BayesianNetwork:
             prune(network, 0.4)
             return trained(network, 2)
         case "whvi":
-            return trained(bayesianize(net, method, start="network"), 6, lr=0.1)
+            return trained(bayesianize(net, method, start="network"), 10, lr=0.03)
     return trained(bayesianize(net, method, start="network", **options), 3)
 
 
@@ -145,7 +145,9 @@ def test_torch_and_the_graph_agree(architecture: str, method: str, tmp_path: Pat
     each = outputs.softmax(-1).double()
     error = (each.var(0) * 2 / DRAWS).sqrt().numpy()
     assert (error > 0).all()
-    assert (np.abs(ours - each.mean(0).numpy()) < 4 * error + 1e-6).all()
+    told = each.mean(0).numpy() > 1e-3  # less is a few draws' doing, and its standard error says nothing
+    assert told.sum() > 1
+    assert (np.abs(ours - each.mean(0).numpy()) < 4 * error + 1e-6)[told].all()
 
 
 def dubito(*arguments: str | Path) -> str:

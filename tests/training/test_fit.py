@@ -237,6 +237,15 @@ def test_every_method_trains(parts: Parts, method: str) -> None:
     assert run.log[-1].nll < 0.7 * run.log[0].nll
 
 
+def test_a_network_that_came_evaluating_is_trained_whole(parts: Parts) -> None:
+    """Its BatchNorms see batches, though nobody told them."""
+    net = build("cnn", size=8, width=4, hidden=8).eval()
+    run = finish(start(parts, bayesianize(net, "deterministic"), 64, epochs=1))
+    norms = [m for m in run.network.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert norms
+    assert all(m.num_batches_tracked > 0 for m in norms)  # type: ignore[operator]
+
+
 def test_patience_stops_and_goes_back_to_the_best(parts: Parts) -> None:
     """A rate that is too high for fine work: the validation NLL has its best long before the end."""
     run = start(
