@@ -295,16 +295,14 @@ def _in_rows(rows: int) -> int:
     return 128 if rows >= 128 else 64 if rows > 32 else 32 if rows > 16 else 16
 
 
-def factored(
-    geometry: Conv, x: Tensor, B: Tensor, G: Tensor, e: Tensor | None, after: After, BM=0, BN=64, warps=0, stages=3
-) -> Tensor:
+def factored(geometry: Conv, x: Tensor, B: Tensor, G: Tensor, e: Tensor | None, after: After) -> Tensor:
     """B (d_in, r) tap by tap, G (K, d_out, r), e (K, d_out): one kernel, Bᵀ(patch) on chip."""
     x, s = _lies(x), _Shape.of(geometry, x)
     K, d_out, r = G.shape
     rows, (R, R2), (BK, whole) = s.rows // K, _runs(r), s.tile()
     y = s.output(x, d_out)
-    BM = BM or _in_rows(rows)
-    residual = y if after.residual is None else _lies(after.residual)
+    BM = _in_rows(rows)
+    residual = y if after.residual is None else _lies(after.residual.expand_as(y))
     tiles = triton.cdiv(rows, BM) * K
     width = d_out if tiles >= 132 else max(128, triton.cdiv(d_out, triton.cdiv(132, tiles)) // 128 * 128)
     grid = (triton.cdiv(rows, BM), triton.cdiv(d_out, width), K)
@@ -313,8 +311,8 @@ def factored(
             x, B, G, G if e is None else e, y, residual, after.scale, after.shift, after.floor,
             rows, s.H, s.W, s.C, s.Ho, s.Wo, d_out, r, s.stride, s.padding, *B.stride(),
             G.stride(0), G.stride(2), G.stride(1), width,
-            s.side, whole, BM, BN, BK, R, R2, e is not None, after.residual is not None,
-            num_warps=warps or (8 if BM == 128 else 4), num_stages=stages,
+            s.side, whole, BM, 64, BK, R, R2, e is not None, after.residual is not None,
+            num_warps=8 if BM == 128 else 4, num_stages=3,
         )  # fmt: skip
     return y
 
@@ -333,7 +331,7 @@ def parted(geometry: Conv, x: Tensor, B: Tensor, G: Tensor, e: Tensor | None, af
     c = torch.empty(splits, s.rows, R + R2, device=x.device)
     energy = torch.empty(splits, s.rows, device=x.device) if e is not None else c
     y = s.output(x, d_out)
-    residual = y if after.residual is None else _lies(after.residual)
+    residual = y if after.residual is None else _lies(after.residual.expand_as(y))
     BM_mix = min(64, _in_rows(rows))
     width = 64 if triton.cdiv(rows, BM_mix) * K * triton.cdiv(d_out, 64) <= 8 * 132 else 256
     with torch.cuda.device_of(x):
@@ -349,20 +347,20 @@ def parted(geometry: Conv, x: Tensor, B: Tensor, G: Tensor, e: Tensor | None, af
     return y
 
 
-def dense(geometry: Conv, x: Tensor, W: Tensor, after: After, BM=0, BN=0, warps=0, stages=3) -> Tensor:
+def dense(geometry: Conv, x: Tensor, W: Tensor, after: After) -> Tensor:
     """W (K or 1, d_in, d_out) tap by tap: one kernel for all samples."""
     x, s = _lies(x), _Shape.of(geometry, x)
     K, _, d_out = W.shape
     rows, (BK, whole) = s.rows // K, s.tile()
     y = s.output(x, d_out)
-    residual = y if after.residual is None else _lies(after.residual)
-    BM = BM or _in_rows(rows)
-    BN = BN or (128 if d_out % 128 == 0 and rows >= 1024 else 64)
+    residual = y if after.residual is None else _lies(after.residual.expand_as(y))
+    BM = _in_rows(rows)
+    BN = 128 if d_out % 128 == 0 and rows >= 1024 else 64
     with torch.cuda.device_of(x):
         _dense_kernel[triton.cdiv(rows, BM) * triton.cdiv(d_out, BN), K](
             x, W, y, residual, after.scale, after.shift, after.floor,
             rows, s.H, s.W, s.C, s.Ho, s.Wo, d_out, s.stride, s.padding, W.stride(0),
             s.side, whole, BM, BN, BK, after.residual is not None,
-            num_warps=warps or (8 if BM * BN == 128 * 128 else 4), num_stages=stages,
+            num_warps=8 if BM * BN == 128 * 128 else 4, num_stages=3,
         )  # fmt: skip
     return y
