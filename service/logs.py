@@ -46,11 +46,11 @@ class AsJson(logging.Formatter):
 
 
 def start_logging(level: str) -> None:
-    """Ours at this level; of the web server's own, only what went wrong."""
+    """Ours at this level; of the web server's own and of all other libraries', only what went wrong."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(AsJson())
     logging.captureWarnings(True)
-    for name, at in (("dubito", level.upper()), ("uvicorn", "WARNING"), ("py.warnings", "WARNING")):
+    for name, at in (("dubito", level.upper()), ("uvicorn", "WARNING"), ("", "WARNING")):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(at)

@@ -204,6 +204,17 @@ def test_models_change_over_http_only_where_settings_say_so(serve: Fixture) -> N
     assert httpx.get(f"{server.url}/readyz").status_code == 200
 
 
+def test_what_libraries_say_is_logged_as_json_too(live: Fixture) -> None:
+    bad = httpx.post(
+        f"{live.url}/v1/models/digits/predict",
+        content=b"--b\nno carriage return",
+        headers={"content-type": "multipart/form-data; boundary=b"},
+    )
+    assert bad.status_code == 400
+    lines = [json.loads(line) for line in live.log.read_text().splitlines()]
+    assert any("boundary" in line["message"] for line in lines if line["level"] == "warning")
+
+
 def test_request_ids_come_back(live: Fixture) -> None:
     def id_of(headers: dict[str, str], path: str = "/v1/models") -> str:
         return httpx.get(live.url + path, headers=headers).headers["x-request-id"]
