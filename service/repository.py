@@ -225,7 +225,7 @@ class Repository:
             banked = self._reserve_bank(engine)
             engine.warm(self.settings.samples, self.turn)
             if banked:
-                engine.bank = Bank(model, *banked, self.settings.bank_seconds)
+                engine.bank = Bank(engine.model, *banked, self.settings.bank_seconds)
                 share.kinds["bank"] = lambda: 0 if engine.bank is None else engine.bank.bytes
         except DubitoError:
             self.budget.release(share)
