@@ -5,8 +5,9 @@
 bfloat16, channels last, logits of K samples for B inputs that lie on the device, drawing included, the same random
 weights' sizes on all sides. The ensemble is given the best of three: eager, captured as a CUDA graph, and compiled and
 captured; its BatchNorm is folded into its convolutions. Ours is what `dubito serve` runs: plans measured by the engine,
-captured. Every path's answer is checked in the same run: ours against float32 without plans from the same normals, the
-rule's by its spread. Medians of rounds in which all take turns; peak memory is that of a path's own tensors.
+captured. Answers are compared in the same run: ours with float32 without plans from the same normals, the ensemble's
+two captured ways with each other; the rule's, from draws of its own, are not. Medians of rounds in which all take
+turns; peak memory is that of a path's own tensors.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import Normals
 from dubito.models.plan import cheapest
 from dubito.models.resident import bytes_of, reside
+from dubito.service.budget import peak_of
 from dubito.service.engine import Engine
 from dubito.service.plans import Memory
 
@@ -74,8 +76,8 @@ def folded(net: nn.Module) -> nn.Module:
     return traced.to(DEVICE, HALF).to(memory_format=torch.channels_last)
 
 
-def captured(run: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """The same as one launch, and its answer."""
+def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same as one launch."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -90,7 +92,7 @@ def captured(run: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], Callable[
         graph.replay()
         return out
 
-    return go, lambda: out
+    return go
 
 
 class Ensemble:
@@ -110,12 +112,12 @@ class Ensemble:
         def by(one: Callable[[dict[str, Tensor], Tensor], Tensor]) -> Callable[[], Tensor]:
             return lambda: torch.stack([one(p, x) for p in self.members[:K]])
 
-        graph, compiled = captured(by(self._one))[0], captured(by(self.compiled))[0]
+        graph, compiled = captured(by(self._one)), captured(by(self.compiled))
         torch.testing.assert_close(graph().float(), compiled().float(), rtol=0.1, atol=0.1)
         return {"ensemble, eager": by(self._one), "ensemble, graph": graph, "ensemble, compiled": compiled}
 
     def one(self, x: Tensor) -> Callable[[], Tensor]:
-        return captured(lambda: self.compiled(self.members[0], x))[0]
+        return captured(lambda: self.compiled(self.members[0], x))
 
 
 def network_of(architecture: str, M: int, noisy: bool) -> BayesianNetwork:
@@ -217,14 +219,6 @@ def median_ms(runs: dict[str, Callable[[], Tensor]], rounds: int, budget: float 
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def peak_mb(run: Callable[[], Tensor]) -> float:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architectures", nargs="+", default=["resnet18-cifar", "resnet50-cifar"])
@@ -261,7 +255,7 @@ def main() -> None:
                         runs |= {f"ours, {kind}": ours(engine, x, K) for kind, engine in engines.items()}
                         errors = [check(engines[kind], networks[kind], wide[kind], x, K) for kind in args.noise]
                         found = median_ms(runs, args.rounds)
-                        peaks = {name: peak_mb(run) for name, run in runs.items()}
+                        peaks = {name: peak_of(run, DEVICE) / 1e6 for name, run in runs.items()}
                         if not args.no_rule:
                             found |= median_ms({"rule": by_rule(networks[args.noise[-1]], unfolded, x, K)}, 1)
                     best = min(found[name] for name in found if name.startswith("ensemble"))

@@ -97,6 +97,11 @@ class InducingFactors(WithV):
         return self.B.shape[1] == self.B.shape[0]
 
     @property
+    def forms_W(self) -> bool:
+        """A draw is W itself: the exact law's noise has no factors."""
+        return self.lam > 0 and self.noise == "exact"
+
+    @property
     def normals(self) -> int:
         return sum(self._parts())
 
@@ -106,7 +111,7 @@ class InducingFactors(WithV):
         d_out, d_in = self.shape
         if self.lam == 0:
             return of_V, 0, 0
-        if self.noise == "exact":
+        if self.forms_W:
             return of_V, d_out * d_in, len(self.matheron.p) * len(self.matheron.q)
         return of_V, d_out * self.B.shape[1], 0 if self.spans else d_out
 
@@ -121,7 +126,7 @@ class InducingFactors(WithV):
             return self.mean(member, V)
         K, f = len(noise), self.matheron
         d_out, d_in = self.shape
-        if self.noise == "exact":
+        if self.forms_W:
             eps = second.view(K, len(f.p), len(f.q))
             return Dense(draw_weights(f, V, self.lam, self.sigma, first.view(K, d_out, d_in), eps))
         eps, extra = first.view(K, d_out, -1).tensor_split([len(f.q)], dim=2)  # extra: the R further directions

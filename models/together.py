@@ -106,7 +106,7 @@ def gather(factors: NetworkFactors) -> NetworkFactors:
 
 
 def _simple(f: InducingFactors) -> bool:
-    return isinstance(f.q_V, FrozenMeanField) and (f.lam == 0 or f.noise == "factored")
+    return isinstance(f.q_V, FrozenMeanField) and not f.forms_W
 
 
 def _size(f: InducingFactors) -> tuple[object, ...]:

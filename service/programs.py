@@ -33,14 +33,14 @@ def for_gpu(model: Model) -> Model:
 
 
 def tap_by_tap(factors: NetworkFactors, form: nn.Module) -> NetworkFactors:
-    """For a network in this form: B's of convolutions lie as pictures do, channels last, where W is not drawn."""
+    """For a network in this form: B's of convolutions lie as pictures do, channels last, where no W is formed."""
     layers = dict(factors.layers)
     for unit in form.modules():
         if not isinstance(unit, Unit) or not isinstance(unit.geometry, Conv) or unit.geometry.bias:
             continue
         name, channels = factors.structure.names[unit.layer], unit.geometry.inputs // unit.geometry.groups
         f = factors.layers[name]
-        if isinstance(f, InducingFactors) and (f.lam == 0 or f.noise == "factored"):
+        if isinstance(f, InducingFactors) and not f.forms_W:
             unit.geometry = replace(unit.geometry, taps_first=True)
             layers[name] = f.reordered(channels)
     return replace(factors, layers=MappingProxyType(layers), form=form)
