@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +397,11 @@ def normals(seed: int, K: int, sizes: list[int]) -> list[NDArray[np.float32]]:
     noise = Noise(g, K, "seed")
     names = [noise.normals(n, f"layer{i}:V") for i, n in enumerate(sizes)]
     noise.finish()
+    return values_of(g, names, seed)
+
+
+def values_of(g: Graph, names: Sequence[str], seed: int) -> list[NDArray[np.float32]]:
+    """Of a graph that takes nothing but a seed."""
     entry = helper.make_tensor_value_info("seed", TensorProto.INT64, [])
     outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
     graph = helper.make_graph(g.nodes, "noise", [entry], outputs, g.initializers)
@@ -436,14 +442,7 @@ def test_normals_of_one_word_have_the_moments_of_independent_ones() -> None:
 
     g = Graph()
     noise = Noise(g, 1, "seed")
-    names = noise._tables()
-    entry = helper.make_tensor_value_info("seed", TensorProto.INT64, [])
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
-    graph = helper.make_graph(g.nodes, "tables", [entry], outputs, g.initializers)
-    imports = [helper.make_opsetid("", 18), helper.make_opsetid("dubito", 1)]
-    model = helper.make_model(graph, opset_imports=imports, ir_version=10, functions=list(g.functions.values()))
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    D, L = (t.astype(np.float64) for t in session.run(None, {"seed": np.array(0, np.int64)}))
+    D, L = (t.astype(np.float64) for t in values_of(g, noise._tables(), 0))
     assert D.shape == L.shape == (4096, 16)
     # E of a product of normals is that of the directions times that of the lengths
     a, b = np.triu_indices(16)
