@@ -6,12 +6,14 @@ bfloat16, channels last, logits of K samples for B inputs that lie on the device
 weights' sizes on all sides. The ensemble is given the best of three: eager, captured as a CUDA graph, and compiled and
 captured; its BatchNorm is folded into its convolutions. Ours is what `dubito serve` runs: plans measured by the engine,
 captured. Answers are compared in the same run: ours with float32 without plans from the same normals, the ensemble's
-two captured ways with each other; the rule's, from draws of its own, are not. Medians of rounds in which all take
-turns; peak memory is that of a path's own tensors.
+two captured ways with each other, the rule's mean logits with those of our exact law, in standard errors. Medians of
+rounds in which all take turns; peak memory is that of a path's own tensors, and resident memory the allocator's
+difference before and after a model is put on the device.
 """
 
 import argparse
 import copy
+import gc
 import json
 import secrets
 import statistics
@@ -42,10 +44,13 @@ from dubito.models.resident import bytes_of, reside
 from dubito.service.budget import peak_of
 from dubito.service.engine import Engine
 from dubito.service.plans import Memory
+from dubito.service.programs import for_gpu
 
 SHAPE = (3, 32, 32)
 DEVICE = torch.device("cuda")
 HALF = torch.bfloat16
+DRAWS = 128  # of the rule, where it is compared
+FAR = 5.0  # standard errors, which of 40 numbers none should reach in ten thousand runs
 COLUMNS = ("network", "M", "K", "B", "one pass", "ensemble", "rule", "λ = 0", "ratio", "λ > 0", "ratio", "MB", "error")
 
 
@@ -138,6 +143,17 @@ def model_of(network: BayesianNetwork) -> Model:
         return reside(load(file), DEVICE, HALF)
 
 
+def resident_bytes(network: BayesianNetwork) -> int:
+    """What the device's allocator gives out for a model as it is served."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    made = for_gpu(model_of(network))
+    gc.collect()
+    after = torch.cuda.memory_allocated()
+    del made
+    return after - before
+
+
 def engine_of(model: Model, B: int, K: int, memory: Memory, seconds: float) -> Engine:
     engine = Engine(model, [B], memory, seconds)
     engine.warm(K, nullcontext())
@@ -201,6 +217,29 @@ def by_rule(network: BayesianNetwork, net: nn.Module, x: Tensor, K: int) -> Call
     return run
 
 
+def check_rule(network: BayesianNetwork, net: nn.Module) -> float:
+    """How far the rule's mean logits are from those of our exact law in float32: the most, in standard errors."""
+    exact = copy.deepcopy(network)
+    for layer in exact.layers.values():
+        assert isinstance(layer.posterior, Inducing)
+        layer.posterior.noise = "exact"
+    x = torch.randn(4, *SHAPE, device=DEVICE)
+    factors = exact.factors()
+    with torch.inference_mode():
+        theirs = by_rule(network, net, x.to(HALF).contiguous(memory_format=torch.channels_last), DRAWS)().double()
+        parts = []
+        for start in range(0, DRAWS, 4):
+            rng = torch.Generator(DEVICE).manual_seed(start)
+            noise = torch.randn(4, factors.normals, device=DEVICE, generator=rng)
+            parts.append(exact.run(x, factors, Draws(4, noise, 0), cheapest(factors)).double())
+    mine = torch.cat(parts)
+    error = ((theirs.var(0) + mine.var(0)) / DRAWS).sqrt()
+    far = float(((theirs.mean(0) - mine.mean(0)).abs() / error).max())
+    if far > FAR:
+        raise SystemExit(f"the rule's mean logits are {far:.1f} standard errors from ours; expected less than {FAR}.")
+    return far
+
+
 def median_ms(runs: dict[str, Callable[[], Tensor]], rounds: int, budget: float = 0.4) -> dict[str, float]:
     """By the device's clock; all in turn."""
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -243,6 +282,12 @@ def main() -> None:
         unfolded = net.to(DEVICE, HALF).to(memory_format=torch.channels_last)
         for M in args.inducing:
             networks = {kind: network_of(architecture, M, kind == "+") for kind in args.noise}
+            if not args.no_rule:
+                far = {kind: round(check_rule(network, unfolded), 2) for kind, network in networks.items()}
+                print(f"{architecture}, M = {M}: the rule and ours differ by", far, "standard errors", flush=True)
+            plain_bytes = sum(p.numel() * HALF.itemsize for p in net.parameters())
+            shares = {kind: round(resident_bytes(network) / plain_bytes, 3) for kind, network in networks.items()}
+            print(f"{architecture}, M = {M}: resident, of the plain network's bytes:", shares, flush=True)
             models = {kind: model_of(network) for kind, network in networks.items()}
             wide = {kind: network.factors() for kind, network in networks.items()}
             for B in args.batches:
@@ -262,7 +307,13 @@ def main() -> None:
                     sizes = {kind: bytes_of(engine.model.factors) / 1e6 for kind, engine in engines.items()}
                     plans = {kind: dict(engine.plans.at(B, min(K, 20))) for kind, engine in engines.items()}
                     cell = {"network": architecture, "M": M, "K": K, "B": B, "ms": found, "best ensemble": best}
-                    cell |= {"peak MB": peaks, "factors MB": sizes, "errors": errors, "plans": plans}
+                    cell |= {
+                        "peak MB": peaks,
+                        "factors MB": sizes,
+                        "errors": errors,
+                        "plans": plans,
+                        "resident": shares,
+                    }
                     cell["seconds"] = time.perf_counter() - began
                     if args.json is not None:
                         with args.json.open("a") as file:

@@ -13,6 +13,7 @@ TOLERANCE = 0.05
 AT_MOST = 128  # draws
 CHUNK = 8
 SURE = 2.0  # standard errors
+NEAR = 1 << 16  # numbers that a CPU sums up sooner than a GPU is told how to
 
 
 def predict_settled(
@@ -52,12 +53,10 @@ def answer_each(job: Job, most: Tensor, tolerance: Tensor) -> tuple[Classified |
     Inputs share the draws of one seed: sample k is the same function for all that get as far. Returns the answers and
     the draws that each input took.
     """
-    most, tolerance = most.to(job.x.device), tolerance.to(job.x.device)
     answers = tally_for(job.network)
     tally = _Values(answers, len(job.x)) if isinstance(answers, ValueTally) else _Classes(len(job.x))
-    drawn = torch.zeros_like(most)
-    left = torch.arange(len(job.x), device=job.x.device)
-    start = 0
+    drawn, left, start = torch.zeros_like(most), torch.arange(len(job.x)), 0
+    device = job.x.device
     with evaluating(job.network), torch.inference_mode():
         while len(left):
             k = min(job.samples_at_once(len(left)), int(most[left].min()) - start)
@@ -66,17 +65,20 @@ def answer_each(job: Job, most: Tensor, tolerance: Tensor) -> tuple[Classified |
             draws = job.draws(start, k, len(left))
             k = draws.K
             job.watch.lap("sample")
-            outputs = job.outputs(draws, left)
+            outputs = job.outputs(draws, None if len(left) == len(job.x) else left.to(job.x.device))
             job.watch.lap("forward")
-            tally.add(left, start, outputs)
+            if start == 0 and outputs.numel() <= NEAR:
+                device = left.device
+            rows = left.to(device)
+            tally.add(rows, start, outputs.to(device))
             start += k
             drawn[left] = start
             ended = most[left] <= start
             if start % CHUNK == 0:
-                ended |= (tolerance[left] > 0) & tally.settled(left, start, tolerance[left])
+                ended |= (tolerance[left] > 0) & tally.settled(rows, start, tolerance[left].to(device)).cpu()
             left = left[~ended]
             job.watch.lap("summarise")
-        return finite(tally.summary(drawn)), drawn.cpu()
+        return finite(tally.summary(drawn.to(device))), drawn
 
 
 class _Classes:
@@ -120,6 +122,7 @@ class _Values:
         value, k = wide(outputs), len(outputs)
         if before == 0:
             self.mean, self.M2 = value.new_zeros(self.B, value.shape[2]), value.new_zeros(self.B, value.shape[2])
+            self.units = self.units.to(value.device)
         mean, M2, K = value.mean(0), (value - value.mean(0)).square().sum(0), before + k
         step = mean - self.mean[rows]
         self.mean[rows] += step * (k / K)

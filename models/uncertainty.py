@@ -85,6 +85,10 @@ class ValueTally:
         self.mean: Tensor | float = 0.0
         self.M2: Tensor | float = 0.0
 
+    def to(self, device: torch.device) -> "ValueTally":
+        """One for the same targets elsewhere, with nothing added up."""
+        return ValueTally(*(t.to(device) for t in (self.noise, self.shift, self.scale)))
+
     def add(self, outputs: Tensor) -> None:
         """(k, B, D) means, in the network's units."""
         for value in wide(outputs):

@@ -1,6 +1,7 @@
 """The engine on a GPU; skipped, aloud, where there is none."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,18 +9,27 @@ import pytest
 import torch
 
 from dubito.models import bayesianize, build, load, save
+from dubito.models.embedded import embedded
+from dubito.models.geometry import How
 from dubito.models.manifest import Card, Input
 from dubito.models.model import Model
 from dubito.models.network import Draws
 from dubito.models.normals import Normals
 from dubito.models.plan import cheapest
+from dubito.models.prediction import evaluating
 from dubito.models.resident import reside
 from dubito.service.engine import Answered, Ask, Engine
+from dubito.service.fusion import Unit
+from dubito.service.plans import kernel_ways
+from dubito.service.programs import for_gpu
+from tests.models import test_agreement as agreement
 from tests.service import interpreted
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the GPU's engine is not tested")
 
 SHAPE = (3, 32, 32)
+CUDA = torch.device("cuda")
+x = agreement.x
 
 
 def kept(path: Path, method: str, lam_max: float) -> Model:
@@ -71,3 +81,26 @@ def test_the_engine_answers_as_the_network_does(
     assert isinstance(other, Answered)
     assert np.array_equal(found.columns["probabilities"], again.columns["probabilities"])
     assert not np.array_equal(found.columns["probabilities"], other.columns["probabilities"])
+
+
+@pytest.mark.parametrize(("lam", "ways"), [(0.0, ("fused", "parted", "grouped")), (agreement.LAM, ("grouped",))])
+def test_predictions_by_kernels_are_those_of_the_papers_rule(
+    x: torch.Tensor, lam: float, ways: tuple[How, ...]
+) -> None:
+    """Of a trained network, without λ-noise and with the exact law, in float16: its rounding is far below the error."""
+    network = agreement.trained("exact", lam)
+    with evaluating(network), torch.inference_mode():
+        theirs = list(agreement.statistics(agreement.by_rule(network, x)))
+        model = for_gpu(reside(replace(load(embedded()), network=network, made=None), CUDA, torch.float16))
+        factors, inputs = model.factors, x.to(CUDA, torch.float16)
+        for way in ways:
+            noise = Normals(3, CUDA).rows(agreement.K, factors.normals)
+            run = model.network.arrange(factors, Draws(agreement.K, noise, 0), {}, keep=True)
+            plan: dict[torch.nn.Module, How] = {}
+            for unit in factors.form.modules():  # type: ignore[union-attr]
+                if isinstance(unit, Unit) and way in kernel_ways(unit.geometry, run.operands[unit.layer](), inputs):
+                    plan[unit.layer] = way
+            assert plan
+            found = model.network.go(inputs, replace(run, plan=plan)).float().cpu()
+            for a, b in zip(agreement.statistics(found), theirs, strict=True):
+                agreement.agree(a, b)

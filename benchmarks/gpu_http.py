@@ -1,0 +1,103 @@
+"""What a request costs beyond the device: `dubito serve` on a GPU, asked for K samples through HTTP.
+
+    python -m benchmarks.gpu_http [--architecture resnet50-cifar] [--inducing 64] [--samples 20]
+
+Device time is that of one captured pass with its draws, in this process, by the device's clock. Then a server of the
+same artifact gets OIP binary requests from a client in a process of its own: one at a time (p50 beside the device time
+of one input), and from 64 connections that each send their next request when they have a reply, with one input and
+with several in each (inputs a second beside back-to-back full batches of the largest bucket).
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks._measure import machine
+from benchmarks._server import running
+from benchmarks.gpu_predict import DEVICE, HALF, SHAPE, median_ms, network_of, ours
+from dubito.models import load, save
+from dubito.models.manifest import Card, Input
+from dubito.models.resident import reside
+from dubito.service.client import infer_body
+from dubito.service.engine import Engine
+from dubito.service.load import Load, Target, post, put
+from dubito.service.plans import Memory, plan_file
+
+
+def device_ms(artifact: Path, batches: list[int], K: int) -> dict[int, float]:
+    """Of one pass of each size."""
+    engine = Engine(reside(load(artifact), DEVICE, HALF), batches, Memory(plan_file(), DEVICE), 120.0)
+    engine.warm(K, nullcontext())
+    with torch.inference_mode():
+        runs = {str(B): ours(engine, torch.randn(B, *SHAPE, device=DEVICE, dtype=HALF), K) for B in batches}
+        return {int(B): ms for B, ms in median_ms(runs, 31, budget=2.0).items()}
+
+
+def drive(target: Target, requests: int, concurrency: int) -> Load:
+    """A closed loop, in the client's process."""
+    return put(target, np.zeros(requests), connections=concurrency)
+
+
+def asked(load_: Load) -> Load:
+    if not (load_.status == 200).all():
+        raise SystemExit(f"not every request was answered: {load_.summary()['statuses']}")
+    return load_
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architecture", default="resnet50-cifar")
+    parser.add_argument("--inducing", type=int, default=64, help="M")
+    parser.add_argument("--samples", type=int, default=20, help="K")
+    parser.add_argument("--full", type=int, default=64, help="the largest bucket")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16], help="inputs of a request")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each load, about")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no GPU here; this benchmark measures one.")
+    spawn = multiprocessing.get_context("spawn")
+    table = Table(title=f"{args.architecture}, M = {args.inducing}, K = {args.samples}, through HTTP")
+    for column in ("connections", "inputs each", "device", "through HTTP", ""):
+        table.add_column(column, justify="right")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, mp_context=spawn) as client:
+        artifact = Path(folder) / "net.safetensors"
+        save(network_of(args.architecture, args.inducing, noisy=False), artifact, card=Card(input=Input(shape=SHAPE)))
+        buckets = [1, args.full // 4, args.full]
+        device = device_ms(artifact, buckets, args.samples)
+        most = args.full / device[args.full] * 1000
+        command = ["dubito", "serve", str(artifact), "--device", "cuda", "--set", f"samples={args.samples}"]
+        command += ["--set", f"buckets={','.join(map(str, buckets))}", "--set", "log_level=warning"]
+        with running(command, Path(folder) / "server.log", "/readyz") as server:
+            for connections, rows in [(1, 1), *((64, rows) for rows in args.rows)]:
+                x = np.random.default_rng(0).standard_normal((rows, *SHAPE), dtype=np.float32)
+                target = post(server.url, "/v2/models/net/infer", *infer_body(x, {}))
+                busy = most / rows if connections > 1 else 1000 / (device[1] + 1)
+                requests = max(connections, round(args.seconds * busy))
+                client.submit(drive, target, min(requests, 200), connections).result()
+                found = [
+                    asked(client.submit(drive, target, requests, connections).result()) for _ in range(args.rounds)
+                ]
+                if connections == 1:
+                    ms = statistics.median(1000 * float(np.median(one.ended - one.sent)) for one in found)
+                    told = (f"{device[1]:.3f} ms", f"{ms:.3f} ms", f"+ {ms - device[1]:.3f} ms")
+                else:
+                    rate = rows * statistics.median(one.achieved() for one in found)
+                    told = (f"{most:,.0f} /s", f"{rate:,.0f} /s", f"{rate / most:.2f}")
+                table.add_row(str(connections), str(rows), *told)
+                print(connections, rows, *told, flush=True)
+    Console(width=100).print(table)
+    print(machine(), torch.cuda.get_device_name(), sep=", ")
+
+
+if __name__ == "__main__":
+    main()
