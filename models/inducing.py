@@ -98,8 +98,8 @@ class InducingFactors(WithV):
 
     @property
     def forms_W(self) -> bool:
-        """A draw is W itself: the exact law's noise has no factors."""
-        return self.lam > 0 and self.noise == "exact"
+        """A draw is W itself: the exact law's noise has no factors, but where G = W B_c says all of W."""
+        return self.lam > 0 and self.noise == "exact" and not self.spans
 
     @property
     def normals(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Protocol
 from weakref import WeakSet
@@ -32,8 +33,15 @@ class Group(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
 
+    @property
+    def table(self) -> Tensor | None: ...
+
     def draw(self, noise: Sequence[Tensor]) -> Sequence[Operand]:
         """Each layer's (K, normals) -> each layer's samples."""
+        ...
+
+    def draw_by(self, key: Tensor, K: int) -> Sequence[Operand]:
+        """The same from (seed, first sample), where there is a table."""
         ...
 
 
@@ -63,6 +71,11 @@ class NetworkFactors:
         return [above, *(f.normals for f in self.layers.values())]
 
     @cached_property
+    def places(self) -> dict[str, int]:
+        """Where the normals of each layer begin."""
+        return dict(zip(self.layers, accumulate(self.sizes), strict=False))
+
+    @cached_property
     def members(self) -> int:
         """The most members that any part cycles through; 0 where nothing does."""
         parts = [self.hierarchy] if self.hierarchy is not None else []
@@ -85,6 +98,20 @@ class Draws:
     keys: Tensor | None = None  # training: numbers whose order is that of the members, instead of the seed's
     stock: Stock | None = None  # what the seed's first samples come to, drawn ahead
     captured: bool = False  # the normals are made where they are used, by a captured pass
+    key: Tensor | None = None  # (seed, first sample) on a GPU that makes normals by their number: instead of `noise`
+
+    @property
+    def random(self) -> bool:
+        """False: the posterior mean is meant."""
+        return self.noise is not None or self.key is not None
+
+    def share(self, at: int, n: int) -> Tensor | None:
+        """The n normals of each sample from place `at` on; None for the posterior mean."""
+        if self.key is None:
+            return None if self.noise is None else self.noise[:, at : at + n]
+        from dubito.models.normals_kernel import fill
+
+        return fill(torch.empty(self.K, n, device=self.key.device), self.key, at)
 
     def part(self, at: int, k: int) -> "Draws":
         """The k samples from `at` on."""
@@ -95,7 +122,7 @@ class Draws:
         """Each sample's member of E: a seeded order, cycled; the mean takes them in turn."""
         device = "cpu" if self.keys is None else self.keys.device
         place = torch.arange(self.start, self.start + self.K, device=device) % E
-        if self.noise is None:
+        if not self.random:
             return place
         if self.keys is not None:
             return self.keys[:E].argsort()[place]
@@ -195,21 +222,16 @@ class BayesianNetwork(nn.Module):
         if draws.stock is not None:
             stored = {layer: partial(all_.part, draws.start, draws.K) for layer, all_ in draws.stock.items()}
             return Run(draws.K, stored, by_layer, draws.member, factors.structure, form=factors.form)
-        shares: list[Tensor | None] = [None] * len(factors.sizes)
-        if draws.noise is not None:
-            shares = list(draws.noise.split(factors.sizes, dim=1))
         V: dict[nn.Module, Tensor] = {}
         if factors.hierarchy is not None:
-            V = self._shared_out(_matrix(_draw(factors.hierarchy, shares[0], draws, None)))
+            V = self._shared_out(_matrix(_draw(factors.hierarchy, 0, draws, None)))
         operands: dict[nn.Module, Callable[[], Operand]] = {}
-        for (name, f), share in zip(factors.layers.items(), shares[1:], strict=True):
-            make = partial(_draw, f, share, draws, V.get(layers[name]))
+        for name, f in factors.layers.items():
+            make = partial(_draw, f, factors.places[name], draws, V.get(layers[name]))
             operands[layers[name]] = cache(make) if keep else make
-        if draws.noise is not None and factors.groups:
-            of = dict(zip(factors.layers, draws.noise.split(factors.sizes, dim=1)[1:], strict=True))
-            for group in factors.groups:
-                together = cache(partial(group.draw, [of[name] for name in group.names]))
-                operands |= {layers[name]: partial(_among, together, i) for i, name in enumerate(group.names)}
+        for group in factors.groups if draws.random else ():
+            together = cache(partial(_draw_group, group, factors, draws))
+            operands |= {layers[name]: partial(_among, together, i) for i, name in enumerate(group.names)}
         return Run(draws.K, operands, by_layer, draws.member, factors.structure, form=factors.form)
 
     def _shared_out(self, V: Tensor) -> dict[nn.Module, Tensor]:
@@ -279,9 +301,17 @@ def _among(all_: Callable[[], Sequence[Operand]], i: int) -> Operand:
     return all_()[i]
 
 
-def _draw(f: Factors, noise: Tensor | None, draws: Draws, V: Tensor | None) -> Operand:
+def _draw(f: Factors, place: int, draws: Draws, V: Tensor | None) -> Operand:
     member = draws.member(f.members) if f.members else None
+    noise = draws.share(place, f.normals)
     return f.mean(member, V) if noise is None else f.draw(noise.to(f.dtype), member, V)
+
+
+def _draw_group(group: Group, factors: NetworkFactors, draws: Draws) -> Sequence[Operand]:
+    if draws.key is not None and group.table is not None:
+        return group.draw_by(draws.key, draws.K)
+    shares = [draws.share(factors.places[name], factors.layers[name].normals) for name in group.names]
+    return group.draw([share for share in shares if share is not None])
 
 
 def _matrix(operand: Operand) -> Tensor:

@@ -3,6 +3,7 @@ layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from dubito.models.inducing import InducingFactors
 from dubito.models.mean_field import FrozenMeanField
 from dubito.models.network import NetworkFactors
+from dubito.models.normals import counted
 from dubito.models.parameters import alike
 from dubito.models.posterior import Factored
 
@@ -45,7 +47,27 @@ class Together:
     scale: Tensor | None  # (N, 1, 1)  λσ; None without λ-noise
     B: tuple[Tensor, ...]  # (d_in, r_in + R) of each layer
     rows: tuple[Rows, ...]
+    B_r: Tensor  # (Σ d_out, r_out)  of all layers, which those of `rows` are views of
     beyond: bool  # something is left outside the span of B
+    table: Tensor | None  # for a kernel that draws from a seed: see there; None: there is none for these sizes
+
+    def draw_by(self, key: Tensor, K: int) -> list[Factored]:
+        """K samples from where the key stands, (seed, first sample), by one kernel."""
+        from dubito.models.together_kernel import draw
+
+        assert self.table is not None
+        r = self.B[0].shape[1]
+        G, e = draw(
+            key, K, self.table, self.centre, self.spread, self.Q_r, self.Q_c, self.p, self.q, self.sigma, self.scale,
+            self.B_r, r, self.beyond,
+        )  # fmt: skip
+        sizes = [K * rows.d_out for rows in self.rows for _ in rows.B_r]
+        Gs = G.split([size * r for size in sizes])
+        es = [None] * len(sizes) if e is None else e.split(sizes)
+        return [
+            Factored(b, g.view(K, r, -1).mT, None if e_ is None else e_.view(K, -1))
+            for b, g, e_ in zip(self.B, Gs, es, strict=True)
+        ]
 
     def draw(self, noise: Sequence[Tensor]) -> list[Factored]:
         """Each layer's (K, normals) -> its K samples."""
@@ -93,9 +115,9 @@ def gather(factors: NetworkFactors) -> NetworkFactors:
     made, layers = [], dict(factors.layers)
     for at in alike([_size(f) for f in ready.values()]):
         names = sorted((list(ready)[i] for i in at), key=lambda name: ready[name].shape[0])
-        if len(names) < 2:
+        group = _stack(tuple(names), [ready[name] for name in names], [factors.places[name] for name in names])
+        if len(names) < 2 and group.table is None:
             continue
-        group = _stack(tuple(names), [ready[name] for name in names])
         made.append(group)
         stacked = [B_r for rows in group.rows for B_r in rows.B_r]
         for i, (name, B_r) in enumerate(zip(names, stacked, strict=True)):
@@ -114,19 +136,23 @@ def _size(f: InducingFactors) -> tuple[object, ...]:
     return *f.q_V.centre.shape, len(f.matheron.p), len(f.matheron.q), more  # type: ignore[union-attr]
 
 
-def _stack(names: tuple[str, ...], those: Sequence[InducingFactors]) -> Together:
+def _stack(names: tuple[str, ...], those: Sequence[InducingFactors], places: list[int]) -> Together:
+    """Layers in the order of their d_out, and where the normals of each begin."""
     laws = [f.q_V for f in those if isinstance(f.q_V, FrozenMeanField)]
     matheron = [f.matheron for f in those]
     like, noisy = laws[0].centre, those[0].lam > 0
-    rows = []
+    rows, before, B_r = [], 0, torch.cat([m.B_r for m in matheron])
     for at in alike([f.shape[0] for f in those]):
         scale = [those[i].lam * those[i].sigma for i in at]
         scaled = torch.tensor(scale, dtype=like.dtype, device=like.device).view(-1, 1, 1, 1) if noisy else None
-        rows.append(Rows(torch.stack([matheron[i].B_r for i in at]), scaled))
+        here = slice(before, before + len(at) * those[at[0]].shape[0])
+        rows.append(Rows(B_r[here].view(len(at), -1, B_r.shape[1]), scaled))
+        before = here.stop
 
     def numbers(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
 
+    B = tuple(f.B if noisy else f.matheron.B_c for f in those)
     return Together(
         names=names,
         centre=torch.stack([q.centre for q in laws]),
@@ -137,7 +163,21 @@ def _stack(names: tuple[str, ...], those: Sequence[InducingFactors]) -> Together
         q=torch.stack([m.q for m in matheron])[..., None],
         sigma=numbers([f.sigma for f in those]),
         scale=numbers([f.lam * f.sigma for f in those]) if noisy else None,
-        B=tuple(f.B if noisy else f.matheron.B_c for f in those),
+        B=B,
         rows=tuple(rows),
+        B_r=B_r,
         beyond=noisy and not those[0].spans,
+        table=_table([f.shape[0] for f in those], places, those[0], B[0].shape[1]) if counted(like.device) else None,
     )
+
+
+def _table(outputs: list[int], places: list[int], like: InducingFactors, r: int) -> Tensor | None:
+    """What the kernel wants to know of each layer, where it can draw them."""
+    from dubito.models.together_kernel import suits
+
+    assert like.q_V is not None
+    M_out, M_in = like.q_V.centre.shape  # type: ignore[attr-defined]
+    if not suits(places, M_out, M_in, len(like.matheron.q), r, like.lam > 0):
+        return None
+    before = [0, *accumulate(outputs)][:-1]
+    return torch.tensor(list(zip(places, outputs, before, strict=True)), dtype=torch.int32, device=like.B.device)

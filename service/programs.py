@@ -51,13 +51,10 @@ class Program:
 
     def __init__(self, network: BayesianNetwork, factors: NetworkFactors, x: Tensor, K: int, plan: Plan, pool: Any):
         """`x` (B, ...) stands for inputs of its shape and type."""
-        from dubito.models.normals_kernel import fill
-
         self.x, self.key = x.clone(), torch.zeros(2, dtype=torch.int64, device=x.device)
-        self.noise = torch.empty(K, factors.normals, device=x.device)  # kept, as the graph writes to where it lies
 
         def once() -> Tensor:
-            return network.go(self.x, network.arrange(factors, Draws(K, fill(self.noise, self.key), 0), plan))
+            return network.go(self.x, network.arrange(factors, Draws(K, None, 0, key=self.key), plan))
 
         side = torch.cuda.Stream(x.device)
         side.wait_stream(torch.cuda.current_stream(x.device))

@@ -1,15 +1,21 @@
 """Checks of the GPU's kernels, run by triton's interpreter where there is no GPU: `python interpreted.py`."""
 
 import math
+from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dubito.models import bayesianize
+from dubito.models.directions import set_directions
 from dubito.models.geometry import Conv, apply
-from dubito.models.normals_kernel import BLOCK, fill
+from dubito.models.inducing import Inducing
+from dubito.models.normals_kernel import FOUR, fill
 from dubito.models.posterior import Dense, Factored
+from dubito.models.together import Together, _table, gather
 from dubito.service.kernels import After, dense, factored, parted, suits, tap_by_tap
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,8 +81,7 @@ def philox(counter: list[NDArray[np.uint64]], key: tuple[int, int]) -> list[NDAr
 
 
 def normals(seed: int, sample: int, n: int) -> NDArray[np.float64]:
-    blocks = -(-n // (4 * BLOCK))
-    place = np.arange(blocks * BLOCK, dtype=np.uint64)
+    place = np.arange(-(-n // FOUR), dtype=np.uint64)
     nothing = np.zeros_like(place)
     words = philox([place, nothing + np.uint64(sample), nothing, nothing], (seed & 0xFFFFFFFF, seed >> 32))
     signed = [word.astype(np.uint32).view(np.int32) for word in words]
@@ -85,7 +90,7 @@ def normals(seed: int, sample: int, n: int) -> NDArray[np.float64]:
     for one, other in ((u[0], u[1]), (u[2], u[3])):
         radius, angle = np.sqrt(-2 * np.log(np.maximum(1e-7, one))), 2 * np.pi * other
         found += [radius * np.cos(angle), radius * np.sin(angle)]
-    whole: NDArray[np.float64] = np.stack([z.reshape(blocks, BLOCK) for z in found], 1).reshape(-1)[:n]
+    whole: NDArray[np.float64] = np.stack(found, 1).reshape(-1)[:n]
     return whole
 
 
@@ -94,6 +99,42 @@ def check_normals(seed: int, start: int, K: int, n: int) -> None:
     found: Tensor = fill(torch.full((K, n), torch.nan, device=DEVICE), key)
     for k in range(K):
         np.testing.assert_allclose(found[k].cpu().numpy(), normals(seed, start + k, n), atol=1e-5)
+    later = fill(torch.full((K, n - 5), torch.nan, device=DEVICE), key, 5)
+    assert torch.equal(later, found[:, 5:])
+
+
+def check_together(lam: float, directions: int, dtype: torch.dtype) -> None:
+    """The kernel that draws many layers against torch, from the same normals."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3, bias=False), torch.nn.Conv2d(8, 72, 3, bias=False))
+    net.extend([torch.nn.Conv2d(72, 8, 1, bias=False), torch.nn.Conv2d(8, 20, 1, bias=False), torch.nn.Flatten()])
+    network = bayesianize(net, "ffg-u", inducing=8, lam_max=lam, noise="factored")
+    for layer in network.layers.values():
+        q = layer.posterior
+        assert isinstance(q, Inducing)
+        if q.lam is not None:
+            torch.nn.init.zeros_(q.lam.raw)
+    if lam:
+        set_directions(network, torch.randn(2, 4, 9, 9), directions)
+    factors = network.to(DEVICE).factors()
+    layers = {name: f.narrow(dtype) for name, f in factors.layers.items()}
+    factors = gather(replace(factors, layers=MappingProxyType(layers)))
+    key, K, drawn = torch.tensor([9, 3], device=DEVICE), 2, 0
+    noise = fill(torch.empty(K, factors.normals, device=DEVICE), key)
+    for group in factors.groups:
+        assert isinstance(group, Together)
+        those, places = [layers[name] for name in group.names], [factors.places[name] for name in group.names]
+        expected = group.draw([noise[:, at : at + f.normals] for at, f in zip(places, those, strict=True)])
+        table = _table([f.shape[0] for f in those], places, those[0], group.B[0].shape[1])  # type: ignore[arg-type, attr-defined]
+        assert table is not None
+        for a, b in zip(replace(group, table=table).draw_by(key, K), expected, strict=True):
+            drawn += 1
+            assert a.G.shape == b.G.shape
+            assert (a.e is None) == (b.e is None) == (not group.beyond)
+            for one, other in ((a.G, b.G), (a.e, b.e)):
+                if one is not None and other is not None:
+                    assert float((one.float() - other.float()).norm() / other.float().norm()) < CLOSE[dtype]
+    assert drawn >= 3
 
 
 if __name__ == "__main__":
@@ -102,3 +143,5 @@ if __name__ == "__main__":
     check_convolution(*CASES[-1], HALF)
     check_normals(3, 0, 2, 5000)
     check_normals((1 << 52) + 12345, 7, 3, 777)
+    check_together(0.0, 0, torch.float32)
+    check_together(0.3, 4, torch.float32)

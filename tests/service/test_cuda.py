@@ -45,6 +45,12 @@ def test_the_kernels(case: tuple[int, ...], dtype: torch.dtype) -> None:
     interpreted.check_convolution(*case, dtype)  # type: ignore[arg-type, call-arg]
 
 
+@pytest.mark.parametrize(("lam", "directions"), [(0.0, 0), (0.3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_layers_drawn_by_one_kernel(lam: float, directions: int, dtype: torch.dtype) -> None:
+    interpreted.check_together(lam, directions, dtype)
+
+
 def test_normals_are_functions_of_their_place() -> None:
     interpreted.check_normals((1 << 52) + 12345, 7, 3, 5000)
     whole = Normals(5, torch.device("cuda")).rows(6, 1000)
