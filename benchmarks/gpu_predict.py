@@ -172,7 +172,7 @@ def ours(engine: Engine, x: Tensor, K: int) -> Callable[[], Tensor]:
 
     def run() -> Tensor:
         seed = secrets.randbits(48)
-        return torch.cat([program(x, seed, start) for program, start in parts])
+        return torch.cat([program.outputs(x, seed, start) for program, start in parts])
 
     return run
 

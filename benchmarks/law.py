@@ -19,6 +19,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -91,7 +92,7 @@ class Paired(Normals):
 def ask(model: Model, x: Tensor, K: int, seed: int, law: int) -> Classified:
     job = Job.of(model.network, model.factors, x, seed, None, None, model.temperature, most=K)
     job = replace(job, normals=Paired(seed, model.factors, law))
-    summary, _ = answer_each(job, torch.full((len(x),), K), torch.zeros(len(x)))
+    summary, _ = answer_each(job, np.full(len(x), K), np.zeros(len(x)))
     assert isinstance(summary, Classified)
     return summary
 

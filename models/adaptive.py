@@ -1,19 +1,23 @@
 """`samples="auto"`: each input gets as many draws as its answer needs to settle, and no more."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.errors import InputError
 from dubito.models.network import BayesianNetwork, NetworkFactors
 from dubito.models.plan import Plan
 from dubito.models.prediction import MAX_SAMPLES, Job, Prediction, Settled, evaluating, finite, predict, tally_for
-from dubito.models.uncertainty import Classified, Regressed, ValueTally, classified, entropy, wide
+from dubito.models.uncertainty import Classified, Regressed, ValueTally, classified
 
 TOLERANCE = 0.05
 AT_MOST = 128  # draws
 CHUNK = 8
 SURE = 2.0  # standard errors
-NEAR = 1 << 16  # numbers that a CPU sums up sooner than a GPU is told how to
+
+Counts = NDArray[np.int64]
+Reals = NDArray[np.float64]
 
 
 def predict_settled(
@@ -42,21 +46,22 @@ def predict_settled(
         K = max(1, factors.members)
         return predict(network, factors, x, K, seed, plan=plan, max_rows=max_rows, temperature=temperature)
     job = Job.of(network, factors, x, seed, plan, max_rows, temperature, most=max_samples)
-    most, tolerances = torch.full((len(job.x),), max_samples), torch.full((len(job.x),), tolerance)
-    summary, drawn = answer_each(job, most, tolerances)
-    return Prediction(summary, int(drawn.max()), job.seed, None, Settled(drawn, tolerance, max_samples))
+    B = len(job.x)
+    summary, drawn = answer_each(job, np.full(B, max_samples), np.full(B, tolerance))
+    settled = Settled(torch.from_numpy(drawn), tolerance, max_samples)
+    return Prediction(summary, int(drawn.max()), job.seed, None, settled)
 
 
-def answer_each(job: Job, most: Tensor, tolerance: Tensor) -> tuple[Classified | Regressed, Tensor]:
+def answer_each(job: Job, most: Counts, tolerance: Reals) -> tuple[Classified | Regressed, Counts]:
     """Each input with its own limit of draws (B,) and its own tolerance (B,), 0 where it takes all of them.
 
     Inputs share the draws of one seed: sample k is the same function for all that get as far. Returns the answers and
-    the draws that each input took.
+    the draws that each input took. The device adds up the draws of a pass; all the rest is the host's, and by numpy,
+    since it is about few numbers.
     """
     answers = tally_for(job.network)
     tally = _Values(answers, len(job.x)) if isinstance(answers, ValueTally) else _Classes(len(job.x))
-    drawn, left, start = torch.zeros_like(most), torch.arange(len(job.x)), 0
-    device = job.x.device
+    drawn, left, start = np.zeros_like(most), np.arange(len(job.x)), 0
     with evaluating(job.network), torch.inference_mode():
         while len(left):
             k = min(job.samples_at_once(len(left)), int(most[left].min()) - start)
@@ -65,20 +70,17 @@ def answer_each(job: Job, most: Tensor, tolerance: Tensor) -> tuple[Classified |
             draws = job.draws(start, k, len(left))
             k = draws.K
             job.watch.lap("sample")
-            outputs = job.outputs(draws, None if len(left) == len(job.x) else left.to(job.x.device))
+            sums = job.sums(draws, None if len(left) == len(job.x) else torch.from_numpy(left))
             job.watch.lap("forward")
-            if start == 0 and outputs.numel() <= NEAR:
-                device = left.device
-            rows = left.to(device)
-            tally.add(rows, start, outputs.to(device))
+            tally.add(left, start, k, sums.double().cpu().numpy())
             start += k
             drawn[left] = start
             ended = most[left] <= start
             if start % CHUNK == 0:
-                ended |= (tolerance[left] > 0) & tally.settled(rows, start, tolerance[left].to(device)).cpu()
+                ended |= (tolerance[left] > 0) & tally.settled(left, start, tolerance[left])
             left = left[~ended]
             job.watch.lap("summarise")
-        return finite(tally.summary(drawn.to(device))), drawn
+        return finite(tally.summary(drawn)), drawn
 
 
 class _Classes:
@@ -86,57 +88,55 @@ class _Classes:
 
     def __init__(self, B: int) -> None:
         self.B = B
-        self.p = self.p2 = self.H = torch.zeros(())
+        self.sums: Reals = np.zeros((B, 0))
 
-    def add(self, rows: Tensor, before: int, logits: Tensor) -> None:
-        """(k, b, C) logits of these rows, which all had `before` draws."""
-        log_p = wide(logits).log_softmax(-1)
-        p = log_p.exp()
+    def add(self, rows: Counts, before: int, k: int, sums: Reals) -> None:
+        """Of k draws of these rows, which all had `before` of them: (b, 2C + 1)."""
         if before == 0:
-            self.p, self.p2 = p.new_zeros(self.B, p.shape[2]), p.new_zeros(self.B, p.shape[2])
-            self.H = p.new_zeros(self.B)
-        self.p[rows] += p.sum(0)
-        self.p2[rows] += p.square().sum(0)
-        self.H[rows] += entropy(log_p).sum(0)
+            self.sums = np.zeros((self.B, sums.shape[1]))
+        self.sums[rows] += sums
 
-    def settled(self, rows: Tensor, K: int, tolerance: Tensor) -> Tensor:
-        mean = self.p[rows] / K
-        error = _standard_error(self.p2[rows] / K - mean.square(), K)
-        leading, which = mean.topk(min(2, mean.shape[1]), dim=1)
-        errors = error.gather(1, which)
-        settled = SURE * errors[:, 0] <= tolerance
-        return settled if mean.shape[1] == 1 else settled & (leading[:, 0] - leading[:, 1] >= SURE * errors.sum(1))
+    def settled(self, rows: Counts, K: int, tolerance: Reals) -> NDArray[np.bool_]:
+        C = self.sums.shape[1] // 2
+        mean, squares = self.sums[rows, :C] / K, self.sums[rows, C : 2 * C] / K
+        error = _standard_error(squares - mean**2, K)
+        order = np.argsort(-mean, 1, kind="stable")[:, :2]
+        leading, errors = np.take_along_axis(mean, order, 1), np.take_along_axis(error, order, 1)
+        settled: NDArray[np.bool_] = SURE * errors[:, 0] <= tolerance
+        return settled if C == 1 else settled & (leading[:, 0] - leading[:, 1] >= SURE * errors.sum(1))
 
-    def summary(self, drawn: Tensor) -> Classified:
-        return classified(self.p / drawn[:, None], self.H / drawn)
+    def summary(self, drawn: Counts) -> Classified:
+        C = self.sums.shape[1] // 2
+        mean = torch.from_numpy(self.sums / drawn[:, None])
+        return classified(mean[:, :C], mean[:, -1])
 
 
 class _Values:
     """Mean and sum of squares about it, each input's its own, chunk added to chunk without cancellation."""
 
     def __init__(self, units: ValueTally, B: int) -> None:
-        self.units, self.B = units, B
-        self.mean = self.M2 = torch.zeros(())
+        self.units, self.B = units.to(torch.device("cpu")), B
+        self.mean = self.M2 = np.zeros((B, 0))
 
-    def add(self, rows: Tensor, before: int, outputs: Tensor) -> None:
-        value, k = wide(outputs), len(outputs)
+    def add(self, rows: Counts, before: int, k: int, sums: Reals) -> None:
+        D, K = sums.shape[1] // 2, before + k
         if before == 0:
-            self.mean, self.M2 = value.new_zeros(self.B, value.shape[2]), value.new_zeros(self.B, value.shape[2])
-            self.units = self.units.to(value.device)
-        mean, M2, K = value.mean(0), (value - value.mean(0)).square().sum(0), before + k
+            self.mean, self.M2 = np.zeros((self.B, D)), np.zeros((self.B, D))
+        mean, M2 = sums[:, :D], sums[:, D:]
         step = mean - self.mean[rows]
         self.mean[rows] += step * (k / K)
-        self.M2[rows] += M2 + step.square() * (before * k / K)
+        self.M2[rows] += M2 + step**2 * (before * k / K)
 
-    def settled(self, rows: Tensor, K: int, tolerance: Tensor) -> Tensor:
+    def settled(self, rows: Counts, K: int, tolerance: Reals) -> NDArray[np.bool_]:
         variance = self.M2[rows] / K
-        spread = (variance + self.units.noise.square()).sqrt()
-        return (SURE * _standard_error(variance, K) <= tolerance[:, None] * spread).all(-1)
+        spread = np.sqrt(variance + self.units.noise.double().numpy() ** 2)
+        within: NDArray[np.bool_] = (SURE * _standard_error(variance, K) <= tolerance[:, None] * spread).all(-1)
+        return within
 
-    def summary(self, drawn: Tensor) -> Regressed:
-        return self.units.regressed(self.mean, self.M2 / drawn[:, None])
+    def summary(self, drawn: Counts) -> Regressed:
+        return self.units.regressed(torch.from_numpy(self.mean), torch.from_numpy(self.M2 / drawn[:, None]))
 
 
-def _standard_error(variance: Tensor, K: int) -> Tensor:
+def _standard_error(variance: Reals, K: int) -> Reals:
     """Of a mean over K draws whose variance about their own mean this is; one draw tells nothing of it."""
-    return (variance.clamp(min=0) / (K - 1)).sqrt() if K > 1 else torch.full_like(variance, torch.inf)
+    return np.sqrt(np.maximum(variance, 0) / (K - 1)) if K > 1 else np.full_like(variance, np.inf)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
+from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -20,12 +21,33 @@ from dubito.models.network import BayesianNetwork, Draws, NetworkFactors, Stock
 from dubito.models.normals import Normals
 from dubito.models.plan import Plan, Planner, cheapest
 from dubito.models.stopwatch import Stopwatch
-from dubito.models.uncertainty import Classified, ClassTally, Regressed, ValueTally, probit, wide
+from dubito.models.uncertainty import (
+    Classified,
+    ClassTally,
+    Regressed,
+    ValueTally,
+    class_sums,
+    probit,
+    value_sums,
+    wide,
+)
 
 Linear = Callable[[nn.Module, Tensor, SubnetworkFactors], tuple[Tensor, Tensor]]  # f, and what is known about it
 Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K samples does
 
-Program = Callable[[Tensor, int, int], Tensor]  # inputs (B, ...), seed, first sample -> (K, B, ...)
+
+class Program(Protocol):
+    """A pass of B inputs and K samples, captured with what adds its samples up."""
+
+    def outputs(self, x: Tensor, seed: int, start: int) -> Tensor:
+        """Inputs (B, ...) -> (K, B, ...), of the seed's samples from `start` on."""
+        ...
+
+    def sums(self, x: Tensor, seed: int, start: int) -> Tensor:
+        """What `sums_of` says of these."""
+        ...
+
+
 Captured = Callable[[int, int], Program | None]  # for B inputs and K samples, where there is one
 
 MAX_SAMPLES = 1 << 16
@@ -219,11 +241,22 @@ class Job:
             f, J = self._linear if rows is None else (t[rows] for t in self._linear)
             moves = self.factors.subnetwork.draw(draws.noise)
             return (f + torch.einsum("bcs,ks->kbc", J, moves.to(J.dtype))) / self.temperature
-        x = self.x if rows is None else self.x[rows]
+        x, B = self._padded(rows)
+        return self._outputs(x, draws)[:, :B]
+
+    def sums(self, draws: Draws, rows: Tensor | None = None) -> Tensor:
+        """What these draws add up to, for all of the inputs or for some of them."""
+        if draws.captured:
+            x, B = self._padded(rows)
+            if (program := self.captured(len(x), draws.K)) is not None:
+                return program.sums(x, self.seed, draws.start)[:B]
+        return sums_of(self.network)(self.outputs(draws, rows))
+
+    def _padded(self, rows: Tensor | None) -> tuple[Tensor, int]:
+        """Inputs up to the next bucket, and how many of them are meant."""
+        x = self.x if rows is None else self.x[rows.to(self.x.device)]
         more = self._bucket(len(x)) - len(x)
-        if more:
-            return self._outputs(torch.cat([x, x[:1].expand(more, *x.shape[1:])]), draws)[:, : len(x)]
-        return self._outputs(x, draws)
+        return (torch.cat([x, x[:1].expand(more, *x.shape[1:])]) if more else x), len(x)
 
     @cached_property
     def _linear(self) -> tuple[Tensor, Tensor] | None:
@@ -242,16 +275,14 @@ class Job:
         return self._in_blocks(linear_moments, self.factors.subnetwork)
 
     def _in_blocks(self, linear: Linear, chosen: SubnetworkFactors) -> tuple[Tensor, Tensor]:
-        more = self._bucket(len(self.x)) - len(self.x)
-        x = torch.cat([self.x, self.x[:1].expand(more, *self.x.shape[1:])]) if more else self.x
+        x, _ = self._padded(None)
         first, second = _linear_in_blocks(self.network, linear, chosen, x, self._rows_at_once(len(x), 1))
         return first[: len(self.x)], second[: len(self.x)]
 
     def _outputs(self, x: Tensor, draws: Draws) -> Tensor:
         network = self.network
         if draws.captured and (program := self.captured(len(x), draws.K)) is not None:
-            outputs = program(x, self.seed, draws.start)
-            return outputs / self.temperature if self.temperature != 1 else outputs
+            return program.outputs(x, self.seed, draws.start)
         if self.factors.subnetwork is not None:
             return self._folded(x, draws)
         if draws.K > 1 and network not in _not_foldable:
@@ -405,6 +436,11 @@ def finite(summary: Classified | Regressed) -> Classified | Regressed:
             "of the range that it was trained for, or too large for the number type that it runs in."
         )
     return summary
+
+
+def sums_of(network: BayesianNetwork) -> Callable[[Tensor], Tensor]:
+    """What of a pass's outputs (K, B, ...) further passes are added to."""
+    return class_sums if network.task.kind == "classification" else value_sums
 
 
 def tally_for(network: BayesianNetwork) -> ClassTally | ValueTally:

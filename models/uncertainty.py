@@ -54,6 +54,20 @@ def wide(x: Tensor) -> Tensor:
     return x.double() if x.device.type != "mps" else x.float()  # MPS has no float64
 
 
+def class_sums(logits: Tensor) -> Tensor:
+    """Over k draws (k, B, C): of probabilities, of their squares, and of entropies, side by side: (B, 2C + 1)."""
+    log_p = wide(logits).log_softmax(-1)
+    p = log_p.exp()
+    return torch.cat([p.sum(0), p.square().sum(0), entropy(log_p).sum(0)[:, None]], 1)
+
+
+def value_sums(outputs: Tensor) -> Tensor:
+    """Over k draws (k, B, D): mean, and sum of squares about it: (B, 2D)."""
+    value = wide(outputs)
+    mean = value.mean(0)
+    return torch.cat([mean, (value - mean).square().sum(0)], 1)
+
+
 class ClassTally:
     """Adds up draws as they come, so that memory does not grow with K."""
 

@@ -222,7 +222,7 @@ class Engine:
             job = self._job(x, first.seed, watch, max(most))
         else:
             job = self._job(x, ahead.seed, watch, max(most), ahead.stock)
-        summary, drawn = answer_each(job, torch.tensor(most), torch.tensor(settle))
+        summary, drawn = answer_each(job, np.array(most), np.array(settle))
         taken: list[int] = drawn.tolist()
         rules: list[Rule] = []
         for ask in asks:

@@ -15,7 +15,7 @@ from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import counted
 from dubito.models.plan import Plan
-from dubito.models.prediction import Job, evaluating
+from dubito.models.prediction import Job, evaluating, sums_of
 from dubito.models.together import gather
 from dubito.service.fusion import Unit, fuse
 
@@ -49,12 +49,23 @@ def tap_by_tap(factors: NetworkFactors, form: nn.Module) -> NetworkFactors:
 class Program:
     """Of B inputs and K samples. The same seed gives the same draws as without it."""
 
-    def __init__(self, network: BayesianNetwork, factors: NetworkFactors, x: Tensor, K: int, plan: Plan, pool: Any):
+    def __init__(
+        self,
+        network: BayesianNetwork,
+        factors: NetworkFactors,
+        x: Tensor,
+        K: int,
+        plan: Plan,
+        temperature: float,
+        pool: Any,
+    ):
         """`x` (B, ...) stands for inputs of its shape and type."""
         self.x, self.key = x.clone(), torch.zeros(2, dtype=torch.int64, device=x.device)
 
-        def once() -> Tensor:
-            return network.go(self.x, network.arrange(factors, Draws(K, None, 0, key=self.key), plan))
+        def once() -> tuple[Tensor, Tensor]:
+            out = network.go(self.x, network.arrange(factors, Draws(K, None, 0, key=self.key), plan))
+            out = out / temperature if temperature != 1 else out
+            return out, sums_of(network)(out)
 
         side = torch.cuda.Stream(x.device)
         side.wait_stream(torch.cuda.current_stream(x.device))
@@ -64,14 +75,20 @@ class Program:
         torch.cuda.current_stream(x.device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.out = once()
+            self._outputs, self._sums = once()
 
-    def __call__(self, x: Tensor, seed: int, start: int) -> Tensor:
-        """(B, ...) -> (K, B, ...), of the seed's samples from `start` on."""
+    def outputs(self, x: Tensor, seed: int, start: int) -> Tensor:
+        self._go(x, seed, start)
+        return self._outputs.clone()
+
+    def sums(self, x: Tensor, seed: int, start: int) -> Tensor:
+        self._go(x, seed, start)
+        return self._sums.clone()
+
+    def _go(self, x: Tensor, seed: int, start: int) -> None:
         self.x.copy_(x)
         self.key.copy_(torch.tensor([seed, start]), non_blocking=True)
         self.graph.replay()
-        return self.out.clone()
 
 
 def capturable(factors: NetworkFactors) -> bool:
@@ -95,7 +112,7 @@ class Programs:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             with evaluating(self.network), torch.inference_mode():
-                made = Program(self.network, self.factors, x, K, job.plan(len(x), K), self._pool)
+                made = Program(self.network, self.factors, x, K, job.plan(len(x), K), job.temperature, self._pool)
         except (RuntimeError, FoldError) as error:  # a network that waits for the device; or too little memory
             log.warning("a pass is not captured", extra={"inputs": len(x), "samples": K, "why": str(error)[:200]})
             return
