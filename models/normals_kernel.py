@@ -16,10 +16,33 @@ BLOCK = 512  # counters of one program
 
 
 @triton.jit
+def _pair(x, y):
+    """Box and Muller's: √(−2 ln u) times cosine and sine of 2πv, where u and v are the words as numbers below 1.
+
+    A series for both (to 1e-7) is many times as fast as functions that take any angle.
+    """
+    radius = tl.sqrt(-2.0 * tl.log(tl.maximum(tl.uint_to_uniform_float(x), 1e-7)))
+    v = tl.uint_to_uniform_float(y)
+    b = 0.25 - tl.abs(v - 0.5)  # a quarter of a turn to either side: cos 2πv = −sin 2πb, sin 2πv = ± cos 2πb
+    z = b * b
+    sine = -15.094642576822984 * z + 42.05869394489765
+    sine = (
+        (((sine * z - 76.70585975306136) * z + 81.60524927607504) * z - 41.34170224039975) * z + 6.283185307179586
+    ) * b
+    cosine = 7.903536371318467 * z - 26.42625678337438
+    cosine = (
+        (((cosine * z + 60.24464137187666) * z - 85.45681720669373) * z + 64.93939402266829) * z - 19.739208802178716
+    ) * z + 1.0
+    return -radius * sine, radius * tl.where(v < 0.5, cosine, -cosine)
+
+
+@triton.jit
 def normals(seed, sample, place, n: tl.constexpr):
     """At places place[i] … place[i] + n − 1, where all of place and n are multiples of four: (rows,) -> (rows, n)."""
     counter = (place // 4)[:, None] + tl.arange(0, n // 4)[None, :]
-    a, b, c, d = tl.randn4x(seed, (sample << 32) | counter.to(tl.int64))
+    w, x, y, z = tl.randint4x(seed, (sample << 32) | counter.to(tl.int64))
+    a, b = _pair(w, x)
+    c, d = _pair(y, z)
     return tl.join(tl.join(a, c), tl.join(b, d)).reshape(place.shape[0], n)
 
 

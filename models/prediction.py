@@ -302,6 +302,7 @@ class Job:
         return outputs / self.temperature if self.temperature != 1 else outputs
 
 
+_only_used: WeakSet[nn.Module] = WeakSet()
 _not_foldable: WeakSet[BayesianNetwork] = WeakSet()
 _folds: WeakKeyDictionary[BayesianNetwork, set[tuple[int, ...]]] = WeakKeyDictionary()  # checked, by shape of an input
 
@@ -457,9 +458,18 @@ _busy: WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = WeakKeyDictio
 _busy_lock = Lock()
 
 
+def never_train(network: nn.Module) -> None:
+    """From now on it is only used, and nobody needs to look whether it is: that takes longer than some answers."""
+    network.eval()
+    _only_used.add(network)
+
+
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
     """BatchNorm and dropout as they are when a network is used, not trained; the last thread to leave restores them."""
+    if network in _only_used:
+        yield
+        return
     with _busy_lock:
         threads, training = _busy.get(network, (0, []))
         if threads == 0:

@@ -15,6 +15,7 @@ from dubito.models.layers import Structure
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
 from dubito.models.normalisation import folds
+from dubito.models.prediction import never_train
 
 
 def reside(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
@@ -23,6 +24,7 @@ def reside(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
     network = _without_posteriors(model.network)
     network.to(device)
     network.net.to(dtype=dtype)  # and not the noise of a regression's targets
+    never_train(network)
     factors = replace(
         made,
         layers=MappingProxyType({name: f.narrow(dtype).to(device) for name, f in made.layers.items()}),

@@ -1,7 +1,7 @@
 """Draws of many layers by one kernel, from no more than a seed: what `together.py` says in torch. Needs triton.
 
-One program draws one sample of one layer. Everything but G stays on chip; the noise of the factored law is made twice,
-since the second time costs less than keeping it.
+One program draws one sample of one layer. Everything but G stays on chip; the noise of the factored law waits in G for
+what depends on all of it.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -14,7 +14,6 @@ from torch import Tensor
 from dubito.models.normals_kernel import FOUR, normals
 
 MOST = 64  # rows and columns of V: more would not stay on chip
-BN = 64  # outputs at a time
 
 
 @triton.jit(do_not_specialize=["K"])
@@ -47,29 +46,32 @@ def _kernel(
     inner *= tl.load(sigma + layer).to(tl.float32) * tl.sqrt(pq)
     B_r += before.to(tl.int64) * r_out
     place += M_out * M_in
+    G += (before.to(tl.int64) * K + k * d_out) * r
     if NOISE:
         noise = tl.load(scale + layer).to(tl.float32)
         along = tl.zeros((RI, RO), tl.float32)
         for o in range(0, d_out, BN):
             eps = normals(seed, sample, place + (o + n) * r, RI)
+            to = G + (j[:, None] * d_out + (o + n)[None, :])
+            tl.store(to, tl.trans(noise * eps).to(G.dtype.element_ty), mask=in_j[:, None] & (o + n < d_out)[None, :])
             rows = tl.load(B_r + ((o + n)[:, None] * r_out + i[None, :]),
                            mask=(o + n < d_out)[:, None] & in_i[None, :], other=0.0)  # fmt: skip
             along = tl.dot(tl.trans(eps).to(rows.dtype), rows, along, input_precision="ieee")
         inner += noise * (tl.sqrt(1 - pq) - 1) * along
-    G += (before.to(tl.int64) * K + k * d_out) * r
+        tl.debug_barrier()  # other threads wrote what this one is about to read
     for o in range(0, d_out, BN):
         live = o + n < d_out
         rows = tl.load(B_r + ((o + n)[:, None] * r_out + i[None, :]), mask=live[:, None] & in_i[None, :], other=0.0)
         g = tl.dot(inner.to(rows.dtype), tl.trans(rows), input_precision="ieee")  # (r_in, BN)
+        to, known = G + (j[:, None] * d_out + (o + n)[None, :]), in_j[:, None] & live[None, :]
         if NOISE:
-            g += noise * tl.trans(normals(seed, sample, place + (o + n) * r, RI))
-        to = j[:, None] * d_out + (o + n)[None, :]
-        tl.store(G + to, g.to(G.dtype.element_ty), mask=in_j[:, None] & live[None, :])
+            g += tl.load(to, mask=known, other=0.0).to(tl.float32)
+        tl.store(to, g.to(G.dtype.element_ty), mask=known)
         if MORE > 0:  # further directions, each with its own noise
             more = r_in + tl.arange(0, MORE)
-            g = noise * tl.trans(normals(seed, sample, place + (o + n) * r + r_in, MORE))
-            to = more[:, None] * d_out + (o + n)[None, :]
-            tl.store(G + to, g.to(G.dtype.element_ty), mask=(more < r)[:, None] & live[None, :])
+            extra = noise * tl.trans(normals(seed, sample, place + (o + n) * r + r_in, MORE))
+            also = G + (more[:, None] * d_out + (o + n)[None, :])
+            tl.store(also, extra.to(G.dtype.element_ty), mask=(more < r)[:, None] & live[None, :])
         if BEYOND:
             first = place + d_out * r + o + tl.arange(0, BN // 4) * 4
             z = noise * normals(seed, sample, first, 4).reshape(BN)
@@ -101,7 +103,8 @@ def draw(
         _kernel[N, K](
             key, table, centre, spread, Q_r, Q_c, p, q, sigma, sigma if scale is None else scale, B_r, G,
             G if e is None else e, K, M_out, M_in, r_out, r_in, r,
-            _side(M_out), _side(M_in), _side(r_out), _side(r_in), _side(r - r_in) if r > r_in else 0, BN,
+            _side(M_out), _side(M_in), _side(r_out), _side(r_in), _side(r - r_in) if r > r_in else 0,
+            64 if scale is None else 32,
             scale is not None, beyond, num_warps=4, num_stages=2,
         )  # fmt: skip
     return G, e

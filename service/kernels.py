@@ -121,6 +121,9 @@ def _project(
             p2 = tl.load(B + (one[:, None] * b_i + at2[None, :] * b_r), mask=here & (at2 < r)[None, :], other=0.0)
             c2 = tl.dot(a, p2, c2, input_precision="ieee")
         if NOISE:
+            # `where` changes nothing but that the products are waited for: triton (3.6) reckons that a buffer with
+            # another reader is free when that one has read it, and loads over what the matrix units still read
+            c, c2 = tl.where(live[:, None], c, 0.0), tl.where(live[:, None], c2, 0.0)
             wide = a.to(tl.float32)
             energy += tl.sum(wide * wide, 1)
     return c, c2, energy
