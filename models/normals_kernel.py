@@ -47,6 +47,16 @@ def normals(seed, sample, place, n: tl.constexpr):
 
 
 @triton.jit
+def normals_at(seed, sample, place):
+    """At any places: four times the work of those that come in fours."""
+    w, x, y, z = tl.randint4x(seed, (sample << 32) | (place // 4).to(tl.int64))
+    a, b = _pair(w, x)
+    c, d = _pair(y, z)
+    lane = place % 4
+    return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
+
+
+@triton.jit
 def _kernel(key, out, first, n, BLOCK: tl.constexpr):
     sample = tl.program_id(1).to(tl.int64)
     seed, start = tl.load(key), tl.load(key + 1)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dubito.models.inducing import InducingFactors
 from dubito.models.mean_field import FrozenMeanField
-from dubito.models.network import NetworkFactors
+from dubito.models.network import Group, NetworkFactors
 from dubito.models.normals import counted
 from dubito.models.parameters import alike
-from dubito.models.posterior import Factored
+from dubito.models.posterior import Dense, Factored, Operand
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Together:
 
     def draw_by(self, key: Tensor, K: int) -> list[Factored]:
         """K samples from where the key stands, (seed, first sample), by one kernel."""
-        from dubito.models.together_kernel import draw
+        from dubito.models.together_kernel import draw_projected
 
         assert self.table is not None
         r = self.B[0].shape[1]
-        G, e = draw(
+        G, e = draw_projected(
             key, K, self.table, self.centre, self.spread, self.Q_r, self.Q_c, self.p, self.q, self.sigma, self.scale,
             self.B_r, r, self.beyond,
         )  # fmt: skip
@@ -109,45 +109,122 @@ class Together:
         return [Factored(b, g.mT, e_) for b, g, e_ in zip(B, G, e, strict=True)]
 
 
+@dataclass(frozen=True)
+class Whole:
+    """FFG-U layers of one M with the exact law's noise: draws are W itself, by a kernel, from a seed."""
+
+    names: tuple[str, ...]
+    layers: tuple[InducingFactors, ...]
+    centre: Tensor  # (N, M_out, M_in)
+    spread: Tensor
+    Q_r: Tensor
+    Q_c: Tensor
+    p: Tensor  # (N, r_out)
+    q: Tensor  # (N, r_in)
+    sigma: Tensor  # (N,)
+    scale: Tensor  # (N,)  λσ
+    B_r: Tensor  # (Σ d_out, r_out)
+    B_c: Tensor  # (Σ d_in, r_in)
+    table: Tensor  # see the kernel
+
+    def draw(self, noise: Sequence[Tensor]) -> list[Operand]:
+        """Each layer's (K, normals) -> its K samples, one layer after the other."""
+        return [f.draw(z.to(f.dtype), None) for f, z in zip(self.layers, noise, strict=True)]
+
+    def draw_by(self, key: Tensor, K: int) -> list[Operand]:
+        from dubito.models.together_kernel import draw_whole
+
+        sizes = [f.shape[0] * f.shape[1] for f in self.layers]
+        W = draw_whole(
+            key, K, self.table, self.centre, self.spread, self.Q_r, self.Q_c, self.p, self.q, self.sigma, self.scale,
+            self.B_r, self.B_c, sum(sizes),
+        )  # fmt: skip
+        each = zip(self.layers, W.split([K * size for size in sizes]), strict=True)
+        return [Dense(w.view(K, f.shape[1], f.shape[0]).mT) for f, w in each]
+
+
 def gather(factors: NetworkFactors) -> NetworkFactors:
     """The same factors, those that can be drawn together side by side in memory."""
-    ready = {name: f for name, f in factors.layers.items() if isinstance(f, InducingFactors) and _simple(f)}
-    made, layers = [], dict(factors.layers)
+    ready = {n: f for n, f in factors.layers.items() if isinstance(f, InducingFactors) and _simple(f)}
+    made, layers = list[Group](), dict(factors.layers)
     for at in alike([_size(f) for f in ready.values()]):
-        names = sorted((list(ready)[i] for i in at), key=lambda name: ready[name].shape[0])
-        group = _stack(tuple(names), [ready[name] for name in names], [factors.places[name] for name in names])
-        if len(names) < 2 and group.table is None:
-            continue
-        made.append(group)
-        stacked = [B_r for rows in group.rows for B_r in rows.B_r]
-        for i, (name, B_r) in enumerate(zip(names, stacked, strict=True)):
-            f = ready[name]
-            matheron = replace(f.matheron, B_r=B_r, Q_r=group.Q_r[i], Q_c=group.Q_c[i])
-            layers[name] = replace(f, matheron=matheron, q_V=FrozenMeanField(group.centre[i], group.spread[i]))
+        names = tuple(sorted((list(ready)[i] for i in at), key=lambda name: ready[name].shape[0]))
+        those, places = [ready[name] for name in names], [factors.places[name] for name in names]
+        keyed = _by_kernel(places, those[0])
+        if those[0].forms_W and keyed:
+            made.append(whole := stack_whole(names, those, places))
+            layers |= zip(names, whole.layers, strict=True)
+        elif not those[0].forms_W and (keyed or len(names) > 1):
+            made.append(group := stack(names, those, places if keyed else None))
+            stacked = [B_r for rows in group.rows for B_r in rows.B_r]
+            own = [_within(f, group, i, B_r) for i, (f, B_r) in enumerate(zip(those, stacked, strict=True))]
+            layers |= zip(names, own, strict=True)
     return replace(factors, layers=MappingProxyType(layers), groups=tuple(made))
 
 
+def _within(
+    f: InducingFactors, group: Together | Whole, i: int, B_r: Tensor, B: Tensor | None = None
+) -> InducingFactors:
+    """The layer with the group's memory for its own."""
+    B = f.B if B is None else B
+    matheron = replace(f.matheron, B_r=B_r, Q_r=group.Q_r[i], Q_c=group.Q_c[i], B_c=B[:, : len(f.matheron.q)])
+    return replace(f, matheron=matheron, q_V=FrozenMeanField(group.centre[i], group.spread[i]), B=B)
+
+
 def _simple(f: InducingFactors) -> bool:
-    return isinstance(f.q_V, FrozenMeanField) and not f.forms_W
+    return isinstance(f.q_V, FrozenMeanField)
 
 
 def _size(f: InducingFactors) -> tuple[object, ...]:
-    more = (f.B.shape[1], f.spans) if f.lam else None
+    more = (f.B.shape[1], f.spans, f.forms_W) if f.lam and not f.forms_W else f.forms_W
     return *f.q_V.centre.shape, len(f.matheron.p), len(f.matheron.q), more  # type: ignore[union-attr]
 
 
-def _stack(names: tuple[str, ...], those: Sequence[InducingFactors], places: list[int]) -> Together:
-    """Layers in the order of their d_out, and where the normals of each begin."""
+def stack_whole(names: tuple[str, ...], those: Sequence[InducingFactors], places: list[int]) -> Whole:
+    """Layers, and where the normals of each begin."""
+    laws, matheron = [f.q_V for f in those if isinstance(f.q_V, FrozenMeanField)], [f.matheron for f in those]
+    like = laws[0].centre
+    B_r, B_c = (torch.cat([getattr(m, side) for m in matheron]) for side in ("B_r", "B_c"))
+    outputs, inputs = [f.shape[0] for f in those], [f.shape[1] for f in those]
+    sums = [before(outputs), before(inputs), before([a * b for a, b in zip(outputs, inputs, strict=True)])]
+    table = torch.tensor(list(zip(places, outputs, inputs, *sums, strict=True)), dtype=torch.int32, device=like.device)
+    made = Whole(
+        names=names,
+        layers=tuple(those),
+        centre=torch.stack([q.centre for q in laws]),
+        spread=torch.stack([q.spread for q in laws]),
+        Q_r=torch.stack([m.Q_r for m in matheron]),
+        Q_c=torch.stack([m.Q_c for m in matheron]),
+        p=torch.stack([m.p for m in matheron]),
+        q=torch.stack([m.q for m in matheron]),
+        sigma=torch.tensor([f.sigma for f in those], device=like.device),
+        scale=torch.tensor([f.lam * f.sigma for f in those], device=like.device),
+        B_r=B_r,
+        B_c=B_c,
+        table=table,
+    )
+    sides = zip(B_r.split(outputs), B_c.split(inputs), strict=True)
+    own = [_within(f, made, i, r, c) for i, (f, (r, c)) in enumerate(zip(those, sides, strict=True))]
+    return replace(made, layers=tuple(own))
+
+
+def before(sizes: list[int]) -> list[int]:
+    """The sum of those before each."""
+    return [0, *accumulate(sizes)][:-1]
+
+
+def stack(names: tuple[str, ...], those: Sequence[InducingFactors], places: list[int] | None) -> Together:
+    """Layers in the order of their d_out, and where the normals of each begin, where a kernel is to draw them."""
     laws = [f.q_V for f in those if isinstance(f.q_V, FrozenMeanField)]
     matheron = [f.matheron for f in those]
     like, noisy = laws[0].centre, those[0].lam > 0
-    rows, before, B_r = [], 0, torch.cat([m.B_r for m in matheron])
+    rows, at_row, B_r = [], 0, torch.cat([m.B_r for m in matheron])
     for at in alike([f.shape[0] for f in those]):
         scale = [those[i].lam * those[i].sigma for i in at]
         scaled = torch.tensor(scale, dtype=like.dtype, device=like.device).view(-1, 1, 1, 1) if noisy else None
-        here = slice(before, before + len(at) * those[at[0]].shape[0])
+        here = slice(at_row, at_row + len(at) * those[at[0]].shape[0])
         rows.append(Rows(B_r[here].view(len(at), -1, B_r.shape[1]), scaled))
-        before = here.stop
+        at_row = here.stop
 
     def numbers(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
@@ -167,17 +244,18 @@ def _stack(names: tuple[str, ...], those: Sequence[InducingFactors], places: lis
         rows=tuple(rows),
         B_r=B_r,
         beyond=noisy and not those[0].spans,
-        table=_table([f.shape[0] for f in those], places, those[0], B[0].shape[1]) if counted(like.device) else None,
+        table=None if places is None else _table([f.shape[0] for f in those], places, like.device),
     )
 
 
-def _table(outputs: list[int], places: list[int], like: InducingFactors, r: int) -> Tensor | None:
-    """What the kernel wants to know of each layer, where it can draw them."""
+def _by_kernel(places: list[int], like: InducingFactors) -> bool:
+    if not counted(like.B.device):
+        return False
     from dubito.models.together_kernel import suits
 
-    assert like.q_V is not None
-    M_out, M_in = like.q_V.centre.shape  # type: ignore[attr-defined]
-    if not suits(places, M_out, M_in, len(like.matheron.q), r, like.lam > 0):
-        return None
-    before = [0, *accumulate(outputs)][:-1]
-    return torch.tensor(list(zip(places, outputs, before, strict=True)), dtype=torch.int32, device=like.B.device)
+    return suits(places, *like.q_V.centre.shape)  # type: ignore[union-attr]
+
+
+def _table(outputs: list[int], places: list[int], device: torch.device) -> Tensor:
+    """What the kernel wants to know of each layer."""
+    return torch.tensor(list(zip(places, outputs, before(outputs), strict=True)), dtype=torch.int32, device=device)

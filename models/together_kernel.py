@@ -11,38 +11,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dubito.models.normals_kernel import FOUR, normals
+from dubito.models.normals_kernel import FOUR, normals, normals_at
 
 MOST = 64  # rows and columns of V: more would not stay on chip
 
 
+@triton.jit
+def _rotated(
+    seed, sample, place, layer, centre, spread, Q_r, Q_c, M_out, M_in, r_out, r_in,
+    MO: tl.constexpr, MI: tl.constexpr, RO: tl.constexpr, RI: tl.constexpr,
+):  # fmt: skip
+    """Q_cᵀ Vᵀ Q_r of a new V: (r_in, r_out)."""
+    a, b, i, j = tl.arange(0, MO), tl.arange(0, MI), tl.arange(0, RO), tl.arange(0, RI)
+    at = layer * (M_out * M_in) + a[:, None] * M_in + b[None, :]
+    here = (a < M_out)[:, None] & (b < M_in)[None, :]
+    m = tl.load(centre + at, mask=here, other=0.0).to(tl.float32)
+    s = tl.load(spread + at, mask=here, other=0.0).to(tl.float32)
+    V = m + s * normals(seed, sample, place + a * M_in, MI)
+    c = tl.load(Q_c + layer * (M_in * r_in) + b[:, None] * r_in + j[None, :],
+                mask=(b < M_in)[:, None] & (j < r_in)[None, :], other=0.0).to(tl.float32)  # fmt: skip
+    right = tl.dot(V, c, input_precision="tf32x3")
+    r = tl.load(Q_r + layer * (M_out * r_out) + a[:, None] * r_out + i[None, :],
+                mask=(a < M_out)[:, None] & (i < r_out)[None, :], other=0.0).to(tl.float32)  # fmt: skip
+    return tl.dot(tl.trans(right), r, input_precision="tf32x3")
+
+
+@triton.jit
+def _shares(p, q, layer, r_out, r_in, RO: tl.constexpr, RI: tl.constexpr):
+    """q pᵀ: (r_in, r_out)."""
+    i, j = tl.arange(0, RO), tl.arange(0, RI)
+    return (
+        tl.load(q + layer * r_in + j, mask=j < r_in, other=0.0).to(tl.float32)[:, None]
+        * tl.load(p + layer * r_out + i, mask=i < r_out, other=0.0).to(tl.float32)[None, :]
+    )
+
+
 @triton.jit(do_not_specialize=["K"])
-def _kernel(
+def _projected_kernel(
     key, table, centre, spread, Q_r, Q_c, p, q, sigma, scale, B_r, G, e, K, M_out, M_in, r_out, r_in, r,
     MO: tl.constexpr, MI: tl.constexpr, RO: tl.constexpr, RI: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr,
-    NOISE: tl.constexpr, BEYOND: tl.constexpr,
+    NOISE: tl.constexpr, FOURS: tl.constexpr, BEYOND: tl.constexpr,
 ):  # fmt: skip
     layer = tl.num_programs(0) - 1 - tl.program_id(0)  # the largest first
     place, d_out, before = tl.load(table + 3 * layer), tl.load(table + 3 * layer + 1), tl.load(table + 3 * layer + 2)
     k = tl.program_id(1)
     seed, sample = tl.load(key), tl.load(key + 1) + k
-    a, b, i, j, n = tl.arange(0, MO), tl.arange(0, MI), tl.arange(0, RO), tl.arange(0, RI), tl.arange(0, BN)
-    in_a, in_b, in_i, in_j = a < M_out, b < M_in, i < r_out, j < r_in
-    at = layer * (M_out * M_in) + a[:, None] * M_in + b[None, :]
-    here = in_a[:, None] & in_b[None, :]
-    m = tl.load(centre + at, mask=here, other=0.0).to(tl.float32)
-    s = tl.load(spread + at, mask=here, other=0.0).to(tl.float32)
-    V = m + s * normals(seed, sample, place + a * M_in, MI)
-    rotate = tl.load(Q_c + layer * (M_in * r_in) + b[:, None] * r_in + j[None, :], mask=in_b[:, None] & in_j[None, :],
-                     other=0.0).to(tl.float32)  # fmt: skip
-    right = tl.dot(V, rotate, input_precision="tf32x3")
-    rotate = tl.load(Q_r + layer * (M_out * r_out) + a[:, None] * r_out + i[None, :],
-                     mask=in_a[:, None] & in_i[None, :], other=0.0).to(tl.float32)  # fmt: skip
-    inner = tl.dot(tl.trans(right), rotate, input_precision="tf32x3")  # (r_in, r_out)
-    pq = (
-        tl.load(q + layer * r_in + j, mask=in_j, other=0.0).to(tl.float32)[:, None]
-        * tl.load(p + layer * r_out + i, mask=in_i, other=0.0).to(tl.float32)[None, :]
-    )
+    i, j, n = tl.arange(0, RO), tl.arange(0, RI), tl.arange(0, BN)
+    in_i, in_j = i < r_out, j < r_in
+    inner = _rotated(seed, sample, place, layer, centre, spread, Q_r, Q_c, M_out, M_in, r_out, r_in, MO, MI, RO, RI)
+    pq = _shares(p, q, layer, r_out, r_in, RO, RI)
     inner *= tl.load(sigma + layer).to(tl.float32) * tl.sqrt(pq)
     B_r += before.to(tl.int64) * r_out
     place += M_out * M_in
@@ -51,7 +68,10 @@ def _kernel(
         noise = tl.load(scale + layer).to(tl.float32)
         along = tl.zeros((RI, RO), tl.float32)
         for o in range(0, d_out, BN):
-            eps = normals(seed, sample, place + (o + n) * r, RI)
+            if FOURS:
+                eps = normals(seed, sample, place + (o + n) * r, RI)
+            else:
+                eps = normals_at(seed, sample, (place + (o + n) * r)[:, None] + j[None, :])
             to = G + (j[:, None] * d_out + (o + n)[None, :])
             tl.store(to, tl.trans(noise * eps).to(G.dtype.element_ty), mask=in_j[:, None] & (o + n < d_out)[None, :])
             rows = tl.load(B_r + ((o + n)[:, None] * r_out + i[None, :]),
@@ -69,26 +89,66 @@ def _kernel(
         tl.store(to, g.to(G.dtype.element_ty), mask=known)
         if MORE > 0:  # further directions, each with its own noise
             more = r_in + tl.arange(0, MORE)
-            extra = noise * tl.trans(normals(seed, sample, place + (o + n) * r + r_in, MORE))
+            at_more = (place + (o + n) * r)[None, :] + more[:, None]
+            extra = noise * normals_at(seed, sample, at_more)
             also = G + (more[:, None] * d_out + (o + n)[None, :])
             tl.store(also, extra.to(G.dtype.element_ty), mask=(more < r)[:, None] & live[None, :])
         if BEYOND:
-            first = place + d_out * r + o + tl.arange(0, BN // 4) * 4
-            z = noise * normals(seed, sample, first, 4).reshape(BN)
+            z = noise * normals_at(seed, sample, place + d_out * r + o + n)
             tl.store(e + before.to(tl.int64) * K + k * d_out + o + n, z.to(e.dtype.element_ty), mask=live)
 
 
-def suits(places: list[int], M_out: int, M_in: int, r_in: int, r: int, noisy: bool) -> bool:
-    """Whether layers of these sizes, whose normals begin at these places, can be drawn so: places come in fours."""
-    fours = [*places, M_in, *([r_in, r] if noisy else [])]
-    return max(M_out, M_in) <= MOST and all(n % FOUR == 0 for n in fours)
+@triton.jit(do_not_specialize=["K"])
+def _whole_kernel(
+    key, table, centre, spread, Q_r, Q_c, p, q, sigma, scale, B_r, B_c, W, K, M_out, M_in, r_out, r_in,
+    MO: tl.constexpr, MI: tl.constexpr, RO: tl.constexpr, RI: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr,
+):  # fmt: skip
+    layer, k = tl.program_id(0), tl.program_id(1)
+    place, d_out, d_in = tl.load(table + 6 * layer), tl.load(table + 6 * layer + 1), tl.load(table + 6 * layer + 2)
+    B_r += tl.load(table + 6 * layer + 3).to(tl.int64) * r_out
+    B_c += tl.load(table + 6 * layer + 4).to(tl.int64) * r_in
+    W += tl.load(table + 6 * layer + 5).to(tl.int64) * K + k * (d_in * d_out)
+    seed, sample = tl.load(key), tl.load(key + 1) + k
+    noise = tl.load(scale + layer).to(tl.float32)
+    i, j, n, c = tl.arange(0, RO), tl.arange(0, RI), tl.arange(0, BN), tl.arange(0, BI)
+    in_i, in_j = (i < r_out)[None, :], (j < r_in)[None, :]
+    inner = _rotated(seed, sample, place, layer, centre, spread, Q_r, Q_c, M_out, M_in, r_out, r_in, MO, MI, RO, RI)
+    pq = _shares(p, q, layer, r_out, r_in, RO, RI)
+    place += M_out * M_in
+    eps = normals_at(seed, sample, place + d_out * d_in + i[None, :] * r_in + j[:, None])
+    along = tl.zeros((RI, RO), tl.float32)  # B_cᵀ Eᵀ B_r
+    for o in range(0, d_out, BN):
+        across = tl.zeros((RI, BN), tl.float32)
+        for at in range(0, d_in, BI):
+            columns = tl.load(B_c + ((at + c)[:, None] * r_in + j[None, :]), mask=(at + c < d_in)[:, None] & in_j,
+                              other=0.0)  # fmt: skip
+            E = normals_at(seed, sample, place + (o + n)[None, :] * d_in + (at + c)[:, None])
+            across = tl.dot(tl.trans(columns), E.to(columns.dtype), across, input_precision="ieee")
+        rows = tl.load(B_r + ((o + n)[:, None] * r_out + i[None, :]), mask=(o + n < d_out)[:, None] & in_i, other=0.0)
+        along = tl.dot(across.to(rows.dtype), rows, along, input_precision="ieee")
+    inner = inner * (tl.load(sigma + layer).to(tl.float32) * tl.sqrt(pq)) + noise * (tl.sqrt(1 - pq) * eps - along)
+    for o in range(0, d_out, BN):
+        rows = tl.load(B_r + ((o + n)[:, None] * r_out + i[None, :]), mask=(o + n < d_out)[:, None] & in_i, other=0.0)
+        mixed = tl.dot(inner.to(rows.dtype), tl.trans(rows), input_precision="ieee").to(rows.dtype)  # (r_in, BN)
+        for at in range(0, d_in, BI):
+            columns = tl.load(B_c + ((at + c)[:, None] * r_in + j[None, :]), mask=(at + c < d_in)[:, None] & in_j,
+                              other=0.0)  # fmt: skip
+            E = normals_at(seed, sample, place + (o + n)[None, :] * d_in + (at + c)[:, None])
+            w = noise * E + tl.dot(columns, mixed, input_precision="ieee")
+            here = (at + c < d_in)[:, None] & (o + n < d_out)[None, :]
+            tl.store(W + ((at + c)[:, None] * d_out + (o + n)[None, :]), w.to(W.dtype.element_ty), mask=here)
+
+
+def suits(places: list[int], M_out: int, M_in: int) -> bool:
+    """Whether layers of these sizes, whose normals begin at these places, can be drawn so: those of V come in fours."""
+    return max(M_out, M_in) <= MOST and all(n % FOUR == 0 for n in (*places, M_in))
 
 
 def _side(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def draw(
+def draw_projected(
     key: Tensor, K: int, table: Tensor, centre: Tensor, spread: Tensor, Q_r: Tensor, Q_c: Tensor, p: Tensor, q: Tensor,
     sigma: Tensor, scale: Tensor | None, B_r: Tensor, r: int, beyond: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -100,11 +160,28 @@ def draw(
     G = B_r.new_empty(rows * K * r)
     e = B_r.new_empty(rows * K) if beyond else None
     with torch.cuda.device_of(B_r):
-        _kernel[N, K](
+        _projected_kernel[N, K](
             key, table, centre, spread, Q_r, Q_c, p, q, sigma, sigma if scale is None else scale, B_r, G,
             G if e is None else e, K, M_out, M_in, r_out, r_in, r,
             _side(M_out), _side(M_in), _side(r_out), _side(r_in), _side(r - r_in) if r > r_in else 0,
             64 if scale is None else 32,
-            scale is not None, beyond, num_warps=4, num_stages=2,
+            scale is not None, r_in % FOUR == 0 and r % FOUR == 0, beyond, num_warps=4, num_stages=2,
         )  # fmt: skip
     return G, e
+
+
+def draw_whole(
+    key: Tensor, K: int, table: Tensor, centre: Tensor, spread: Tensor, Q_r: Tensor, Q_c: Tensor, p: Tensor, q: Tensor,
+    sigma: Tensor, scale: Tensor, B_r: Tensor, B_c: Tensor, numbers: int,
+) -> Tensor:  # fmt: skip
+    """W, each layer's (K, d_in, d_out) after the other's, `numbers` for each sample; `table` has for each layer the
+    place of its first normal, d_out, d_in, and the sums of d_out, of d_in and of their products before it."""
+    N, M_out, M_in = centre.shape
+    r_out, r_in = B_r.shape[1], B_c.shape[1]
+    W = B_r.new_empty(numbers * K)
+    with torch.cuda.device_of(B_r):
+        _whole_kernel[N, K](
+            key, table, centre, spread, Q_r, Q_c, p, q, sigma, scale, B_r, B_c, W, K, M_out, M_in, r_out, r_in,
+            _side(M_out), _side(M_in), _side(r_out), _side(r_in), 64, 32, num_warps=8, num_stages=2,
+        )  # fmt: skip
+    return W

@@ -11,6 +11,7 @@ import torch
 from dubito.models import bayesianize, build, load, save
 from dubito.models.embedded import embedded
 from dubito.models.geometry import How
+from dubito.models.inducing import Noise
 from dubito.models.manifest import Card, Input
 from dubito.models.model import Model
 from dubito.models.network import Draws
@@ -39,16 +40,19 @@ def kept(path: Path, method: str, lam_max: float) -> Model:
     return load(path)
 
 
-@pytest.mark.parametrize("case", interpreted.CASES)
+LARGE = (8, 16, 14, 64, 96, 3, 1, 1, 68, True, True, True)  # enough programs to get in each other's way
+
+
+@pytest.mark.parametrize("case", [*interpreted.CASES, LARGE])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_kernels(case: tuple[int, ...], dtype: torch.dtype) -> None:
     interpreted.check_convolution(*case, dtype)  # type: ignore[arg-type, call-arg]
 
 
-@pytest.mark.parametrize(("lam", "directions"), [(0.0, 0), (0.3, 4)])
+@pytest.mark.parametrize(("lam", "noise"), interpreted.LAWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_layers_drawn_by_one_kernel(lam: float, directions: int, dtype: torch.dtype) -> None:
-    interpreted.check_together(lam, directions, dtype)
+def test_many_layers_drawn_by_one_kernel(lam: float, noise: Noise, dtype: torch.dtype) -> None:
+    interpreted.check_together(lam, noise, dtype)
 
 
 def test_normals_are_functions_of_their_place() -> None:
