@@ -150,7 +150,7 @@ def gather(factors: NetworkFactors) -> NetworkFactors:
     for at in alike([_size(f) for f in ready.values()]):
         names = tuple(sorted((list(ready)[i] for i in at), key=lambda name: ready[name].shape[0]))
         those, places = [ready[name] for name in names], [factors.places[name] for name in names]
-        keyed = _by_kernel(places, those[0])
+        keyed = _by_kernel(those, places)
         if those[0].forms_W and keyed:
             made.append(whole := stack_whole(names, those, places))
             layers |= zip(names, whole.layers, strict=True)
@@ -176,7 +176,9 @@ def _simple(f: InducingFactors) -> bool:
 
 
 def _size(f: InducingFactors) -> tuple[object, ...]:
-    more = (f.B.shape[1], f.spans, f.forms_W) if f.lam and not f.forms_W else f.forms_W
+    more: object = (f.B.shape[1], f.spans) if f.lam else None
+    if f.forms_W:
+        more = f.shape[1] % 4
     return *f.q_V.centre.shape, len(f.matheron.p), len(f.matheron.q), more  # type: ignore[union-attr]
 
 
@@ -248,12 +250,15 @@ def stack(names: tuple[str, ...], those: Sequence[InducingFactors], places: list
     )
 
 
-def _by_kernel(places: list[int], like: InducingFactors) -> bool:
+def _by_kernel(those: Sequence[InducingFactors], places: list[int]) -> bool:
+    like = those[0]
     if not counted(like.B.device):
         return False
     from dubito.models.together_kernel import suits
 
-    return suits(places, *like.q_V.centre.shape)  # type: ignore[union-attr]
+    M_out, M_in = like.q_V.centre.shape  # type: ignore[union-attr]
+    inputs = [f.shape[1] for f in those] if like.forms_W else []
+    return suits(M_out, M_in, [*places, *inputs])
 
 
 def _table(outputs: list[int], places: list[int], device: torch.device) -> Tensor:

@@ -89,8 +89,10 @@ def _projected_kernel(
         tl.store(to, g.to(G.dtype.element_ty), mask=known)
         if MORE > 0:  # further directions, each with its own noise
             more = r_in + tl.arange(0, MORE)
-            at_more = (place + (o + n) * r)[None, :] + more[:, None]
-            extra = noise * normals_at(seed, sample, at_more)
+            if FOURS:
+                extra = noise * tl.trans(normals(seed, sample, place + (o + n) * r + r_in, MORE))
+            else:
+                extra = noise * normals_at(seed, sample, (place + (o + n) * r)[None, :] + more[:, None])
             also = G + (more[:, None] * d_out + (o + n)[None, :])
             tl.store(also, extra.to(G.dtype.element_ty), mask=(more < r)[:, None] & live[None, :])
         if BEYOND:
@@ -122,7 +124,7 @@ def _whole_kernel(
         for at in range(0, d_in, BI):
             columns = tl.load(B_c + ((at + c)[:, None] * r_in + j[None, :]), mask=(at + c < d_in)[:, None] & in_j,
                               other=0.0)  # fmt: skip
-            E = normals_at(seed, sample, place + (o + n)[None, :] * d_in + (at + c)[:, None])
+            E = tl.trans(normals(seed, sample, place + (o + n) * d_in + at, BI))
             across = tl.dot(tl.trans(columns), E.to(columns.dtype), across, input_precision="ieee")
         rows = tl.load(B_r + ((o + n)[:, None] * r_out + i[None, :]), mask=(o + n < d_out)[:, None] & in_i, other=0.0)
         along = tl.dot(across.to(rows.dtype), rows, along, input_precision="ieee")
@@ -133,19 +135,19 @@ def _whole_kernel(
         for at in range(0, d_in, BI):
             columns = tl.load(B_c + ((at + c)[:, None] * r_in + j[None, :]), mask=(at + c < d_in)[:, None] & in_j,
                               other=0.0)  # fmt: skip
-            E = normals_at(seed, sample, place + (o + n)[None, :] * d_in + (at + c)[:, None])
+            E = tl.trans(normals(seed, sample, place + (o + n) * d_in + at, BI))
             w = noise * E + tl.dot(columns, mixed, input_precision="ieee")
             here = (at + c < d_in)[:, None] & (o + n < d_out)[None, :]
             tl.store(W + ((at + c)[:, None] * d_out + (o + n)[None, :]), w.to(W.dtype.element_ty), mask=here)
 
 
-def suits(places: list[int], M_out: int, M_in: int) -> bool:
-    """Whether layers of these sizes, whose normals begin at these places, can be drawn so: those of V come in fours."""
-    return max(M_out, M_in) <= MOST and all(n % FOUR == 0 for n in (*places, M_in))
+def suits(M_out: int, M_in: int, even: list[int]) -> bool:
+    """Whether layers of these sizes can be drawn so; what must be `even`, so that normals come in fours, is."""
+    return max(M_out, M_in) <= MOST and all(n % FOUR == 0 for n in (M_in, *even))
 
 
-def _side(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())
+def _side(n: int, least: int = 16) -> int:
+    return max(least, 1 << (n - 1).bit_length())
 
 
 def draw_projected(
@@ -163,7 +165,7 @@ def draw_projected(
         _projected_kernel[N, K](
             key, table, centre, spread, Q_r, Q_c, p, q, sigma, sigma if scale is None else scale, B_r, G,
             G if e is None else e, K, M_out, M_in, r_out, r_in, r,
-            _side(M_out), _side(M_in), _side(r_out), _side(r_in), _side(r - r_in) if r > r_in else 0,
+            _side(M_out), _side(M_in), _side(r_out), _side(r_in), _side(r - r_in, FOUR) if r > r_in else 0,
             64 if scale is None else 32,
             scale is not None, r_in % FOUR == 0 and r % FOUR == 0, beyond, num_warps=4, num_stages=2,
         )  # fmt: skip
