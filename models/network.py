@@ -76,6 +76,11 @@ class NetworkFactors:
         return dict(zip(self.layers, accumulate(self.sizes), strict=False))
 
     @cached_property
+    def counts(self) -> dict[str, int]:
+        """How many they are."""
+        return dict(zip(self.layers, self.sizes[1:], strict=True))
+
+    @cached_property
     def members(self) -> int:
         """The most members that any part cycles through; 0 where nothing does."""
         parts = [self.hierarchy] if self.hierarchy is not None else []
@@ -224,10 +229,10 @@ class BayesianNetwork(nn.Module):
             return Run(draws.K, stored, by_layer, draws.member, factors.structure, form=factors.form)
         V: dict[nn.Module, Tensor] = {}
         if factors.hierarchy is not None:
-            V = self._shared_out(_matrix(_draw(factors.hierarchy, 0, draws, None)))
+            V = self._shared_out(_matrix(_draw(factors.hierarchy, 0, factors.sizes[0], draws, None)))
         operands: dict[nn.Module, Callable[[], Operand]] = {}
         for name, f in factors.layers.items():
-            make = partial(_draw, f, factors.places[name], draws, V.get(layers[name]))
+            make = partial(_draw, f, factors.places[name], factors.counts[name], draws, V.get(layers[name]))
             operands[layers[name]] = cache(make) if keep else make
         for group in factors.groups if draws.random else ():
             together = cache(partial(_draw_group, group, factors, draws))
@@ -301,16 +306,17 @@ def _among(all_: Callable[[], Sequence[Operand]], i: int) -> Operand:
     return all_()[i]
 
 
-def _draw(f: Factors, place: int, draws: Draws, V: Tensor | None) -> Operand:
+def _draw(f: Factors, place: int, n: int, draws: Draws, V: Tensor | None) -> Operand:
+    """By n normals of each sample, which begin at a place."""
     member = draws.member(f.members) if f.members else None
-    noise = draws.share(place, f.normals)
+    noise = draws.share(place, n)
     return f.mean(member, V) if noise is None else f.draw(noise.to(f.dtype), member, V)
 
 
 def _draw_group(group: Group, factors: NetworkFactors, draws: Draws) -> Sequence[Operand]:
     if draws.key is not None and group.table is not None:
         return group.draw_by(draws.key, draws.K)
-    shares = [draws.share(factors.places[name], factors.layers[name].normals) for name in group.names]
+    shares = [draws.share(factors.places[name], factors.counts[name]) for name in group.names]
     return group.draw([share for share in shares if share is not None])
 
 
