@@ -179,6 +179,7 @@ def test_walsh_hadamard_convolutions_train_as_a_captured_step() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch, of its own thread for gradients
 def test_forty_thousand_weights_fit_and_serve(tmp_path: Path) -> None:
     """The paper's largest subnetwork has 42,438."""
     forty_thousand(40_000, tmp_path, torch.device("cuda"))
