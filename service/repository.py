@@ -57,17 +57,10 @@ class Served:
     outputs: dict[str, tuple[str, list[int]]]  # of the Open Inference Protocol
     retired: bool = False  # another one answers now
 
-    @property
-    def model(self) -> Model:
-        return self.engine.model
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def version(self) -> str:
-        return self.source.version
+    def __post_init__(self) -> None:
+        self.name, self.version = self.source.name, self.source.version
+        self.model = self.engine.model
+        self.method = self.model.method  # of requests that name none
 
 
 def outputs_of(model: Model) -> dict[str, tuple[str, list[int]]]:

@@ -1,0 +1,50 @@
+"""uvicorn's HTTP/1.1, where most requests come whole and are answered whole."""
+
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from dubito.service.http import Message, Pairs
+
+
+class Exchange(RequestResponseCycle):
+    """A request and its reply, whose head waits for the body: one write, by which the client is woken once."""
+
+    start: Any = None  # the message, while it waits
+
+    async def send(self, message: Any) -> None:
+        if not self.response_started and message["type"] == "http.response.start":
+            self.start, self.response_started = message, True
+            return
+        start, self.start = self.start, None
+        if start is not None:
+            if self._plain(message) and (head := head_of(start["status"], start["headers"], len(message["body"]))):
+                self.transport.write(head + message["body"])
+                self.response_complete, self.waiting_for_100_continue = True, False
+                self.message_event.set()
+                self.on_response()
+                return
+            self.response_started = False
+            await super().send(start)
+        await super().send(message)
+
+    def _plain(self, message: Message) -> bool:
+        whole = message["type"] == "http.response.body" and "body" in message and not message.get("more_body", False)
+        free = not self.flow.write_paused and not self.disconnected
+        return whole and free and self.keep_alive and self.scope["method"] != "HEAD"
+
+
+def head_of(status: int, headers: Pairs, length: int) -> bytes | None:
+    """None where there is more to it: then it is left to uvicorn."""
+    told = dict(headers)
+    if told.get(b"content-length") != b"%d" % length or b"connection" in told or b"transfer-encoding" in told:
+        return None
+    head = b"".join([STATUS_LINE[status], *[b"%b: %b\r\n" % pair for pair in headers], b"\r\n"])
+    clean = head.count(b"\r") == head.count(b"\n") == len(headers) + 2  # no value brings a line of its own
+    return head if clean else None
+
+
+class Wire(HttpToolsProtocol):
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.__class__ = Exchange  # uvicorn makes them, and does not ask of what class
+        super()._start_asgi_task(cycle, app)
