@@ -53,12 +53,13 @@ class Asked:
     rows: int = 0
     parsed: float = 0.0  # when it was, and so on
     answered: float = 0.0
-    inside: Mapping[str, float] = field(default_factory=dict)  # seconds of the queue and of the passes' own stages
+    waited: float = 0.0  # seconds, in the queue
+    passes: Mapping[str, float] = field(default_factory=dict)  # seconds of their own stages
 
     def stages(self) -> dict[str, float]:
         """Seconds of each so far."""
         encode = time.monotonic() - self.answered
-        return {"parse": self.parsed - self.began, **self.inside, "encode": encode}
+        return {"parse": self.parsed - self.began, "queue": self.waited, **self.passes, "encode": encode}
 
     def milliseconds(self) -> dict[str, float]:
         found = {stage: round(1000 * seconds, 3) for stage, seconds in self.stages().items()}
@@ -205,8 +206,8 @@ class Predictor:
         finally:
             leaving.stop()
         asked.answered = time.monotonic()
-        waited = max(0.0, tickets[-1].ended - tickets[0].queued - sum(found.seconds.values()))
-        asked.inside = {"queue": waited, **found.seconds}
+        asked.waited = max(0.0, tickets[-1].ended - tickets[0].queued - sum(found.seconds.values()))
+        asked.passes = found.seconds
         return found
 
     async def _packed(

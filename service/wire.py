@@ -45,6 +45,50 @@ def head_of(status: int, headers: Pairs, length: int) -> bytes | None:
 
 
 class Wire(HttpToolsProtocol):
+    """A connection. One timer looks whether it is idle, however many requests come meanwhile."""
+
+    idle_since: float | None = None
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         cycle.__class__ = Exchange  # uvicorn makes them, and does not ask of what class
         super()._start_asgi_task(cycle, app)
+
+    def on_body(self, body: bytes) -> None:
+        cycle: Any = self.cycle
+        if cycle is not None and not cycle.body and not cycle.response_complete:
+            cycle.body, body = body, b""  # most come in one piece: it is kept as it came
+        super().on_body(body)
+
+    def _unset_keepalive_if_required(self) -> None:
+        self.idle_since = None
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        self.idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._look_in(self.timeout_keep_alive)
+
+    def _look_in(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self.idle_since is None:  # the end of its request will see to it
+            return
+        left = self.idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self._look_in(left)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
