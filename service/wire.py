@@ -18,8 +18,10 @@ class Exchange(RequestResponseCycle):
             return
         start, self.start = self.start, None
         if start is not None:
-            if self._plain(message) and (head := head_of(start["status"], start["headers"], len(message["body"]))):
-                self.transport.write(head + message["body"])
+            body = message.get("body", b"")
+            headers = self.default_headers + list(start.get("headers", ()))
+            if self._plain(message) and (head := head_of(start["status"], headers, len(body))):
+                self.transport.write(head + body)
                 self.response_complete, self.waiting_for_100_continue = True, False
                 self.message_event.set()
                 self.on_response()
@@ -29,7 +31,7 @@ class Exchange(RequestResponseCycle):
         await super().send(message)
 
     def _plain(self, message: Message) -> bool:
-        whole = message["type"] == "http.response.body" and "body" in message and not message.get("more_body", False)
+        whole = message["type"] == "http.response.body" and not message.get("more_body", False)
         free = not self.flow.write_paused and not self.disconnected
         return whole and free and self.keep_alive and self.scope["method"] != "HEAD"
 
