@@ -5,7 +5,6 @@ import binascii
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -25,6 +24,7 @@ TYPES: dict[str, str] = {
     "FP64": "<f8",
 }
 MOST_ELEMENTS = 1 << 16  # of BYTES
+MOST_REMEMBERED = 256
 DTYPES = {name: np.dtype(code) for name, code in TYPES.items()}
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
 INPUT = "input"
@@ -107,7 +107,7 @@ def values_of(spec: Spec, body: bytes, at: int) -> Values:
         raise Problem(
             400, f"input {spec.name!r} says {size} bytes; its shape {spec.shape} of {spec.kind} takes {expected}."
         )
-    return np.frombuffer(body, dtype, count, at).reshape(spec.shape)
+    return np.ndarray(spec.shape, dtype, body, at)
 
 
 def length_of(stated: bytes, size: int) -> int:
@@ -224,36 +224,47 @@ def _decoded(data: list[Any], name: str, count: int) -> list[bytes]:
     return found
 
 
-def write(
-    model: str,
-    version: str,
-    asked: Header,
-    outputs: Mapping[str, NDArray[Any]],
-    known: Mapping[str, tuple[str, list[int]]],
-    parameters: Mapping[str, Any],
-) -> tuple[bytes, Pairs]:
-    """The reply and its headers; `known` tells the datatype of each output."""
-    described: Any
-    if asked.outputs is None and asked.binary:  # as programs ask, and again and again
-        blobs = [array.tobytes() for array in outputs.values()]
-        kinds = tuple([known[name][0] for name in outputs])
-        described = _all_binary(tuple(outputs), kinds, tuple([array.shape for array in outputs.values()]))
-    else:
-        binary = dict.fromkeys(outputs, False) if asked.outputs is None else asked.outputs
-        blobs = [outputs[name].tobytes() for name, packed in binary.items() if packed]
-        described = [_entry(name, known[name][0], outputs[name], packed) for name, packed in binary.items()]
-    told: dict[str, Any] = {
-        "model_name": model,
-        "model_version": version,
-        "outputs": described,
-        "parameters": parameters,
-    }
-    if asked.id is not None:
-        told["id"] = asked.id
-    head = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
-    if not blobs:
-        return head, [AS_JSON]
-    return b"".join([head, *blobs]), [AS_OCTETS, (SPLIT, b"%d" % len(head))]
+class Writer:
+    """Of one model's replies; `known` tells the datatype of each output."""
+
+    def __init__(self, model: str, version: str, known: Mapping[str, tuple[str, list[int]]]) -> None:
+        self.model, self.version, self.known = model, version, known
+        self.remembered: dict[tuple[Any, ...], orjson.Fragment] = {}
+
+    def write(
+        self, asked: Header, outputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, Any]
+    ) -> tuple[bytes, Pairs]:
+        """The reply and its headers."""
+        described: Any
+        if asked.outputs is None and asked.binary:  # as programs ask, and again and again
+            blobs = [array.tobytes() for array in outputs.values()]
+            described = self._all_binary(outputs)
+        else:
+            binary = dict.fromkeys(outputs, False) if asked.outputs is None else asked.outputs
+            blobs = [outputs[name].tobytes() for name, packed in binary.items() if packed]
+            described = [_entry(name, self.known[name][0], outputs[name], packed) for name, packed in binary.items()]
+        told: dict[str, Any] = {
+            "model_name": self.model,
+            "model_version": self.version,
+            "outputs": described,
+            "parameters": parameters,
+        }
+        if asked.id is not None:
+            told["id"] = asked.id
+        head = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
+        if not blobs:
+            return head, [AS_JSON]
+        return b"".join([head, *blobs]), [AS_OCTETS, (SPLIT, b"%d" % len(head))]
+
+    def _all_binary(self, outputs: Mapping[str, NDArray[Any]]) -> orjson.Fragment:
+        """Their description, as JSON: it is the same for as many rows of a model."""
+        key = (len(next(iter(outputs.values()))), *outputs)
+        if (found := self.remembered.get(key)) is None:
+            entries = [_binary_entry(name, self.known[name][0], array.shape) for name, array in outputs.items()]
+            found = orjson.Fragment(orjson.dumps(entries))
+            if len(self.remembered) < MOST_REMEMBERED:
+                self.remembered[key] = found
+        return found
 
 
 def _entry(name: str, kind: str, array: NDArray[Any], binary: bool) -> dict[str, Any]:
@@ -265,9 +276,3 @@ def _entry(name: str, kind: str, array: NDArray[Any], binary: bool) -> dict[str,
 def _binary_entry(name: str, kind: str, shape: tuple[int, ...]) -> dict[str, Any]:
     size = {"binary_data_size": prod(shape) * DTYPES[kind].itemsize}
     return {"name": name, "shape": shape, "datatype": kind, "parameters": size}
-
-
-@lru_cache(maxsize=256)
-def _all_binary(names: tuple[str, ...], kinds: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> orjson.Fragment:
-    """Their description, as JSON."""
-    return orjson.Fragment(orjson.dumps(list(map(_binary_entry, names, kinds, shapes))))

@@ -145,8 +145,7 @@ class Predictor:
                 raise Problem(400, f"this model has no output {output[:40]!r}; it has {known}.")
         found = await self._ask(asked, served, x, wish.options, wish.keep)
         told = {"samples": found.samples, "seed": str(found.seed), "method": found.method}
-        outputs = outputs_of(found, served)
-        content, headers = oip.write(served.name, served.version, header, outputs, served.outputs, told)
+        content, headers = served.writer.write(header, outputs_of(found, served), told)
         return await self._packed(asked, served, found, content, headers)
 
     def _wish(self, head: bytes) -> Wish:

@@ -22,7 +22,7 @@ from dubito.service.batcher import Batcher
 from dubito.service.budget import Budget
 from dubito.service.engine import Engine
 from dubito.service.metrics import Metrics, Series, model_bytes
-from dubito.service.oip import DRAWS
+from dubito.service.oip import DRAWS, Writer
 from dubito.service.plans import Memory, plan_file
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
@@ -61,6 +61,7 @@ class Served:
         self.name, self.version = self.source.name, self.source.version
         self.model = self.engine.model
         self.method = self.model.method  # of requests that name none
+        self.writer = Writer(self.name, self.version, self.outputs)
 
 
 def outputs_of(model: Model) -> dict[str, tuple[str, list[int]]]:
