@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from dubito.service.budget import KINDS
 from dubito.service.device import device_of, dtype_of
-from dubito.service.http import ClientGone, Receive, Scope, Send, body_of, headers_of, reply
+from dubito.service.http import ClientGone, Out, Pairs, Receive, Scope, Send, body_of
 from dubito.service.logs import write_line
 from dubito.service.metrics import Metrics, Sizes, device_bytes
 from dubito.service.predict import V1, V2, Asked, Predictor
@@ -25,7 +25,8 @@ from dubito.service.settings import Settings
 log = logging.getLogger("dubito")
 SAFE = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 SAFE_AT_EDGE = [(name.encode(), value.encode()) for name, value in EDGE.items()]
-PLAIN_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,100}")
+CLOSE = (b"connection", b"close")
+PLAIN_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,100}")
 
 
 class Server:
@@ -45,44 +46,40 @@ class Server:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # web sockets: there are none
             return
-        began, path, headers = time.monotonic(), scope["path"], headers_of(scope)
-        given = headers.get("x-request-id", "")
-        id_ = given if given and PLAIN_ID.fullmatch(given) else f"{random.getrandbits(64):016x}"
-        status, asked = 0, Asked()
-
-        async def out(message: Any) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                page = SAFE_AT_EDGE if path == "/edge" else SAFE
-                safe = page if asked.served is None else SAFE[:1]  # a prediction is no page
-                message["headers"] = [*message["headers"], (b"x-request-id", id_.encode()), *safe]
-                if self.draining:
-                    message["headers"].append((b"connection", b"close"))
-            await send(message)
-
+        path, headers = scope["path"], dict(scope["headers"])
+        given = headers.get(b"x-request-id")
+        id_ = given if given and PLAIN_ID.fullmatch(given) else b"%016x" % random.getrandbits(64)
+        asked = Asked(scope, receive, headers, time.monotonic())
+        out = Out(send, lambda: self._also(id_, path, asked))
         try:
             self.guard.admit(path, headers, (scope.get("client") or ("",))[0])
-            await self._dispatch(scope, receive, out, asked, path)
+            if (hot := V2.fullmatch(path) or V1.fullmatch(path)) is None:
+                await self.routes(scope, receive, out)
+            else:
+                content, pairs = await self._predict(asked, hot)
+                await out.reply(200, content, pairs)
         except ClientGone:
-            status = 499
+            out.status = 499
         except Exception as error:
             problem = problem_of(error)
             if problem.status >= 500 and not isinstance(error, Problem):
-                log.exception("request failed", extra={"request": id_})
+                log.exception("request failed", extra={"request": id_.decode()})
             if problem.reason:
                 self.metrics.rejected.labels(problem.reason).inc()
-            if not status:
+            if not out.status:
                 told, kind = body_of(problem, v2=path.startswith("/v2"))
-                await reply(out, problem.status, told, {"content-type": kind, **problem.headers})
-        self._finish(scope, id_, asked, status, time.monotonic() - began)
+                raw = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in problem.headers.items()]
+                await out.reply(problem.status, told, [(b"content-type", kind.encode()), *raw])
+        self._finish(asked, id_, out.status)
 
-    async def _dispatch(self, scope: Scope, receive: Receive, send: Send, asked: Asked, path: str) -> None:
-        v1, v2 = V1.fullmatch(path), V2.fullmatch(path)
-        if not v1 and not v2:
-            await self.routes(scope, receive, send)
-            return
-        if scope["method"] != "POST":
+    def _also(self, id_: bytes, path: str, asked: Asked) -> Pairs:
+        """Headers of every reply."""
+        page = SAFE_AT_EDGE if path == "/edge" else SAFE
+        safe = page if asked.served is None else SAFE[:1]  # a prediction is no page
+        return [(b"x-request-id", id_), *safe, *([CLOSE] if self.draining else ())]
+
+    async def _predict(self, asked: Asked, path: re.Match[str]) -> tuple[bytes, Pairs]:
+        if asked.scope["method"] != "POST":
             raise Problem(405, "this path takes POST.", {"Allow": "POST"})
         if self.predictor is None:
             raise Problem(503, "the server is starting; /readyz says when it is ready.", {"Retry-After": "1"})
@@ -90,19 +87,18 @@ class Server:
             raise Problem(429, f"{self.under_way} predictions are under way.", {"Retry-After": "1"}, "queue_full")
         self.under_way += 1
         try:
-            if v1:
-                await self.predictor.v1(scope, receive, send, asked, v1[1])
-            elif v2:
-                await self.predictor.v2(scope, receive, send, asked, v2[1], v2[2])
+            return await (self.predictor.v2 if path.re is V2 else self.predictor.v1)(asked, *path.groups())
         finally:
             self.under_way -= 1
 
-    def _finish(self, scope: Scope, id_: str, asked: Asked, status: int, seconds: float) -> None:
+    def _finish(self, asked: Asked, id_: bytes, status: int) -> None:
+        seconds = time.monotonic() - asked.began
         if asked.served is not None:
             outcome = "ok" if status < 400 else "gone" if status == 499 else "refused" if status < 500 else "failed"
             asked.served.series.request[outcome].observe(seconds)
         if log.isEnabledFor(logging.INFO):
-            told = {"message": "request", "request": id_, "method": scope["method"], "path": scope["path"][:200]}
+            method, path = asked.scope["method"], asked.scope["path"][:200]
+            told = {"message": "request", "request": id_.decode(), "method": method, "path": path}
             told |= {"status": status, "ms": round(1000 * seconds, 3)}
             if asked.served is not None:
                 told |= {"model": asked.served.name, "version": asked.served.version, "rows": asked.rows}

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from queue import SimpleQueue
 from secrets import randbits
 
@@ -16,17 +17,19 @@ from dubito.service.pace import Pace
 from dubito.service.problems import Gone, Late, Overloaded
 
 log = logging.getLogger("dubito")
-PATIENCE = 0.05  # seconds until an answer is slow in coming
+PATIENCE = 0.05  # seconds from which an answer is slow in coming
 LONGEST_WAIT = 60.0  # seconds that a refused client is told to stay away
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Ticket:
     """A request, or a part of one, on its way."""
 
     ask: Ask
     future: "asyncio.Future[Answered]"
-    timer: asyncio.TimerHandle | None = None  # of the deadline
+    seconds: float  # that it may take
+    slow: Callable[[], None] | None  # hears that it takes a while
+    timer: asyncio.TimerHandle | None = None  # of the deadline, once that is near or the answer is slow
     queued: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     taken: bool = False  # by the device
@@ -62,6 +65,9 @@ class Batcher:
         self.pace = Pace()
         self.closing = self.dead = False
         self.asleep = False  # the thread, until the bell is rung
+        self.ringing = False  # soon
+        self.fresh: dict[Ticket, None] = {}  # those without a timer, by age
+        self.look: asyncio.TimerHandle | None = None  # at those
         self.bell: SimpleQueue[None] = SimpleQueue()
         self.loop = asyncio.get_running_loop()
         self.thread = threading.Thread(target=self._run, name="inference", daemon=True)
@@ -92,14 +98,16 @@ class Batcher:
         """
         self.check_room(ask.work, seconds)
         asks = [ask] if ask.work <= self.max_work or ask.rows == 1 else self._parts(ask)
-        tickets = [self._ticket(part, seconds, None) for part in asks[1:]]
-        tickets.insert(0, self._ticket(asks[0], seconds, slow))
+        tickets = [self._ticket(part, seconds, slow if part is asks[0] else None) for part in asks]
         self.queue.extend(tickets)
         self.work += ask.work
-        self._wake()
+        if self.asleep and not self.ringing:  # once the loop has put whatever else has come by now
+            self.ringing = True
+            self.loop.call_soon(self._wake)
         return tickets
 
     def _wake(self) -> None:
+        self.ringing = False
         if self.asleep:
             self.asleep = False
             self.bell.put(None)
@@ -111,16 +119,25 @@ class Batcher:
         return [replace(ask, x=ask.x[at : at + rows], seed=seed, start=at) for at in range(0, ask.rows, rows)]
 
     def _ticket(self, ask: Ask, seconds: float, slow: Callable[[], None] | None) -> Ticket:
-        ticket = Ticket(ask, self.loop.create_future())
-        if slow is None or seconds <= PATIENCE:
-            ticket.timer = self.loop.call_later(max(0.0, seconds), self._expire, ticket, seconds)
-        else:  # one timer at a time: few requests live to see the second
-            ticket.timer = self.loop.call_later(PATIENCE, self._wait_on, ticket, seconds, slow)
+        """Most are answered before anybody looks, and never get a timer of their own."""
+        ticket = Ticket(ask, self.loop.create_future(), seconds, slow)
+        if seconds <= 2 * PATIENCE:
+            ticket.timer = self.loop.call_later(max(0.0, seconds), self._expire, ticket)
+        else:
+            self.fresh[ticket] = None
+            if self.look is None:
+                self.look = self.loop.call_later(PATIENCE, self._look)
         return ticket
 
-    def _wait_on(self, ticket: Ticket, seconds: float, slow: Callable[[], None]) -> None:
-        ticket.timer = self.loop.call_later(seconds - PATIENCE, self._expire, ticket, seconds)
-        slow()
+    def _look(self) -> None:
+        """At tickets that are not fresh any more: between one and two `PATIENCE` old."""
+        now = time.monotonic()
+        for ticket in [*takewhile(lambda ticket: now - ticket.queued >= PATIENCE, self.fresh)]:
+            del self.fresh[ticket]
+            ticket.timer = self.loop.call_later(max(0.0, ticket.queued + ticket.seconds - now), self._expire, ticket)
+            if ticket.slow is not None:
+                ticket.slow()
+        self.look = self.loop.call_later(PATIENCE, self._look) if self.fresh else None
 
     async def answered(self, tickets: Sequence[Ticket]) -> Answered:
         """The answer, or Late or whatever the model made of the request; whoever is cancelled takes it along."""
@@ -132,6 +149,8 @@ class Batcher:
     def drop(self, tickets: Sequence[Ticket]) -> None:
         """Nobody waits for them any more: those that are queued never reach the device, and no longer count."""
         for ticket in tickets:
+            self.fresh.pop(ticket, None)
+            ticket.slow = None  # which knows the ticket: a circle would keep the body until it is collected
             if ticket.timer is not None:
                 ticket.timer.cancel()
             if ticket.future.cancel():
@@ -139,9 +158,9 @@ class Batcher:
             elif not ticket.future.cancelled():
                 ticket.future.exception()  # looked at, so that it is not reported as forgotten
 
-    def _expire(self, ticket: Ticket, seconds: float) -> None:
+    def _expire(self, ticket: Ticket) -> None:
         if not ticket.future.done():
-            ticket.future.set_exception(Late(seconds))
+            ticket.future.set_exception(Late(ticket.seconds))
             self._forgo(ticket)
 
     def _forgo(self, ticket: Ticket) -> None:

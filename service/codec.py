@@ -21,6 +21,7 @@ FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")
 TOGETHER = 16  # times the pixels of the largest picture are taken in one request
 Inputs = NDArray[np.float32]  # (B, ...), maybe a view of the body
 
+PIXELS, NUMBERS = np.dtype(np.uint8), np.dtype(np.float32)
 NPY = ("application/x-npy", "application/octet-stream")
 NPY_MAGIC = b"\x93NUMPY"
 
@@ -61,20 +62,19 @@ class Codec:
 
         Whether they are finite is seen to by the engine: looking at them here would hold up the event loop.
         """
-        if array.dtype == np.uint8 and self.declared.image is not None:
+        if array.dtype == PIXELS and self.declared.image is not None:
             return self.from_pixels(array)
         if array.dtype.kind not in "fiub":
             raise Problem(400, f"inputs hold {array.dtype}; expected numbers.")
         if array.shape == self.declared.shape:
             array = array[None]
-        if array.ndim != len(self.declared.shape) + 1 or array.shape[1:] != self.declared.shape or len(array) == 0:
+        if array.shape[1:] != self.declared.shape or array.ndim == 0 or len(array) == 0:
             raise Problem(400, f"inputs have shape {array.shape}; expected {self.shape}, at least one row.")
         self._check_rows(len(array))
-        numbers = array
-        if array.dtype != np.float32:
-            with np.errstate(over="ignore"):
-                numbers = array.astype(np.float32)
-        return numbers
+        if array.dtype == NUMBERS:
+            return array
+        with np.errstate(over="ignore"):
+            return array.astype(NUMBERS)
 
     def from_npy(self, body: bytes) -> Inputs:
         """The header is believed only where the body is as long as it says."""

@@ -14,8 +14,11 @@ import orjson
 from dubito.service.problems import Problem
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = dict[bytes, bytes]  # of a request: names in small letters; of those that come twice, the last
+Pairs = list[tuple[bytes, bytes]]  # of a reply
 
 WORTH_PACKING = 1024  # bytes
 REFUSED = re.compile(r";q=0(\.0*)?$")  # a coding that is named to say that it is not wanted
@@ -24,15 +27,6 @@ MOST_OPTIONS = 100  # of a query
 
 class ClientGone(Exception):
     """Nobody is left to answer."""
-
-
-def headers_of(scope: Scope) -> dict[str, str]:
-    """Decoded once for each request."""
-    found: dict[str, str] | None = scope.get("dubito.headers")
-    if found is None:
-        found = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        scope["dubito.headers"] = found
-    return found
 
 
 def query_of(scope: Scope) -> dict[str, str]:
@@ -47,26 +41,24 @@ def query_of(scope: Scope) -> dict[str, str]:
     return found
 
 
-async def read_body(headers: dict[str, str], receive: Receive, limit: int, seconds: float) -> bytes:
+async def read_body(headers: Headers, receive: Receive, limit: int, seconds: float) -> bytes:
     """At most `limit` bytes, before and after decompression, and all of them in time."""
-    stated = headers.get("content-length", "")
+    stated = headers.get(b"content-length", b"")
     if stated.isdigit() and int(stated) > limit:
-        raise Problem(413, f"the body has {stated} bytes; at most {limit:,} are taken.", reason="body")
+        raise Problem(413, f"the body has {stated.decode()} bytes; at most {limit:,} are taken.", reason="body")
     message = await receive()
-    whole = message["type"] == "http.request" and not message.get("more_body", False)
-    if whole and len(message.get("body", b"")) <= limit:
-        body = message.get("body", b"")
-    else:
+    body: bytes = message.get("body", b"")
+    if message["type"] != "http.request" or message.get("more_body", False) or len(body) > limit:
         try:
             async with asyncio.timeout(seconds):
                 body = await _rest(message, receive, limit)
         except TimeoutError:
             raise Problem(408, f"the body did not come within {seconds:g} s.", reason="body") from None
-    coding = headers.get("content-encoding", "").strip().lower()
+    coding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
     return body if coding in ("", "identity") else await asyncio.to_thread(inflate, body, coding, limit)
 
 
-async def _rest(message: MutableMapping[str, Any], receive: Receive, limit: int) -> bytes:
+async def _rest(message: Message, receive: Receive, limit: int) -> bytes:
     parts, size = [], 0
     while True:
         if message["type"] == "http.disconnect":
@@ -112,11 +104,27 @@ def json_object(body: bytes, expected: str = "") -> dict[str, Any]:
     return told
 
 
-async def reply(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
-    raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
-    raw.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+class Out:
+    """Where a reply goes; `status` is 0 until it has begun."""
+
+    __slots__ = ("also", "send", "status")
+
+    def __init__(self, send: Send, also: Callable[[], Pairs]) -> None:
+        """`also`: headers that come after its own, asked for when it begins."""
+        self.send, self.also, self.status = send, also, 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], *self.also()]
+        await self.send(message)
+
+    async def reply(self, status: int, body: bytes, headers: Pairs) -> None:
+        """All of it."""
+        self.status = status
+        headers = [*headers, (b"content-length", b"%d" % len(body)), *self.also()]
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
 
 
 def body_of(problem: Problem, *, v2: bool) -> tuple[bytes, str]:
@@ -150,14 +158,12 @@ class Leaving:
             self._task.cancel()
 
 
-def pack(body: bytes, accepted: str) -> tuple[bytes, dict[str, str]]:
+def pack(body: bytes, accepted: str) -> tuple[bytes, Pairs]:
     """Compressed where the client asks for it and it may pay."""
-    if len(body) < WORTH_PACKING:
-        return body, {}
     words = [word for word in accepted.lower().replace(" ", "").split(",") if not REFUSED.search(word)]
     codings = [word.partition(";")[0] for word in words]
     if "gzip" in codings:
-        return gzip.compress(body, 1), {"content-encoding": "gzip", "vary": "accept-encoding"}
+        return gzip.compress(body, 1), [(b"content-encoding", b"gzip"), (b"vary", b"accept-encoding")]
     if "deflate" in codings:
-        return zlib.compress(body, 1), {"content-encoding": "deflate", "vary": "accept-encoding"}
-    return body, {}
+        return zlib.compress(body, 1), [(b"content-encoding", b"deflate"), (b"vary", b"accept-encoding")]
+    return body, []

@@ -5,7 +5,6 @@ import binascii
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from dubito.service.http import json_object
+from dubito.service.http import Pairs
 from dubito.service.problems import Problem
 
 TYPES: dict[str, str] = {
@@ -25,57 +24,22 @@ TYPES: dict[str, str] = {
     "FP64": "<f8",
 }
 MOST_ELEMENTS = 1 << 16  # of BYTES
+MOST_REMEMBERED = 256
 DTYPES = {name: np.dtype(code) for name, code in TYPES.items()}
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
 INPUT = "input"
 DRAWS = "sample_outputs"  # an output that is given only where it is asked for
-SHORT = 4096  # bytes of a header that is remembered
 LARGEST = 1 << 40  # of one side of a tensor; beyond it a header lies
 LENGTH = "inference-header-content-length"
-EXPECTED = "; expected one with `inputs`"
 JSON, OCTETS = "application/json", "application/octet-stream"
+SPLIT, AS_JSON, AS_OCTETS = LENGTH.encode(), (b"content-type", JSON.encode()), (b"content-type", OCTETS.encode())
 
 Values = NDArray[Any] | list[bytes]  # BYTES come as a list of their elements
 
 
-@dataclass(slots=True)  # not frozen, as one is made for each request
-class Wanted:
-    """An inference request, parsed."""
-
-    id: str | None
-    parameters: Mapping[str, Any]
-    inputs: dict[str, Values]
-    outputs: dict[str, bool] | None  # name -> binary; None: all of them
-    binary: bool  # what an output is that does not say
-
-
-def parse(body: bytes, header_length: str | None) -> Wanted:
-    """Every length is checked against what is there before anything is read by it."""
-    if header_length is None:
-        head, rest = _header(json_object(body, EXPECTED)), memoryview(b"")
-    else:
-        n = _length(header_length, len(body))
-        rest = memoryview(body)[n:]
-        head = _header_of(body[:n]) if n <= SHORT else _header(json_object(body[:n], EXPECTED))
-    inputs: dict[str, Values] = {}
-    for spec in head.inputs:
-        if spec.name in inputs:
-            raise Problem(400, f"input {spec.name[:40]!r} comes twice.")
-        if spec.size is None:
-            inputs[spec.name] = _from_json(spec)
-            continue
-        if spec.size > len(rest):
-            raise Problem(400, f"input {spec.name[:40]!r} says {spec.size} bytes; {len(rest)} are left in the body.")
-        inputs[spec.name] = _from_bytes(rest[: spec.size], spec)
-        rest = rest[spec.size :]
-    if len(rest):
-        raise Problem(400, f"{len(rest)} bytes follow the last binary tensor; expected none.")
-    return Wanted(head.id, head.parameters, inputs, head.outputs, head.binary)
-
-
 @dataclass(slots=True)
 class Spec:
-    """What a request says of one input."""
+    """What a request says of its input."""
 
     name: str
     kind: str
@@ -86,26 +50,25 @@ class Spec:
 
 @dataclass(slots=True)
 class Header:
-    """The JSON of a request, checked; its binary tensors not yet read."""
+    """The JSON of an inference request, checked; its input not yet read."""
 
     id: str | None
-    parameters: dict[str, Any]
-    inputs: list[Spec]
-    outputs: dict[str, bool] | None
-    binary: bool
+    parameters: Mapping[str, Any]
+    input: Spec
+    outputs: dict[str, bool] | None  # name -> binary; None: all of them
+    binary: bool  # what an output is that does not say
 
 
-@lru_cache(maxsize=256)
-def _header_of(head: bytes) -> Header:
-    """Clients say the same again and again; nothing changes a header once it is read."""
-    return _header(json_object(head, EXPECTED))
-
-
-def _header(told: dict[str, Any]) -> Header:
+def header_of(told: dict[str, Any]) -> Header:
     parameters = _parameters(told, "the request")
     inputs = [_spec(entry) for entry in _entries(told, "inputs")]
     if not inputs:
         raise Problem(400, "inputs is empty; expected a list of tensors.")
+    names = [spec.name for spec in inputs]
+    if len(set(names)) < len(names):
+        raise Problem(400, f"input {max(names, key=names.count)[:40]!r} comes twice.")
+    if names != [INPUT]:
+        raise Problem(400, f"inputs are {', '.join(names)[:60]!r}; this model takes one, called {INPUT!r}.")
     binary = _flag(parameters.get("binary_data_output"), "binary_data_output") or False
     outputs: dict[str, bool] = {}
     for entry in _entries(told, "outputs") if told.get("outputs") is not None else ():
@@ -114,22 +77,45 @@ def _header(told: dict[str, Any]) -> Header:
     id_ = told.get("id")
     if id_ is not None and not isinstance(id_, str):
         raise Problem(400, "id is no string.")
-    return Header(id_, parameters, inputs, outputs or None, binary)
+    return Header(id_, parameters, inputs[0], outputs or None, binary)
 
 
-def parse_raw(body: bytes, name: str, shape: tuple[int, ...]) -> Wanted:
-    """A body that is nothing but one input's FP32 numbers, batch 1; all outputs come back binary."""
-    if len(body) != 4 * prod(shape):
+def raw_header(size: int, shape: tuple[int, ...]) -> Header:
+    """Of a body that is nothing but one input's FP32 numbers, batch 1; all outputs come back binary."""
+    if size != 4 * prod(shape):
+        raise Problem(400, f"the raw body has {size} bytes; one FP32 input of shape {shape} takes {4 * prod(shape)}.")
+    return Header(None, {}, Spec(INPUT, "FP32", [1, *shape], size, None), None, True)
+
+
+def values_of(spec: Spec, body: bytes, at: int) -> Values:
+    """The input, which lies behind the header's `at` bytes where it is not in it.
+
+    Every length is checked against what is there before anything is read by it.
+    """
+    size, left = spec.size or 0, len(body) - at
+    if size > left:
+        raise Problem(400, f"input {spec.name!r} says {size} bytes; {left} are left in the body.")
+    if size < left:
+        raise Problem(400, f"{left - size} bytes follow the last binary tensor; expected none.")
+    if spec.size is None:
+        return _from_json(spec)
+    count = prod(spec.shape)
+    if spec.kind == "BYTES":
+        return _elements(memoryview(body)[at:], spec.name, count)
+    dtype = DTYPES[spec.kind]
+    if size != (expected := count * dtype.itemsize):
         raise Problem(
-            400, f"the raw body has {len(body)} bytes; one FP32 input of shape {shape} takes {4 * prod(shape)}."
+            400, f"input {spec.name!r} says {size} bytes; its shape {spec.shape} of {spec.kind} takes {expected}."
         )
-    return Wanted(None, {}, {name: np.frombuffer(body, "<f4").reshape(1, *shape)}, None, True)
+    return np.ndarray(spec.shape, dtype, body, at)
 
 
-def _length(header_length: str, size: int) -> int:
-    n = int(header_length) if header_length.isascii() and header_length.isdigit() and len(header_length) < 16 else -1
+def length_of(stated: bytes, size: int) -> int:
+    """Of the header of a body of this size."""
+    n = int(stated) if stated.isdigit() and len(stated) < 16 else -1
     if not 0 < n <= size:
-        raise Problem(400, f"Inference-Header-Content-Length is {header_length[:20]!r}, but the body has {size} bytes.")
+        said = stated[:20].decode("latin-1")
+        raise Problem(400, f"Inference-Header-Content-Length is {said!r}, but the body has {size} bytes.")
     return n
 
 
@@ -172,19 +158,6 @@ def _spec(entry: dict[str, Any]) -> Spec:
     if size is not None and "data" in entry:
         raise Problem(400, f"input {name!r} has both data and binary_data_size.")
     return Spec(entry["name"], kind, shape, size, entry.get("data"))
-
-
-def _from_bytes(raw: memoryview, spec: Spec) -> Values:
-    if spec.kind == "BYTES":
-        return _elements(raw, spec.name[:40], prod(spec.shape))
-    dtype = DTYPES[spec.kind]
-    expected = prod(spec.shape) * dtype.itemsize
-    if len(raw) != expected:
-        raise Problem(
-            400,
-            f"input {spec.name[:40]!r} says {len(raw)} bytes; its shape {spec.shape} of {spec.kind} takes {expected}.",
-        )
-    return np.frombuffer(raw, dtype).reshape(spec.shape)
 
 
 def _elements(raw: memoryview, name: str, count: int) -> list[bytes]:
@@ -251,37 +224,47 @@ def _decoded(data: list[Any], name: str, count: int) -> list[bytes]:
     return found
 
 
-def write(
-    model: str,
-    version: str,
-    wanted: Wanted,
-    outputs: Mapping[str, NDArray[Any]],
-    known: Mapping[str, tuple[str, list[int]]],
-    parameters: Mapping[str, Any],
-) -> tuple[bytes, dict[str, str]]:
-    """The reply and its headers; `known` tells the datatype of each output."""
-    asked = wanted.outputs
-    described: Any
-    if asked is None and wanted.binary:  # as programs ask, and again and again
-        blobs = [array.tobytes() for array in outputs.values()]
-        kinds = tuple([known[name][0] for name in outputs])
-        described = _all_binary(tuple(outputs), kinds, tuple([array.shape for array in outputs.values()]))
-    else:
-        binary = dict.fromkeys(outputs, False) if asked is None else asked
-        blobs = [outputs[name].tobytes() for name, packed in binary.items() if packed]
-        described = [_entry(name, known[name][0], outputs[name], packed) for name, packed in binary.items()]
-    told: dict[str, Any] = {
-        "model_name": model,
-        "model_version": version,
-        "outputs": described,
-        "parameters": parameters,
-    }
-    if wanted.id is not None:
-        told["id"] = wanted.id
-    head = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
-    if not blobs:
-        return head, {"content-type": JSON}
-    return b"".join([head, *blobs]), {"content-type": OCTETS, LENGTH: str(len(head))}
+class Writer:
+    """Of one model's replies; `known` tells the datatype of each output."""
+
+    def __init__(self, model: str, version: str, known: Mapping[str, tuple[str, list[int]]]) -> None:
+        self.model, self.version, self.known = model, version, known
+        self.remembered: dict[tuple[Any, ...], orjson.Fragment] = {}
+
+    def write(
+        self, asked: Header, outputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, Any]
+    ) -> tuple[bytes, Pairs]:
+        """The reply and its headers."""
+        described: Any
+        if asked.outputs is None and asked.binary:  # as programs ask, and again and again
+            blobs = [array.tobytes() for array in outputs.values()]
+            described = self._all_binary(outputs)
+        else:
+            binary = dict.fromkeys(outputs, False) if asked.outputs is None else asked.outputs
+            blobs = [outputs[name].tobytes() for name, packed in binary.items() if packed]
+            described = [_entry(name, self.known[name][0], outputs[name], packed) for name, packed in binary.items()]
+        told: dict[str, Any] = {
+            "model_name": self.model,
+            "model_version": self.version,
+            "outputs": described,
+            "parameters": parameters,
+        }
+        if asked.id is not None:
+            told["id"] = asked.id
+        head = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
+        if not blobs:
+            return head, [AS_JSON]
+        return b"".join([head, *blobs]), [AS_OCTETS, (SPLIT, b"%d" % len(head))]
+
+    def _all_binary(self, outputs: Mapping[str, NDArray[Any]]) -> orjson.Fragment:
+        """Their description, as JSON: it is the same for as many rows of a model."""
+        key = (len(next(iter(outputs.values()))), *outputs)
+        if (found := self.remembered.get(key)) is None:
+            entries = [_binary_entry(name, self.known[name][0], array.shape) for name, array in outputs.items()]
+            found = orjson.Fragment(orjson.dumps(entries))
+            if len(self.remembered) < MOST_REMEMBERED:
+                self.remembered[key] = found
+        return found
 
 
 def _entry(name: str, kind: str, array: NDArray[Any], binary: bool) -> dict[str, Any]:
@@ -293,9 +276,3 @@ def _entry(name: str, kind: str, array: NDArray[Any], binary: bool) -> dict[str,
 def _binary_entry(name: str, kind: str, shape: tuple[int, ...]) -> dict[str, Any]:
     size = {"binary_data_size": prod(shape) * DTYPES[kind].itemsize}
     return {"name": name, "shape": shape, "datatype": kind, "parameters": size}
-
-
-@lru_cache(maxsize=256)
-def _all_binary(names: tuple[str, ...], kinds: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> orjson.Fragment:
-    """Their description, as JSON."""
-    return orjson.Fragment(orjson.dumps(list(map(_binary_entry, names, kinds, shapes))))

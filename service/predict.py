@@ -3,9 +3,9 @@
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 
 import numpy as np
 import orjson
@@ -17,19 +17,19 @@ from dubito.service import oip
 from dubito.service.codec import NPY, Codec, Inputs
 from dubito.service.engine import Answered, Ask
 from dubito.service.http import (
+    WORTH_PACKING,
     ClientGone,
+    Headers,
     Leaving,
+    Pairs,
     Receive,
     Scope,
-    Send,
-    headers_of,
     json_object,
     pack,
     query_of,
     read_body,
-    reply,
 )
-from dubito.service.oip import DRAWS, INPUT
+from dubito.service.oip import DRAWS
 from dubito.service.options import PARAMETERS, Options, read_options, said
 from dubito.service.problems import Late, Problem
 from dubito.service.repository import Repository, Served
@@ -37,64 +37,71 @@ from dubito.service.settings import Settings
 
 V1 = re.compile(r"/v1/models/([^/]+)/predict")
 V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
+SHORT = 4096  # bytes of a v2 header that is remembered
 HEAVY = 1 << 16  # bytes of a body or reply that is worked on beside the event loop
 
 
-@dataclass
-class Timing:
-    """Seconds of each stage so far."""
+@dataclass(slots=True)
+class Asked:
+    """A prediction under way."""
 
-    began: float = field(default_factory=time.monotonic)
-    parsed: float = 0.0
+    scope: Scope
+    receive: Receive
+    headers: Headers
+    began: float
+    served: Served | None = None
+    rows: int = 0
+    parsed: float = 0.0  # when it was, and so on
     answered: float = 0.0
-    inside: dict[str, float] = field(default_factory=dict)  # queue and the passes' own stages
+    waited: float = 0.0  # seconds, in the queue
+    passes: Mapping[str, float] = field(default_factory=dict)  # seconds of their own stages
 
     def stages(self) -> dict[str, float]:
+        """Seconds of each so far."""
         encode = time.monotonic() - self.answered
-        return {"parse": self.parsed - self.began, **self.inside, "encode": encode}
+        return {"parse": self.parsed - self.began, "queue": self.waited, **self.passes, "encode": encode}
 
     def milliseconds(self) -> dict[str, float]:
         found = {stage: round(1000 * seconds, 3) for stage, seconds in self.stages().items()}
         return {**found, "total": round(1000 * (time.monotonic() - self.began), 3)}
 
 
-@dataclass
-class Asked:
-    """A prediction under way, for whoever logs it."""
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the header of a v2 request asks for."""
 
-    served: Served | None = None
-    rows: int = 0
+    header: oip.Header
+    options: Options
+    keep: bool  # the draws themselves are wanted
 
 
-@dataclass(frozen=True)
 class Predictor:
-    settings: Settings
-    repository: Repository
+    """Each path takes a request and gives the body and the headers of its reply."""
 
-    @cached_property
-    def usual(self) -> Options:
-        """Of a request that gives none."""
-        return read_options({}, self.settings)
+    def __init__(self, settings: Settings, repository: Repository) -> None:
+        self.settings, self.repository = settings, repository
+        self.usual = read_options({}, settings)  # of a request that gives none
+        self.remembered = lru_cache(maxsize=256)(self._wish)  # clients say the same again and again
 
-    async def v1(self, scope: Scope, receive: Receive, send: Send, asked: Asked, name: str) -> None:
-        timing, headers = Timing(), headers_of(scope)
+    async def v1(self, asked: Asked, name: str) -> tuple[bytes, Pairs]:
         self._check_room(asked, name)
-        body = await read_body(headers, receive, self.settings.body_bytes, self.settings.body_seconds)
-        kind = headers.get("content-type", oip.JSON).partition(";")[0].strip().lower()
+        body = await read_body(asked.headers, asked.receive, self.settings.body_bytes, self.settings.body_seconds)
+        content_type = asked.headers.get(b"content-type", oip.JSON.encode()).decode("latin-1")
+        kind = content_type.partition(";")[0].strip().lower()
         told = json_object(body, "; expected one with `inputs` or `images`") if kind == oip.JSON else {}
-        given = {**query_of(scope), **{k: v for k, v in told.items() if k not in ("inputs", "images")}}
+        given = {**query_of(asked.scope), **{k: v for k, v in told.items() if k not in ("inputs", "images")}}
         options = read_options(given, self.settings) if given else self.usual
 
         def read(codec: Codec) -> Inputs:
             if kind != oip.JSON:
-                return codec.from_body(kind, body, headers["content-type"])
+                return codec.from_body(kind, body, content_type)
             if ("inputs" in told) == ("images" in told):
                 raise Problem(400, "expected `inputs` (nested lists) or `images` (base64), and not both.")
             return codec.from_lists(told["inputs"]) if "inputs" in told else codec.from_base64(told["images"])
 
         light = len(body) <= HEAVY and ("inputs" in told or kind in NPY)
         served, x = await self._inputs(asked, name, options.version, read, light)
-        found = await self._ask(x, options, "samples" in options.returns, served, timing, receive)
+        found = await self._ask(asked, served, x, options, "samples" in options.returns)
         drawn = found.columns["samples"].tolist() if found.settled else None
         rows = rows_of(found.columns, found.rules, served.model.card, drawn)
         if found.outputs is not None:
@@ -108,53 +115,51 @@ class Predictor:
             "seed": found.seed,
             "method": found.method,
             "predictions": rows,
-            "timing_ms": timing.milliseconds(),
+            "timing_ms": asked.milliseconds(),
         }
-        content, packed = await _packed(orjson.dumps(made), headers)
-        served.series.answered(found, timing.stages())
-        await reply(send, 200, content, {"content-type": oip.JSON, **packed})
+        return await self._packed(asked, served, found, orjson.dumps(made), [oip.AS_JSON])
 
-    async def v2(
-        self, scope: Scope, receive: Receive, send: Send, asked: Asked, name: str, version: str | None
-    ) -> None:
-        timing, headers = Timing(), headers_of(scope)
+    async def v2(self, asked: Asked, name: str, version: str | None) -> tuple[bytes, Pairs]:
         self._check_room(asked, name)
-        body = await read_body(headers, receive, self.settings.body_bytes, self.settings.body_seconds)
-        length = headers.get(oip.LENGTH)
-        if length == "0":
-            wanted = oip.parse_raw(body, INPUT, self.repository.get(name, version).declared.shape)
+        body = await read_body(asked.headers, asked.receive, self.settings.body_bytes, self.settings.body_seconds)
+        stated, at = asked.headers.get(oip.SPLIT), 0
+        if stated == b"0":
+            shape = self.repository.get(name, version).declared.shape
+            wish = Wish(oip.raw_header(len(body), shape), self.usual, keep=False)
+        elif stated is None:
+            wish, at = self._wish(body), len(body)
         else:
-            wanted = oip.parse(body, length)
-        if list(wanted.inputs) != [INPUT]:
-            came = ", ".join(wanted.inputs)[:60]
-            raise Problem(400, f"inputs are {came!r}; this model takes one, called {INPUT!r}.")
-        given = {key: value for key, value in wanted.parameters.items() if key in PARAMETERS}
-        if wanted.parameters.get("timeout", 0) != 0:  # in microseconds, as the protocol's clients send it; 0: none
-            given["timeout_ms"] = _milliseconds(wanted.parameters["timeout"])
+            at = oip.length_of(stated, len(body))
+            wish = self.remembered(body[:at]) if at <= SHORT else self._wish(body[:at])
+        header = wish.header
+        values = oip.values_of(header.input, body, at)
+
+        def read(codec: Codec) -> Inputs:
+            return codec.from_bytes(values) if isinstance(values, list) else codec.from_array(values)
+
+        light = len(body) <= HEAVY and not isinstance(values, list)
+        served, x = await self._inputs(asked, name, version, read, light)
+        for output in header.outputs or ():
+            if output not in served.outputs:
+                known = ", ".join(served.outputs)
+                raise Problem(400, f"this model has no output {output[:40]!r}; it has {known}.")
+        found = await self._ask(asked, served, x, wish.options, wish.keep)
+        told = {"samples": found.samples, "seed": str(found.seed), "method": found.method}
+        content, headers = served.writer.write(header, outputs_of(found, served), told)
+        return await self._packed(asked, served, found, content, headers)
+
+    def _wish(self, head: bytes) -> Wish:
+        header = oip.header_of(json_object(head, "; expected one with `inputs`"))
+        given = {key: value for key, value in header.parameters.items() if key in PARAMETERS}
+        if header.parameters.get("timeout", 0) != 0:  # in microseconds, as the protocol's clients send it; 0: none
+            given["timeout_ms"] = _milliseconds(header.parameters["timeout"])
         options = read_options(given, self.settings) if given else self.usual
-        keep = wanted.outputs is not None and DRAWS in wanted.outputs
+        keep = header.outputs is not None and DRAWS in header.outputs
         if keep and options.method == "probit":
             raise Problem(400, f"the output {DRAWS!r} is asked for, but method is 'probit', which takes no draws.")
         if keep and options.samples == "auto":
             raise Problem(400, f'the output {DRAWS!r} is asked for, but samples is "auto": give a number.')
-
-        def read(codec: Codec) -> Inputs:
-            values = wanted.inputs[INPUT]
-            return codec.from_bytes(values) if isinstance(values, list) else codec.from_array(values)
-
-        light = len(body) <= HEAVY and not isinstance(wanted.inputs[INPUT], list)
-        served, x = await self._inputs(asked, name, version, read, light)
-        for output in wanted.outputs or ():
-            if output not in served.outputs:
-                known = ", ".join(served.outputs)
-                raise Problem(400, f"this model has no output {output[:40]!r}; it has {known}.")
-        found = await self._ask(x, options, keep, served, timing, receive)
-        told = {"samples": found.samples, "seed": str(found.seed), "method": found.method}
-        outputs = outputs_of(found, served)
-        content, extra = oip.write(served.name, served.version, wanted, outputs, served.outputs, told)
-        content, packed = await _packed(content, headers)
-        served.series.answered(found, timing.stages())
-        await reply(send, 200, content, {**extra, **packed})
+        return Wish(header, options, keep)
 
     def _check_room(self, asked: Asked, name: str) -> None:
         """Whoever would be refused is refused before its body is read."""
@@ -176,19 +181,17 @@ class Predictor:
                 asked.rows = x.shape[0]
                 return served, x
 
-    async def _ask(
-        self, x: Inputs, options: Options, keep: bool, served: Served, timing: Timing, receive: Receive
-    ) -> Answered:
+    async def _ask(self, asked: Asked, served: Served, x: Inputs, options: Options, keep: bool) -> Answered:
         """No await stands between choosing the version and its queue, so none is missed when versions are switched."""
         if keep:
             self._check_values(x, options, served)
-        timing.parsed = time.monotonic()
-        closed = not keep and (options.method or served.model.method) == "probit"
+        asked.parsed = time.monotonic()
+        closed = not keep and (options.method or served.method) == "probit"
         if closed and served.model.manifest.subnetwork is None:
             raise Problem(400, "method is 'probit', but this model has no closed form; expected 'sampling', or none.")
         ask = Ask(x, options.samples, options.seed, options.max_samples, options.tolerance, keep, closed)
-        left = timing.began + options.timeout_ms / 1000 - timing.parsed
-        leaving = Leaving(receive)  # looked for only once the answer takes a while: most are there before
+        left = asked.began + options.timeout_ms / 1000 - asked.parsed
+        leaving = Leaving(asked.receive)  # looked for only once the answer takes a while: most are there before
         tickets = served.batcher.put(ask, left, leaving.start)
         leaving.leave = lambda: served.batcher.drop(tickets)
         try:
@@ -201,10 +204,22 @@ class Predictor:
             raise
         finally:
             leaving.stop()
-        timing.answered = time.monotonic()
-        waited = max(0.0, tickets[-1].ended - tickets[0].queued - sum(found.seconds.values()))
-        timing.inside = {"queue": waited, **found.seconds}
+        asked.answered = time.monotonic()
+        asked.waited = max(0.0, tickets[-1].ended - tickets[0].queued - sum(found.seconds.values()))
+        asked.passes = found.seconds
         return found
+
+    async def _packed(
+        self, asked: Asked, served: Served, found: Answered, content: bytes, headers: Pairs
+    ) -> tuple[bytes, Pairs]:
+        """The reply, compressed where that is wanted; then the answer counts."""
+        accepted = asked.headers.get(b"accept-encoding")
+        if accepted is not None and len(content) >= WORTH_PACKING:
+            told = content, accepted.decode("latin-1")
+            content, more = pack(*told) if len(content) <= HEAVY else await asyncio.to_thread(pack, *told)
+            headers += more
+        served.series.answered(found, asked.stages())
+        return content, headers
 
     def _check_values(self, x: Inputs, options: Options, served: Served) -> None:
         labels = served.model.card.labels
@@ -215,11 +230,6 @@ class Predictor:
                 413,
                 f"the draws of this request are {count:,} numbers; at most {self.settings.max_values:,} are listed.",
             )
-
-
-async def _packed(content: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:
-    accepted = headers.get("accept-encoding", "")
-    return pack(content, accepted) if len(content) <= HEAVY else await asyncio.to_thread(pack, content, accepted)
 
 
 def _milliseconds(microseconds: object) -> int:

@@ -22,7 +22,7 @@ from dubito.service.batcher import Batcher
 from dubito.service.budget import Budget
 from dubito.service.engine import Engine
 from dubito.service.metrics import Metrics, Series, model_bytes
-from dubito.service.oip import DRAWS
+from dubito.service.oip import DRAWS, Writer
 from dubito.service.plans import Memory, plan_file
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
@@ -57,17 +57,11 @@ class Served:
     outputs: dict[str, tuple[str, list[int]]]  # of the Open Inference Protocol
     retired: bool = False  # another one answers now
 
-    @property
-    def model(self) -> Model:
-        return self.engine.model
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def version(self) -> str:
-        return self.source.version
+    def __post_init__(self) -> None:
+        self.name, self.version = self.source.name, self.source.version
+        self.model = self.engine.model
+        self.method = self.model.method  # of requests that name none
+        self.writer = Writer(self.name, self.version, self.outputs)
 
 
 def outputs_of(model: Model) -> dict[str, tuple[str, list[int]]]:

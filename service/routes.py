@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from dubito import __version__
 from dubito.models.errors import DubitoError
 from dubito.service import openapi
-from dubito.service.http import body_of, headers_of, json_object, read_body
+from dubito.service.http import body_of, json_object, read_body
 from dubito.service.oip import DRAWS, INPUT
 from dubito.service.openapi import ANY, FLAG, OF_ANY, TEXT, answer, content, errors, ref, some, thing
 from dubito.service.problems import Problem
@@ -225,7 +225,7 @@ def _changeable(server: "Server") -> Repository:
 async def _told(request: Request, server: "Server") -> dict[str, Any]:
     """A JSON object, or nothing."""
     limits = server.settings
-    body = await read_body(headers_of(request.scope), request.receive, limits.body_bytes, limits.body_seconds)
+    body = await read_body(dict(request.scope["headers"]), request.receive, limits.body_bytes, limits.body_seconds)
     return json_object(body) if body else {}
 
 

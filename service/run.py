@@ -15,6 +15,7 @@ from dubito.models.errors import DubitoError
 from dubito.service.app import Server, application
 from dubito.service.logs import flush_lines, start_logging
 from dubito.service.settings import Settings
+from dubito.service.wire import Wire
 
 KEEP_ALIVE = 65  # seconds that an idle connection stays: longer than the minute of usual proxies
 log = logging.getLogger("dubito")
@@ -34,6 +35,7 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
     server = Server(settings)
     config = uvicorn.Config(
         application(server),
+        http=Wire,
         log_config=None,
         access_log=False,
         server_header=False,

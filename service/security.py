@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import time
 
+from dubito.service.http import Headers
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
 
@@ -33,13 +34,13 @@ class Guard:
         self.keys, self.rate, self.burst = settings.api_keys, settings.rate_per_second, settings.burst
         self.left: dict[str, tuple[float, float]] = {}  # caller -> requests left, when
 
-    def admit(self, path: str, headers: dict[str, str], address: str) -> None:
+    def admit(self, path: str, headers: Headers, address: str) -> None:
         if path in OPEN or path.startswith("/console/"):
             return
         caller = address
         if self.keys:
-            key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-            owner = self._owner(key)
+            key = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            owner = self._owner(key.decode("latin-1"))
             if owner is None:
                 raise Problem(
                     401,

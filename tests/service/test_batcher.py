@@ -1,8 +1,10 @@
 """The batcher and the engine themselves, on a real model: what goes together, what is split, dropped and refused."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -265,6 +267,45 @@ def test_deadlines_hold_in_the_queue_and_on_the_device(model: Model) -> None:
         batcher.device.release()
 
     in_loop(body, model)
+
+
+def test_a_deadline_holds_for_an_answer_that_was_slow_first(model: Model) -> None:
+    """Whoever asked is told once that it takes a while, each for itself, and then that it is late."""
+
+    async def body(batcher: Batcher) -> None:
+        batcher.device.acquire()
+        told: list[int] = []
+        tickets = [batcher.put(ask(rows(1)), 0.4, lambda i=i: told.append(i)) for i in range(3)]  # type: ignore[misc]
+        stays = batcher.put(ask(rows(1)), 30)
+        for one in tickets:
+            with pytest.raises(Late):
+                await batcher.answered(one)
+        assert told == [0, 1, 2]
+        batcher.device.release()
+        await batcher.answered(stays)
+        while batcher.look is not None:  # nobody is under way: nobody looks
+            await asyncio.sleep(0.01)
+
+    in_loop(body, model)
+
+
+def test_inputs_are_let_go_once_they_are_answered(model: Model) -> None:
+    """Not when garbage is next collected: bodies are large."""
+
+    async def body(batcher: Batcher) -> None:
+        mine = ask(rows(1))
+        seen, known = weakref.ref(mine.x), list[Any]()
+        known.append(batcher.put(mine, 30, known.clear))  # who hears that it is slow knows it
+        await batcher.answered(known[0])
+        await batcher.answered(batcher.put(ask(rows(1)), 30))  # the thread has another one now
+        del mine, known
+        assert seen() is None
+
+    gc.disable()
+    try:
+        in_loop(body, model)
+    finally:
+        gc.enable()
 
 
 def test_closing_answers_what_was_accepted_and_takes_no_more(model: Model) -> None:
