@@ -328,7 +328,7 @@ def main() -> None:
             if not args.no_rule:
                 told += f"; the rule within {check_rule(networks[case], net):.1f} standard errors of ours"
             print(told, flush=True)
-        for B, M in ((B, M) for B in args.batches for M in args.inducing):
+        for M, B in ((M, B) for M in args.inducing for B in args.batches):
             x = torch.randn(B, *SHAPE, device=DEVICE, dtype=HALF).contiguous(memory_format=torch.channels_last)
             with torch.inference_mode():
                 engines = {k: engine_of(models[M, k], B, args.samples, memory, args.plan_seconds) for k in args.noise}
