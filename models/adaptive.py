@@ -9,7 +9,7 @@ from dubito.models.errors import InputError
 from dubito.models.network import BayesianNetwork, NetworkFactors
 from dubito.models.plan import Plan
 from dubito.models.prediction import MAX_SAMPLES, Job, Prediction, Settled, evaluating, finite, predict, tally_for
-from dubito.models.uncertainty import Classified, Regressed, ValueTally, classified
+from dubito.models.uncertainty import Classified, Reals, Regressed, ValueTally, classified
 
 TOLERANCE = 0.05
 AT_MOST = 128  # draws
@@ -17,7 +17,6 @@ CHUNK = 8
 SURE = 2.0  # standard errors
 
 Counts = NDArray[np.int64]
-Reals = NDArray[np.float64]
 
 
 def predict_settled(
@@ -107,7 +106,7 @@ class _Classes:
 
     def summary(self, drawn: Counts) -> Classified:
         C = self.sums.shape[1] // 2
-        mean = torch.from_numpy(self.sums / drawn[:, None])
+        mean = self.sums / drawn[:, None]
         return classified(mean[:, :C], mean[:, -1])
 
 

@@ -91,13 +91,21 @@ def label_of(card: Card, index: int) -> str:
 
 def scores(summary: Classified | Regressed) -> dict[Measure, Tensor]:
     """Per input, by measure: each grows with doubt."""
-    if isinstance(summary, Classified):
-        known: dict[Measure, Tensor] = {"entropy": summary.entropy, "mutual_information": summary.mutual_information}
-        if summary.mutual_information.isnan().all():  # a closed form does not know it
-            del known["mutual_information"]
-        return known | {"max_probability": 1 - summary.max_probability}
-    noise = summary.aleatoric_variance.clamp(min=torch.finfo(torch.float32).tiny)
-    return {"epistemic_variance": (summary.epistemic_variance / noise).mean(-1)}
+    return {measure: torch.from_numpy(values) for measure, values in _doubts(_on_host(summary)).items()}
+
+
+def _on_host(summary: Classified | Regressed) -> Columns:
+    return {name: tensor.cpu().numpy() for name, tensor in vars(summary).items()}
+
+
+def _doubts(columns: Columns) -> dict[Measure, NDArray[np.float32]]:
+    if "probabilities" not in columns:
+        noise = np.maximum(columns["aleatoric_variance"], np.finfo(np.float32).tiny)
+        return {"epistemic_variance": (columns["epistemic_variance"] / noise).mean(-1)}
+    known: dict[Measure, NDArray[np.float32]] = {"entropy": columns["entropy"]}
+    if not np.isnan(columns["mutual_information"]).all():  # a closed form does not know it
+        known["mutual_information"] = columns["mutual_information"]
+    return known | {"max_probability": 1 - columns["probabilities"].max(-1)}
 
 
 def threshold_for(calibration: Calibration, K: int) -> tuple[Measure, int, float] | None:
@@ -111,7 +119,7 @@ def threshold_for(calibration: Calibration, K: int) -> tuple[Measure, int, float
 
 def columns_of(summary: Classified | Regressed, rules: Sequence[Rule]) -> Columns:
     """All that is known of each input, on the host; what its rules decide is there where any of them decides it."""
-    found: Columns = {name: tensor.cpu().numpy() for name, tensor in vars(summary).items()}
+    found = _on_host(summary)
     quantiles = [rule.quantile for rule in rules]
     calibrated = any(quantile is not None for quantile in quantiles)
     within = np.array([np.nan if quantile is None else quantile for quantile in quantiles]) if calibrated else None
@@ -125,17 +133,17 @@ def columns_of(summary: Classified | Regressed, rules: Sequence[Rule]) -> Column
         mean, reach = found["mean"].astype(np.float64), within[:, None] * std
         found["interval"] = np.stack([mean - reach, mean + reach], -1)
     if any(rule.ood is not None for rule in rules):
-        found |= _oods(summary, rules)
+        found |= _oods(found, rules)
     return found
 
 
-def _oods(summary: Classified | Regressed, rules: Sequence[Rule]) -> Columns:
+def _oods(columns: Columns, rules: Sequence[Rule]) -> Columns:
     """Score, threshold and flag of each input, by its own measure; NaN and False where it has none."""
-    doubts = scores(summary)
+    doubts = _doubts(columns)
     score = np.full(len(rules), np.nan)
     for measure in {rule.ood[0] for rule in rules if rule.ood is not None} & set(doubts):
         mine = np.array([rule.ood is not None and rule.ood[0] == measure for rule in rules])
-        score[mine] = doubts[measure].cpu().numpy()[mine]
+        score[mine] = doubts[measure][mine]
     threshold = np.array([np.nan if rule.ood is None else rule.ood[2] for rule in rules])
     flags = score > threshold
     return {"ood": flags, "ood_score": score.astype(np.float32), "ood_threshold": threshold.astype(np.float32)}

@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -430,10 +431,10 @@ def _check_outputs(network: BayesianNetwork, outputs: Tensor) -> None:
 
 def finite(summary: Classified | Regressed) -> Classified | Regressed:
     answer = summary.probabilities if isinstance(summary, Classified) else summary.mean
-    bad = ~answer.isfinite().all(1)
-    if bad.any():
+    fine = np.isfinite(answer.cpu().numpy()).all(1)
+    if not fine.all():
         raise PredictionError(
-            f"the network's answer to input {int(bad.nonzero()[0])} is not finite: its weights or this input are out "
+            f"the network's answer to input {int(fine.argmin())} is not finite: its weights or this input are out "
             "of the range that it was trained for, or too large for the number type that it runs in."
         )
     return summary

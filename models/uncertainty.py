@@ -3,8 +3,12 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Reals = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,13 @@ def entropy(log_p: Tensor) -> Tensor:
     return each.sum(-1)
 
 
-def classified(p: Tensor, expected: Tensor) -> Classified:
-    """From means over draws: probabilities (B, C) and entropies (B,)."""
-    total = torch.special.entr(p).sum(-1)
-    knowledge = (total - expected).clamp(min=0)  # exactly ≥ 0 by Jensen; only rounding goes below
-    return Classified(*(t.float() for t in (p, total, expected, knowledge)))
+def classified(p: Reals, expected: Reals) -> Classified:
+    """From means over draws: probabilities (B, C) and entropies (B,). By numpy: of few numbers it is soon done."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        each = np.where(p > 0, -p * np.log(p), p)  # a probability of zero adds nothing
+    total = each.sum(-1)
+    knowledge = np.maximum(total - expected, 0)  # exactly ≥ 0 by Jensen; only rounding goes below
+    return Classified(*(torch.from_numpy(a.astype(np.float32)) for a in (p, total, expected, knowledge)))
 
 
 def probit(f: Tensor, variance: Tensor) -> Classified:
@@ -86,7 +92,7 @@ class ClassTally:
     def summary(self) -> Classified:
         assert isinstance(self.p, Tensor)
         assert isinstance(self.H, Tensor)
-        return classified(self.p / self.K, self.H / self.K)
+        return classified(*((sums / self.K).double().cpu().numpy() for sums in (self.p, self.H)))
 
 
 class ValueTally:

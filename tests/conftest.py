@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 # what is cached (plans, fonts of plots) stays out of the home folder
-os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"dubito-tests-{os.getuid()}")
+CACHE = Path(tempfile.gettempdir()) / f"dubito-tests-{os.getuid()}"
+CACHE.mkdir(exist_ok=True)  # torch warns where there is none
+os.environ["XDG_CACHE_HOME"] = str(CACHE)
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: one thread each, in their subprocesses too
     os.environ["OMP_NUM_THREADS"] = "1"
 
