@@ -1,6 +1,6 @@
 """Rows of `benchmarks.gpu_predict --json FILE` as a chart: each time as a share of the ensemble's.
 
-    python -m benchmarks.gpu_chart FILE docs/gpu.png [--batches 1 64 500]
+python -m benchmarks.gpu_chart FILE docs/gpu.png [--batches 1 64 500]
 """
 
 import argparse
