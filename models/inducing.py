@@ -98,8 +98,11 @@ class InducingFactors(WithV):
 
     @property
     def forms_W(self) -> bool:
-        """A draw is W itself: the exact law's noise has no factors, but where G = W B_c says all of W."""
-        return self.lam > 0 and self.noise == "exact" and not self.spans
+        """A draw is W itself: the exact law's noise has no factors, but where G = W B_c says all of W.
+
+        There a GPU draws G, as it does for most layers; a CPU would only have one more product to take.
+        """
+        return self.lam > 0 and self.noise == "exact" and not (self.spans and self.B.is_cuda)
 
     @property
     def normals(self) -> int:
