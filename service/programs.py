@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from dubito.models.geometry import Conv
 from dubito.models.inducing import InducingFactors
-from dubito.models.layers import FoldError
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import counted
@@ -113,7 +112,9 @@ class Programs:
         try:
             with evaluating(self.network), torch.inference_mode():
                 made = Program(self.network, self.factors, x, K, job.plan(len(x), K), job.temperature, self._pool)
-        except (RuntimeError, FoldError) as error:  # a network that waits for the device; or too little memory
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # a network that waits for the device, too little memory, a kernel beyond this GPU
             log.warning("a pass is not captured", extra={"inputs": len(x), "samples": K, "why": str(error)[:200]})
             return
         self.known[len(x), K] = made
