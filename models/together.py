@@ -53,13 +53,13 @@ class Together:
 
     def draw_by(self, key: Tensor, K: int) -> list[Factored]:
         """K samples from where the key stands, (seed, first sample), by one kernel."""
-        from dubito.models.together_kernel import draw_projected
+        from dubito.models.together_kernel import ALIGNED, draw_projected
 
         assert self.table is not None
         r = self.B[0].shape[1]
         G, e = draw_projected(
             key, K, self.table, self.centre, self.spread, self.Q_r, self.Q_c, self.p, self.q, self.sigma, self.scale,
-            self.B_r, r, self.beyond,
+            self.B_r, r, self.beyond, all(rows.d_out % ALIGNED == 0 for rows in self.rows),
         )  # fmt: skip
         sizes = [K * rows.d_out for rows in self.rows for _ in rows.B_r]
         Gs = G.split([size * r for size in sizes])
@@ -132,12 +132,12 @@ class Whole:
         return [f.draw(z.to(f.dtype), None) for f, z in zip(self.layers, noise, strict=True)]
 
     def draw_by(self, key: Tensor, K: int) -> list[Operand]:
-        from dubito.models.together_kernel import draw_whole
+        from dubito.models.together_kernel import ALIGNED, draw_whole
 
         sizes = [f.shape[0] * f.shape[1] for f in self.layers]
         W = draw_whole(
             key, K, self.table, self.centre, self.spread, self.Q_r, self.Q_c, self.p, self.q, self.sigma, self.scale,
-            self.B_r, self.B_c, sum(sizes),
+            self.B_r, self.B_c, sum(sizes), all(f.shape[0] % ALIGNED == 0 for f in self.layers),
         )  # fmt: skip
         each = zip(self.layers, W.split([K * size for size in sizes]), strict=True)
         return [Dense(w.view(K, f.shape[1], f.shape[0]).mT) for f, w in each]

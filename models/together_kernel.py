@@ -14,6 +14,8 @@ from torch import Tensor
 from dubito.models.normals_kernel import FOUR, normals, normals_at
 
 MOST = 64  # rows and columns of V: more would not stay on chip
+MANY = tl.constexpr(128)  # outputs at a time where nothing is multiplied
+ALIGNED = 16  # outputs of every layer are a multiple of
 
 
 @triton.jit
@@ -50,10 +52,12 @@ def _shares(p, q, layer, r_out, r_in, RO: tl.constexpr, RI: tl.constexpr):
 def _projected_kernel(
     key, table, centre, spread, Q_r, Q_c, p, q, sigma, scale, B_r, G, e, K, M_out, M_in, r_out, r_in, r,
     MO: tl.constexpr, MI: tl.constexpr, RO: tl.constexpr, RI: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr,
-    NOISE: tl.constexpr, FOURS: tl.constexpr, BEYOND: tl.constexpr,
+    NOISE: tl.constexpr, FOURS: tl.constexpr, BEYOND: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     layer = tl.num_programs(0) - 1 - tl.program_id(0)  # the largest first
     place, d_out, before = tl.load(table + 3 * layer), tl.load(table + 3 * layer + 1), tl.load(table + 3 * layer + 2)
+    if WIDE:  # so that several numbers are read and written at a time
+        d_out, before = tl.multiple_of(d_out, 16), tl.multiple_of(before, 16)
     k = tl.program_id(1)
     seed, sample = tl.load(key), tl.load(key + 1) + k
     i, j, n = tl.arange(0, RO), tl.arange(0, RI), tl.arange(0, BN)
@@ -87,26 +91,32 @@ def _projected_kernel(
         if NOISE:
             g += tl.load(to, mask=known, other=0.0).to(tl.float32)
         tl.store(to, g.to(G.dtype.element_ty), mask=known)
-        if MORE > 0:  # further directions, each with its own noise
-            more = r_in + tl.arange(0, MORE)
+    if MORE > 0:  # further directions, each with its own noise
+        more, m = r_in + tl.arange(0, MORE), tl.arange(0, MANY)
+        for o in range(0, d_out, MANY):
             if FOURS:
-                extra = noise * tl.trans(normals(seed, sample, place + (o + n) * r + r_in, MORE))
+                extra = noise * tl.trans(normals(seed, sample, place + (o + m) * r + r_in, MORE))
             else:
-                extra = noise * normals_at(seed, sample, (place + (o + n) * r)[None, :] + more[:, None])
-            also = G + (more[:, None] * d_out + (o + n)[None, :])
-            tl.store(also, extra.to(G.dtype.element_ty), mask=(more < r)[:, None] & live[None, :])
-        if BEYOND:
-            z = noise * normals_at(seed, sample, place + d_out * r + o + n)
-            tl.store(e + before.to(tl.int64) * K + k * d_out + o + n, z.to(e.dtype.element_ty), mask=live)
+                extra = noise * normals_at(seed, sample, (place + (o + m) * r)[None, :] + more[:, None])
+            also = G + (more[:, None] * d_out + (o + m)[None, :])
+            tl.store(also, extra.to(G.dtype.element_ty), mask=(more < r)[:, None] & (o + m < d_out)[None, :])
+    if BEYOND:
+        m = tl.arange(0, MANY)
+        for o in range(0, d_out, MANY):
+            z = noise * normals_at(seed, sample, place + d_out * r + o + m)
+            tl.store(e + before.to(tl.int64) * K + k * d_out + o + m, z.to(e.dtype.element_ty), mask=o + m < d_out)
 
 
 @triton.jit(do_not_specialize=["K"])
 def _whole_kernel(
     key, table, centre, spread, Q_r, Q_c, p, q, sigma, scale, B_r, B_c, W, K, M_out, M_in, r_out, r_in,
     MO: tl.constexpr, MI: tl.constexpr, RO: tl.constexpr, RI: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     layer, k = tl.program_id(0), tl.program_id(1)
     place, d_out, d_in = tl.load(table + 6 * layer), tl.load(table + 6 * layer + 1), tl.load(table + 6 * layer + 2)
+    if WIDE:
+        d_out = tl.multiple_of(d_out, 16)
     B_r += tl.load(table + 6 * layer + 3).to(tl.int64) * r_out
     B_c += tl.load(table + 6 * layer + 4).to(tl.int64) * r_in
     W += tl.load(table + 6 * layer + 5).to(tl.int64) * K + k * (d_in * d_out)
@@ -152,10 +162,11 @@ def _side(n: int, least: int = 16) -> int:
 
 def draw_projected(
     key: Tensor, K: int, table: Tensor, centre: Tensor, spread: Tensor, Q_r: Tensor, Q_c: Tensor, p: Tensor, q: Tensor,
-    sigma: Tensor, scale: Tensor | None, B_r: Tensor, r: int, beyond: bool,
+    sigma: Tensor, scale: Tensor | None, B_r: Tensor, r: int, beyond: bool, wide: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """G, each layer's (K, r, d_out) after the other's, and e, each layer's (K, d_out); `table` has for each layer the
-    place of its first normal, d_out, and the sum of d_out before it, in ascending order of d_out."""
+    place of its first normal, d_out, and the sum of d_out before it, in ascending order of d_out; `wide` where every
+    d_out is `ALIGNED`."""
     N, M_out, M_in = centre.shape
     rows, r_out = B_r.shape
     r_in = Q_c.shape[2]
@@ -167,14 +178,15 @@ def draw_projected(
             G if e is None else e, K, M_out, M_in, r_out, r_in, r,
             _side(M_out), _side(M_in), _side(r_out), _side(r_in), _side(r - r_in, FOUR) if r > r_in else 0,
             64 if scale is None else 32,
-            scale is not None, r_in % FOUR == 0 and r % FOUR == 0, beyond, num_warps=4, num_stages=2,
+            scale is not None, r_in % FOUR == 0 and r % FOUR == 0, beyond, wide,
+            num_warps=4, num_stages=2, maxnreg=168,  # so that a multiprocessor holds three programs
         )  # fmt: skip
     return G, e
 
 
 def draw_whole(
     key: Tensor, K: int, table: Tensor, centre: Tensor, spread: Tensor, Q_r: Tensor, Q_c: Tensor, p: Tensor, q: Tensor,
-    sigma: Tensor, scale: Tensor, B_r: Tensor, B_c: Tensor, numbers: int,
+    sigma: Tensor, scale: Tensor, B_r: Tensor, B_c: Tensor, numbers: int, wide: bool,
 ) -> Tensor:  # fmt: skip
     """W, each layer's (K, d_in, d_out) after the other's, `numbers` for each sample; `table` has for each layer the
     place of its first normal, d_out, d_in, and the sums of d_out, of d_in and of their products before it."""
@@ -184,6 +196,6 @@ def draw_whole(
     with torch.cuda.device_of(B_r):
         _whole_kernel[N, K](
             key, table, centre, spread, Q_r, Q_c, p, q, sigma, scale, B_r, B_c, W, K, M_out, M_in, r_out, r_in,
-            _side(M_out), _side(M_in), _side(r_out), _side(r_in), 64, 32, num_warps=8, num_stages=2,
+            _side(M_out), _side(M_in), _side(r_out), _side(r_in), 64, 32, wide, num_warps=8, num_stages=2,
         )  # fmt: skip
     return W
