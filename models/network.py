@@ -121,7 +121,8 @@ class Draws:
     def part(self, at: int, k: int) -> "Draws":
         """The k samples from `at` on."""
         noise = None if self.noise is None else self.noise[at : at + k]
-        return replace(self, K=k, noise=noise, start=self.start + at)
+        key = None if self.key is None else self.key + torch.tensor([0, at], device=self.key.device)
+        return replace(self, K=k, noise=noise, start=self.start + at, key=key)
 
     def member(self, E: int) -> Tensor:
         """Each sample's member of E: a seeded order, cycled; the mean takes them in turn."""

@@ -286,7 +286,7 @@ class Job:
             return program.outputs(x, self.seed, draws.start)
         if self.factors.subnetwork is not None:
             return self._folded(x, draws)
-        if draws.K > 1 and network not in _not_foldable:
+        if draws.K > 1 and foldable(network):
             try:
                 return self._folded(x, draws)
             except FoldError:
@@ -306,6 +306,11 @@ class Job:
 _only_used: WeakSet[nn.Module] = WeakSet()
 _not_foldable: WeakSet[BayesianNetwork] = WeakSet()
 _folds: WeakKeyDictionary[BayesianNetwork, set[tuple[int, ...]]] = WeakKeyDictionary()  # checked, by shape of an input
+
+
+def foldable(network: BayesianNetwork) -> bool:
+    """False once it was seen that samples cannot share a pass."""
+    return network not in _not_foldable
 
 
 def _check_folding(

@@ -1,6 +1,7 @@
 """Many layers' draws by few products: what a GPU needs that runs a network faster than it could be told to layer by
 layer."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -31,7 +32,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Together:
-    """FFG-U layers of one M, all without λ-noise or all with the factored law's, in the order of their d_out.
+    """FFG-U layers of one M, all without λ-noise or all with noise in factors, in the order of their d_out.
 
     Everything is drawn transposed, Gᵀ = σ √q ∘ Q_cᵀ Vᵀ A_rᵀ and its noise, so that the K samples are rows of a product.
     """
@@ -258,7 +259,8 @@ def _by_kernel(those: Sequence[InducingFactors], places: list[int]) -> bool:
 
     M_out, M_in = like.q_V.centre.shape  # type: ignore[union-attr]
     inputs = [f.shape[1] for f in those] if like.forms_W else []
-    return suits(M_out, M_in, [*places, *inputs])
+    ends = [*(at + f.normals for at, f in zip(places, those, strict=True)), sum(math.prod(f.shape) for f in those)]
+    return suits(M_out, M_in, [*places, *inputs]) and max(ends) < 1 << 31  # the kernels count in 32 bits
 
 
 def _table(outputs: list[int], places: list[int], device: torch.device) -> Tensor:

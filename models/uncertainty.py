@@ -92,7 +92,7 @@ class ClassTally:
     def summary(self) -> Classified:
         assert isinstance(self.p, Tensor)
         assert isinstance(self.H, Tensor)
-        return classified(*((sums / self.K).double().cpu().numpy() for sums in (self.p, self.H)))
+        return classified(*((sums / self.K).cpu().double().numpy() for sums in (self.p, self.H)))
 
 
 class ValueTally:

@@ -153,9 +153,9 @@ class Batcher:
             ticket.slow = None  # which knows the ticket: a circle would keep the body until it is collected
             if ticket.timer is not None:
                 ticket.timer.cancel()
-            if ticket.future.cancel():
+            if ticket.future.cancel() or ticket.future.cancelled():  # by whoever cancelled the task that waits for it
                 self._forgo(ticket)
-            elif not ticket.future.cancelled():
+            else:
                 ticket.future.exception()  # looked at, so that it is not reported as forgotten
 
     def _expire(self, ticket: Ticket) -> None:

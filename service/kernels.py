@@ -24,7 +24,7 @@ MOST_PARTS = 8
 
 
 @triton.jit
-def _tile(first, live, H, W, C, Ho, Wo, stride, padding, POINT: tl.constexpr, BM: tl.constexpr):
+def _tile(first, H, W, C, Ho, Wo, stride, padding, POINT: tl.constexpr, BM: tl.constexpr):
     """Of rows first … first + BM − 1: where x begins for them, and each row's place from there on, with its first tap.
 
     Numbers from there on are small: with 64 bits for each, addresses would take most of the registers.
@@ -147,7 +147,7 @@ def _factored_kernel(
     k = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BM  # of the sample
     live = row + tl.arange(0, BM) < rows
-    begin, place, top, left = _tile(row, live, H, W, C, Ho, Wo, stride, padding, POINT, BM)
+    begin, place, top, left = _tile(row, H, W, C, Ho, Wo, stride, padding, POINT, BM)
     x += k * (rows // (Ho * Wo) * H * W) * C + begin
     y += (k * rows + row) * d_out
     residual += (k * rows + row) * d_out
@@ -173,7 +173,7 @@ def _project_kernel(
     row, part = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64)
     local = tl.arange(0, BM)
     live = row + local < rows
-    begin, place, top, left = _tile(row, live, H, W, C, Ho, Wo, stride, padding, POINT, BM)
+    begin, place, top, left = _tile(row, H, W, C, Ho, Wo, stride, padding, POINT, BM)
     start = tl.program_id(1) * blocks * BK
     c, c2, energy = _project(
         x + begin, B, b_i, b_r, r, place, top, left, live, start, tl.minimum(start + blocks * BK, side * side * C),
@@ -234,7 +234,7 @@ def _dense_kernel(
     row = tl.program_id(0) // across * BM  # of the sample
     n = tl.program_id(0) % across * BN + tl.arange(0, BN)
     live = row + tl.arange(0, BM) < rows
-    begin, place, top, left = _tile(row, live, H, W, C, Ho, Wo, stride, padding, POINT, BM)
+    begin, place, top, left = _tile(row, H, W, C, Ho, Wo, stride, padding, POINT, BM)
     x += k * (rows // (Ho * Wo) * H * W) * C + begin
     W_ += k * w_k
     acc = tl.zeros((BM, BN), tl.float32)

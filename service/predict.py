@@ -145,7 +145,12 @@ class Predictor:
                 raise Problem(400, f"this model has no output {output[:40]!r}; it has {known}.")
         found = await self._ask(asked, served, x, wish.options, wish.keep)
         told = {"samples": found.samples, "seed": str(found.seed), "method": found.method}
-        content, headers = served.writer.write(header, outputs_of(found, served), told)
+        outputs = outputs_of(found, served)
+        for output in header.outputs or ():
+            if output not in outputs:
+                why = f"{found.samples} samples by {found.method}"
+                raise Problem(400, f"the output {output!r} was not calibrated for {why}; it has {', '.join(outputs)}.")
+        content, headers = served.writer.write(header, outputs, told)
         return await self._packed(asked, served, found, content, headers)
 
     def _wish(self, head: bytes) -> Wish:

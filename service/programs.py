@@ -14,7 +14,7 @@ from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import counted
 from dubito.models.plan import Plan
-from dubito.models.prediction import Job, evaluating, sums_of
+from dubito.models.prediction import Job, evaluating, foldable, sums_of
 from dubito.models.together import gather
 from dubito.service.fusion import Unit, fuse
 
@@ -108,13 +108,14 @@ class Programs:
         x = job.x
         if not capturable(self.factors) or (len(x), K) in self.known or len(x) * K > job.max_rows:
             return
+        if K > 1 and not foldable(self.network):
+            return
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             with evaluating(self.network), torch.inference_mode():
                 made = Program(self.network, self.factors, x, K, job.plan(len(x), K), job.temperature, self._pool)
-        except torch.AcceleratorError:
-            raise
         except Exception as error:  # a network that waits for the device, too little memory, a kernel beyond this GPU
+            torch.cuda.synchronize(x.device)  # raises again where the device itself is broken
             log.warning("a pass is not captured", extra={"inputs": len(x), "samples": K, "why": str(error)[:200]})
             return
         self.known[len(x), K] = made

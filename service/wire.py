@@ -59,6 +59,8 @@ class Wire(HttpToolsProtocol):
         cycle: Any = self.cycle
         if cycle is not None and not cycle.body and not cycle.response_complete:
             cycle.body, body = body, b""  # most come in one piece: it is kept as it came
+        elif cycle is not None and type(cycle.body) is bytes:
+            cycle.body = bytearray(cycle.body)  # which grows without being copied
         super().on_body(body)
 
     def _unset_keepalive_if_required(self) -> None:

@@ -103,17 +103,19 @@ def in_loop(body: Callable[[Batcher], Awaitable[None]], model: Model, **limits: 
 
     async def go() -> None:
         given = {"max_work": 1000, "max_queue": 10_000, **limits}
-        engine = Engine(model, BUCKETS)
+        engine, device = Engine(model, BUCKETS), threading.Lock()
         batcher = Batcher(
             engine.answer,
             max_work=given["max_work"],
             max_queue=given["max_queue"],
-            device=threading.Lock(),
+            device=device,
             on_batch=lambda rows, cpu: batches.append(rows),
         )
         try:
             await body(batcher)
         finally:
+            if device.locked():  # a check that failed has left it so
+                device.release()
             await batcher.close()
 
     asyncio.run(go())
@@ -245,6 +247,12 @@ def test_who_has_gone_counts_no_longer(model: Model) -> None:
             await batcher.answered(late)
         batcher.drop(batcher.put(ask(rows(4), 20), 30))
         assert batcher.work == 20  # the first, which the device has
+        waiting = asyncio.ensure_future(batcher.answered(batcher.put(ask(rows(4), 20), 30)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert batcher.work == 20
         last = batcher.put(ask(rows(4), 20), 30)
         assert batcher.work == 100
         batcher.device.release()

@@ -114,3 +114,30 @@ def test_predictions_by_kernels_are_those_of_the_papers_rule(
             found = model.network.go(inputs, replace(run, plan=plan)).float().cpu()
             for a, b in zip(agreement.statistics(found), theirs, strict=True):
                 agreement.agree(a, b)
+
+
+class Waits(torch.nn.Module):
+    """It asks the device for a number, which no capture allows; or it turns its batch round, which no fold does."""
+
+    def __init__(self, turns: bool) -> None:
+        super().__init__()
+        self.turns, self.a, self.b = turns, torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x.flatten(1))
+        x = x.flip(0) if self.turns else x * float(x.abs().amax().item() > 0)
+        return self.b(x.relu())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_what_cannot_be_captured_is_served_without(turns: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = bayesianize(Waits(turns), "ffg-u", inducing=4, start="prior").eval()
+    save(network, tmp_path / "m.safetensors", card=Card(input=Input(shape=(8,))))
+    model = load(tmp_path / "m.safetensors", Waits(turns))
+    engine = Engine(reside(model, CUDA, torch.float32), (1, 2), None, 5.0)
+    engine.warm(4, nullcontext())
+    assert engine.programs is not None
+    assert not any(K > 1 for _, K in engine.programs.known)
+    (found,) = engine.answer([Ask(torch.randn(2, 8).numpy(), 4, 3, 4, 0.05)])
+    assert isinstance(found, Answered), found
