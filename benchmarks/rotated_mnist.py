@@ -180,8 +180,8 @@ def main() -> None:
     parser.add_argument("--net", choices=["resnet", "lenet"], default="resnet")
     parser.add_argument("--width", type=int, default=8, help="channels of the ResNet's first stage")
     parser.add_argument("--examples", type=int, default=5_000, help="of the training part")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--size", type=int, default=1000, help="S")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--size", type=int, default=2000, help="S")
     parser.add_argument("--pictures", type=int, default=1000, help="of the test part")
     parser.add_argument(
         "--select", nargs="+", choices=get_args(Selection), default=["variance", "random", "last-layer"]
