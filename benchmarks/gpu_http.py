@@ -24,12 +24,13 @@ from rich.table import Table
 from benchmarks._measure import machine
 from benchmarks._server import running
 from benchmarks.gpu_predict import DEVICE, HALF, SHAPE, median_ms, network_of, ours
+from benchmarks.http_overhead import drive
 from dubito.models import load, save
 from dubito.models.manifest import Card, Input
 from dubito.models.resident import reside
 from dubito.service.client import infer_body
 from dubito.service.engine import Engine
-from dubito.service.load import Load, Target, post, put
+from dubito.service.load import Load, post
 from dubito.service.plans import Memory, plan_file
 
 
@@ -40,11 +41,6 @@ def device_ms(artifact: Path, batches: list[int], K: int) -> dict[int, float]:
     with torch.inference_mode():
         runs = {str(B): ours(engine, torch.randn(B, *SHAPE, device=DEVICE, dtype=HALF), K) for B in batches}
         return {int(B): ms for B, ms in median_ms(runs, 31, budget=2.0).items()}
-
-
-def drive(target: Target, requests: int, concurrency: int) -> Load:
-    """A closed loop, in the client's process."""
-    return put(target, np.zeros(requests), connections=concurrency)
 
 
 def asked(load_: Load) -> Load:

@@ -37,21 +37,25 @@ def _pair(x, y):
 
 
 @triton.jit
-def normals(seed, sample, place, n: tl.constexpr):
-    """At places place[i] … place[i] + n − 1, where all of place and n are multiples of four: (rows,) -> (rows, n)."""
-    counter = (place // 4)[:, None] + tl.arange(0, n // 4)[None, :]
+def _four(seed, sample, counter):
+    """The normals of a counter's four places."""
     w, x, y, z = tl.randint4x(seed, (sample << 32) | counter.to(tl.int64))
     a, b = _pair(w, x)
     c, d = _pair(y, z)
+    return a, b, c, d
+
+
+@triton.jit
+def normals(seed, sample, place, n: tl.constexpr):
+    """At places place[i] … place[i] + n − 1, where all of place and n are multiples of four: (rows,) -> (rows, n)."""
+    a, b, c, d = _four(seed, sample, (place // 4)[:, None] + tl.arange(0, n // 4)[None, :])
     return tl.join(tl.join(a, c), tl.join(b, d)).reshape(place.shape[0], n)
 
 
 @triton.jit
 def normals_at(seed, sample, place):
     """At any places: four times the work of those that come in fours."""
-    w, x, y, z = tl.randint4x(seed, (sample << 32) | (place // 4).to(tl.int64))
-    a, b = _pair(w, x)
-    c, d = _pair(y, z)
+    a, b, c, d = _four(seed, sample, place // 4)
     lane = place % 4
     return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
 

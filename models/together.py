@@ -183,10 +183,20 @@ def _size(f: InducingFactors) -> tuple[object, ...]:
     return *f.q_V.centre.shape, len(f.matheron.p), len(f.matheron.q), more  # type: ignore[union-attr]
 
 
+def _stacked(those: Sequence[InducingFactors]) -> dict[str, Tensor]:
+    """What every group has of its layers' V's."""
+    laws, matheron = [f.q_V for f in those if isinstance(f.q_V, FrozenMeanField)], [f.matheron for f in those]
+    return {
+        "centre": torch.stack([q.centre for q in laws]),
+        "spread": torch.stack([q.spread for q in laws]),
+        "Q_r": torch.stack([m.Q_r for m in matheron]),
+        "Q_c": torch.stack([m.Q_c for m in matheron]),
+    }
+
+
 def stack_whole(names: tuple[str, ...], those: Sequence[InducingFactors], places: list[int]) -> Whole:
     """Layers, and where the normals of each begin."""
-    laws, matheron = [f.q_V for f in those if isinstance(f.q_V, FrozenMeanField)], [f.matheron for f in those]
-    like = laws[0].centre
+    matheron, like = [f.matheron for f in those], those[0].B
     B_r, B_c = (torch.cat([getattr(m, side) for m in matheron]) for side in ("B_r", "B_c"))
     outputs, inputs = [f.shape[0] for f in those], [f.shape[1] for f in those]
     sums = [before(outputs), before(inputs), before([a * b for a, b in zip(outputs, inputs, strict=True)])]
@@ -194,10 +204,7 @@ def stack_whole(names: tuple[str, ...], those: Sequence[InducingFactors], places
     made = Whole(
         names=names,
         layers=tuple(those),
-        centre=torch.stack([q.centre for q in laws]),
-        spread=torch.stack([q.spread for q in laws]),
-        Q_r=torch.stack([m.Q_r for m in matheron]),
-        Q_c=torch.stack([m.Q_c for m in matheron]),
+        **_stacked(those),
         p=torch.stack([m.p for m in matheron]),
         q=torch.stack([m.q for m in matheron]),
         sigma=torch.tensor([f.sigma for f in those], device=like.device),
@@ -218,9 +225,7 @@ def before(sizes: list[int]) -> list[int]:
 
 def stack(names: tuple[str, ...], those: Sequence[InducingFactors], places: list[int] | None) -> Together:
     """Layers in the order of their d_out, and where the normals of each begin, where a kernel is to draw them."""
-    laws = [f.q_V for f in those if isinstance(f.q_V, FrozenMeanField)]
-    matheron = [f.matheron for f in those]
-    like, noisy = laws[0].centre, those[0].lam > 0
+    matheron, like, noisy = [f.matheron for f in those], those[0].matheron.p, those[0].lam > 0
     rows, at_row, B_r = [], 0, torch.cat([m.B_r for m in matheron])
     for at in alike([f.shape[0] for f in those]):
         scale = [those[i].lam * those[i].sigma for i in at]
@@ -235,10 +240,7 @@ def stack(names: tuple[str, ...], those: Sequence[InducingFactors], places: list
     B = tuple(f.B if noisy else f.matheron.B_c for f in those)
     return Together(
         names=names,
-        centre=torch.stack([q.centre for q in laws]),
-        spread=torch.stack([q.spread for q in laws]),
-        Q_r=torch.stack([m.Q_r for m in matheron]),
-        Q_c=torch.stack([m.Q_c for m in matheron]),
+        **_stacked(those),
         p=torch.stack([m.p for m in matheron])[:, None],
         q=torch.stack([m.q for m in matheron])[..., None],
         sigma=numbers([f.sigma for f in those]),

@@ -19,22 +19,25 @@ ALIGNED = 16  # outputs of every layer are a multiple of
 
 
 @triton.jit
+def _part(matrix, row, column, rows, columns):
+    """Some rows and columns of a matrix; zeros beyond its edges."""
+    here = (row < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(matrix + (row[:, None] * columns + column[None, :]), mask=here, other=0.0)
+
+
+@triton.jit
 def _rotated(
     seed, sample, place, layer, centre, spread, Q_r, Q_c, M_out, M_in, r_out, r_in,
     MO: tl.constexpr, MI: tl.constexpr, RO: tl.constexpr, RI: tl.constexpr,
 ):  # fmt: skip
     """Q_cᵀ Vᵀ Q_r of a new V: (r_in, r_out)."""
     a, b, i, j = tl.arange(0, MO), tl.arange(0, MI), tl.arange(0, RO), tl.arange(0, RI)
-    at = layer * (M_out * M_in) + a[:, None] * M_in + b[None, :]
-    here = (a < M_out)[:, None] & (b < M_in)[None, :]
-    m = tl.load(centre + at, mask=here, other=0.0).to(tl.float32)
-    s = tl.load(spread + at, mask=here, other=0.0).to(tl.float32)
+    m = _part(centre + layer * (M_out * M_in), a, b, M_out, M_in).to(tl.float32)
+    s = _part(spread + layer * (M_out * M_in), a, b, M_out, M_in).to(tl.float32)
     V = m + s * normals(seed, sample, place + a * M_in, MI)
-    c = tl.load(Q_c + layer * (M_in * r_in) + b[:, None] * r_in + j[None, :],
-                mask=(b < M_in)[:, None] & (j < r_in)[None, :], other=0.0).to(tl.float32)  # fmt: skip
+    c = _part(Q_c + layer * (M_in * r_in), b, j, M_in, r_in).to(tl.float32)
     right = tl.dot(V, c, input_precision="tf32x3")
-    r = tl.load(Q_r + layer * (M_out * r_out) + a[:, None] * r_out + i[None, :],
-                mask=(a < M_out)[:, None] & (i < r_out)[None, :], other=0.0).to(tl.float32)  # fmt: skip
+    r = _part(Q_r + layer * (M_out * r_out), a, i, M_out, r_out).to(tl.float32)
     return tl.dot(tl.trans(right), r, input_precision="tf32x3")
 
 
@@ -61,7 +64,7 @@ def _projected_kernel(
     k = tl.program_id(1)
     seed, sample = tl.load(key), tl.load(key + 1) + k
     i, j, n = tl.arange(0, RO), tl.arange(0, RI), tl.arange(0, BN)
-    in_i, in_j = i < r_out, j < r_in
+    in_j = j < r_in
     inner = _rotated(seed, sample, place, layer, centre, spread, Q_r, Q_c, M_out, M_in, r_out, r_in, MO, MI, RO, RI)
     pq = _shares(p, q, layer, r_out, r_in, RO, RI)
     inner *= tl.load(sigma + layer).to(tl.float32) * tl.sqrt(pq)
@@ -78,14 +81,13 @@ def _projected_kernel(
                 eps = normals_at(seed, sample, (place + (o + n) * r)[:, None] + j[None, :])
             to = G + (j[:, None] * d_out + (o + n)[None, :])
             tl.store(to, tl.trans(noise * eps).to(G.dtype.element_ty), mask=in_j[:, None] & (o + n < d_out)[None, :])
-            rows = tl.load(B_r + ((o + n)[:, None] * r_out + i[None, :]),
-                           mask=(o + n < d_out)[:, None] & in_i[None, :], other=0.0)  # fmt: skip
+            rows = _part(B_r, o + n, i, d_out, r_out)
             along = tl.dot(tl.trans(eps).to(rows.dtype), rows, along, input_precision="ieee")
         inner += noise * (tl.sqrt(1 - pq) - 1) * along
         tl.debug_barrier()  # other threads wrote what this one is about to read
     for o in range(0, d_out, BN):
         live = o + n < d_out
-        rows = tl.load(B_r + ((o + n)[:, None] * r_out + i[None, :]), mask=live[:, None] & in_i[None, :], other=0.0)
+        rows = _part(B_r, o + n, i, d_out, r_out)
         g = tl.dot(inner.to(rows.dtype), tl.trans(rows), input_precision="ieee")  # (r_in, BN)
         to, known = G + (j[:, None] * d_out + (o + n)[None, :]), in_j[:, None] & live[None, :]
         if NOISE:
@@ -123,7 +125,6 @@ def _whole_kernel(
     seed, sample = tl.load(key), tl.load(key + 1) + k
     noise = tl.load(scale + layer).to(tl.float32)
     i, j, n, c = tl.arange(0, RO), tl.arange(0, RI), tl.arange(0, BN), tl.arange(0, BI)
-    in_i, in_j = (i < r_out)[None, :], (j < r_in)[None, :]
     inner = _rotated(seed, sample, place, layer, centre, spread, Q_r, Q_c, M_out, M_in, r_out, r_in, MO, MI, RO, RI)
     pq = _shares(p, q, layer, r_out, r_in, RO, RI)
     place += M_out * M_in
@@ -132,19 +133,17 @@ def _whole_kernel(
     for o in range(0, d_out, BN):
         across = tl.zeros((RI, BN), tl.float32)
         for at in range(0, d_in, BI):
-            columns = tl.load(B_c + ((at + c)[:, None] * r_in + j[None, :]), mask=(at + c < d_in)[:, None] & in_j,
-                              other=0.0)  # fmt: skip
+            columns = _part(B_c, at + c, j, d_in, r_in)
             E = tl.trans(normals(seed, sample, place + (o + n) * d_in + at, BI))
             across = tl.dot(tl.trans(columns), E.to(columns.dtype), across, input_precision="ieee")
-        rows = tl.load(B_r + ((o + n)[:, None] * r_out + i[None, :]), mask=(o + n < d_out)[:, None] & in_i, other=0.0)
+        rows = _part(B_r, o + n, i, d_out, r_out)
         along = tl.dot(across.to(rows.dtype), rows, along, input_precision="ieee")
     inner = inner * (tl.load(sigma + layer).to(tl.float32) * tl.sqrt(pq)) + noise * (tl.sqrt(1 - pq) * eps - along)
     for o in range(0, d_out, BN):
-        rows = tl.load(B_r + ((o + n)[:, None] * r_out + i[None, :]), mask=(o + n < d_out)[:, None] & in_i, other=0.0)
+        rows = _part(B_r, o + n, i, d_out, r_out)
         mixed = tl.dot(inner.to(rows.dtype), tl.trans(rows), input_precision="ieee").to(rows.dtype)  # (r_in, BN)
         for at in range(0, d_in, BI):
-            columns = tl.load(B_c + ((at + c)[:, None] * r_in + j[None, :]), mask=(at + c < d_in)[:, None] & in_j,
-                              other=0.0)  # fmt: skip
+            columns = _part(B_c, at + c, j, d_in, r_in)
             E = tl.trans(normals(seed, sample, place + (o + n) * d_in + at, BI))
             w = noise * E + tl.dot(columns, mixed, input_precision="ieee")
             here = (at + c < d_in)[:, None] & (o + n < d_out)[None, :]

@@ -78,15 +78,28 @@ def _finish(acc, y, residual, scale, shift, floor, live, n, d_out, RESIDUAL: tl.
 
 
 @triton.jit
+def _beyond(energy, c, c2, R2: tl.constexpr):
+    left = energy - tl.sum(c * c, 1)
+    if R2 > 0:
+        left -= tl.sum(c2 * c2, 1)
+    return tl.sqrt(tl.maximum(left, 0.0))
+
+
+@triton.jit
 def _spread(
-    c, c2, beyond, G, e, g_r, g_o, r, y, residual, scale, shift, floor, live, first, last, d_out,
+    c, c2, energy, k, G, e, g_k, g_r, g_o, r, y, residual, scale, shift, floor, live, blocks, d_out,
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The sample's matrix on c, a few outputs at a time."""
+    """Sample k's matrix on c, a few outputs at a time: `blocks` times, from where the program's second number says."""
     Q: tl.constexpr = R2 if R2 > 0 else 1
     at, at2 = tl.arange(0, R), R + tl.arange(0, Q)
-    for n0 in range(first, last, BN):
+    beyond = _beyond(energy, c, c2, R2) if NOISE else energy
+    c, c2 = c.to(y.dtype.element_ty), c2.to(y.dtype.element_ty)
+    G += k * g_k
+    e += k * d_out
+    first = tl.program_id(1) * blocks * BN
+    for n0 in range(first, tl.minimum(first + blocks * BN, d_out), BN):
         n = n0 + tl.arange(0, BN)
         here = (n < d_out)[None, :]
         g = tl.load(G + (at[:, None] * g_r + n[None, :] * g_o), mask=(at < r)[:, None] & here, other=0.0)
@@ -129,14 +142,6 @@ def _project(
     return c, c2, energy
 
 
-@triton.jit
-def _beyond(energy, c, c2, R2: tl.constexpr):
-    left = energy - tl.sum(c * c, 1)
-    if R2 > 0:
-        left -= tl.sum(c2 * c2, 1)
-    return tl.sqrt(tl.maximum(left, 0.0))
-
-
 @triton.jit(do_not_specialize=["floor", "rows", "H", "W", "Ho", "Wo", "stride", "padding", "blocks"])
 def _factored_kernel(
     x, B, G, e, y, residual, scale, shift, floor, rows, H, W, C, Ho, Wo, d_out, r, stride, padding,
@@ -155,11 +160,8 @@ def _factored_kernel(
         x, B, b_i, b_r, r, place, top, left, live, 0, side * side * C, H, W, C,
         side, WHOLE, POINT, BM, BK, R, R2, NOISE,
     )  # fmt: skip
-    beyond = _beyond(energy, c, c2, R2) if NOISE else energy
-    first = tl.program_id(1) * blocks * BN
     _spread(
-        c.to(x.dtype.element_ty), c2.to(x.dtype.element_ty), beyond, G + k * g_k, e + k * d_out, g_r, g_o, r, y,
-        residual, scale, shift, floor, live, first, tl.minimum(first + blocks * BN, d_out), d_out,
+        c, c2, energy, k, G, e, g_k, g_r, g_o, r, y, residual, scale, shift, floor, live, blocks, d_out,
         R, R2, NOISE, RESIDUAL, BM, BN,
     )  # fmt: skip
 
@@ -214,11 +216,8 @@ def _mix_kernel(
             c2 += tl.load(of_part + (at + R + tl.arange(0, R2)[None, :]), mask=live[:, None], other=0.0)
         if NOISE:
             energy += tl.load(energy_in + all_rows.to(tl.int64) * part + local, mask=live, other=0.0)
-    beyond = _beyond(energy, c, c2, R2) if NOISE else energy
-    first = tl.program_id(1) * blocks * BN
     _spread(
-        c.to(y.dtype.element_ty), c2.to(y.dtype.element_ty), beyond, G + k * g_k, e + k * d_out, g_r, g_o, r, y,
-        residual, scale, shift, floor, live, first, tl.minimum(first + blocks * BN, d_out), d_out,
+        c, c2, energy, k, G, e, g_k, g_r, g_o, r, y, residual, scale, shift, floor, live, blocks, d_out,
         R, R2, NOISE, RESIDUAL, BM, BN,
     )  # fmt: skip
 
