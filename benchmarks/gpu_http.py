@@ -3,26 +3,30 @@
     python -m benchmarks.gpu_http [--architecture resnet50-cifar] [--inducing 64] [--samples 20]
 
 Device time is that of one captured pass with its draws, in this process, by the device's clock. Then a server of the
-same artifact gets OIP binary requests from a client in a process of its own: one at a time (p50 beside the device time
+same artifact gets OIP binary requests from clients in processes of their own: one at a time (p50 beside the device time
 of one input), and from 64 connections that each send their next request when they have a reply, with one input and
-with several in each (inputs a second beside back-to-back full batches of the largest bucket).
+with several in each (inputs a second beside back-to-back full batches of the largest bucket). Beside each: the mean
+milliseconds of the server's stages, inputs of a batch, and processors that the server was busy on.
 """
 
 import argparse
 import multiprocessing
+import re
 import statistics
 import tempfile
+import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
+import httpx
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks._measure import machine
-from benchmarks._server import running
+from benchmarks._server import Server, running
 from benchmarks.gpu_predict import DEVICE, HALF, SHAPE, median_ms, network_of, ours
 from benchmarks.http_overhead import drive
 from dubito.models import load, save
@@ -30,8 +34,11 @@ from dubito.models.manifest import Card, Input
 from dubito.models.resident import reside
 from dubito.service.client import infer_body
 from dubito.service.engine import Engine
-from dubito.service.load import Load, post
+from dubito.service.load import Load, Target, post
+from dubito.service.metrics import STAGES
 from dubito.service.plans import Memory, plan_file
+
+STAGE = re.compile(r'dubito_stage_seconds_sum{.*stage="(\w+)"} (\S+)')
 
 
 def device_ms(artifact: Path, batches: list[int], K: int) -> dict[int, float]:
@@ -43,10 +50,39 @@ def device_ms(artifact: Path, batches: list[int], K: int) -> dict[int, float]:
         return {int(B): ms for B, ms in median_ms(runs, 31, budget=2.0).items()}
 
 
-def asked(load_: Load) -> Load:
-    if not (load_.status == 200).all():
-        raise SystemExit(f"not every request was answered: {load_.summary()['statuses']}")
-    return load_
+class Clients:
+    """Connections divided among processes: one Python process would be the slower side."""
+
+    def __init__(self, pool: ProcessPoolExecutor, many: int) -> None:
+        self.pool, self.many = pool, many
+
+    def ask(self, target: Target, requests: int, connections: int) -> list[Load]:
+        n = min(self.many, connections)
+        begun = [self.pool.submit(drive, target, max(1, requests // n), connections // n) for _ in range(n)]
+        loads = [one.result() for one in begun]
+        for one in loads:
+            if not (one.status == 200).all():
+                raise SystemExit(f"not every request was answered: {one.summary()['statuses']}")
+        return loads
+
+
+def told_by(server: Server) -> dict[str, float]:
+    """Sums of the server's own figures: seconds by stage, how often, batches, rows."""
+    found = {"cpu": server.cpu(), "wall": time.monotonic()}
+    for line in httpx.get(server.url + "/metrics").text.splitlines():
+        if stage := STAGE.match(line):
+            found[stage[1]] = float(stage[2])
+        elif line.startswith(("dubito_batch_size_sum", "dubito_batch_size_count", "dubito_samples_count")):
+            found[line.partition("{")[0]] = float(line.split()[-1])
+    return found
+
+
+def between(before: dict[str, float], after: dict[str, float]) -> str:
+    more = {name: after[name] - before.get(name, 0.0) for name in after}
+    each = {stage: 1000 * more[stage] / more["dubito_samples_count"] for stage in STAGES}
+    told = ", ".join(f"{stage} {ms:.2f}" for stage, ms in each.items())
+    rows = more["dubito_batch_size_sum"] / more["dubito_batch_size_count"]
+    return f"{told}; {rows:.1f} inputs a batch; {more['cpu'] / more['wall']:.2f} processors"
 
 
 def main() -> None:
@@ -58,6 +94,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16], help="inputs of a request")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each load, about")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clients", type=int, default=4, help="processes that ask")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU here; this benchmark measures one.")
@@ -65,7 +102,8 @@ def main() -> None:
     table = Table(title=f"{args.architecture}, M = {args.inducing}, K = {args.samples}, through HTTP")
     for column in ("connections", "inputs each", "device", "through HTTP", ""):
         table.add_column(column, justify="right")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, mp_context=spawn) as client:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(args.clients, mp_context=spawn) as pool:
+        clients = Clients(pool, args.clients)
         artifact = Path(folder) / "net.safetensors"
         save(network_of(args.architecture, args.inducing, noisy=False), artifact, card=Card(input=Input(shape=SHAPE)))
         buckets = [1, args.full // 4, args.full]
@@ -79,18 +117,18 @@ def main() -> None:
                 target = post(server.url, "/v2/models/net/infer", *infer_body(x, {}))
                 busy = most / rows if connections > 1 else 1000 / (device[1] + 1)
                 requests = max(connections, round(args.seconds * busy))
-                client.submit(drive, target, min(requests, 200), connections).result()
-                found = [
-                    asked(client.submit(drive, target, requests, connections).result()) for _ in range(args.rounds)
-                ]
+                clients.ask(target, min(requests, 200), connections)
+                before = told_by(server)
+                found = [clients.ask(target, requests, connections) for _ in range(args.rounds)]
+                stages = between(before, told_by(server))
                 if connections == 1:
-                    ms = statistics.median(1000 * float(np.median(one.ended - one.sent)) for one in found)
+                    ms = statistics.median(1000 * float(np.median(one.ended - one.sent)) for (one,) in found)
                     told = (f"{device[1]:.3f} ms", f"{ms:.3f} ms", f"+ {ms - device[1]:.3f} ms")
                 else:
-                    rate = rows * statistics.median(one.achieved() for one in found)
+                    rate = rows * statistics.median(sum(one.achieved() for one in loads) for loads in found)
                     told = (f"{most:,.0f} /s", f"{rate:,.0f} /s", f"{rate / most:.2f}")
                 table.add_row(str(connections), str(rows), *told)
-                print(connections, rows, *told, flush=True)
+                print(connections, rows, *told, stages, sep="  ", flush=True)
     Console(width=100).print(table)
     print(machine(), torch.cuda.get_device_name(), sep=", ")
 

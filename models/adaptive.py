@@ -45,7 +45,7 @@ def predict_settled(
         K = max(1, factors.members)
         return predict(network, factors, x, K, seed, plan=plan, max_rows=max_rows, temperature=temperature)
     job = Job.of(network, factors, x, seed, plan, max_rows, temperature, most=max_samples)
-    B = len(job.x)
+    B = job.B
     summary, drawn = answer_each(job, np.full(B, max_samples), np.full(B, tolerance))
     settled = Settled(torch.from_numpy(drawn), tolerance, max_samples)
     return Prediction(summary, int(drawn.max()), job.seed, None, settled)
@@ -59,8 +59,8 @@ def answer_each(job: Job, most: Counts, tolerance: Reals) -> tuple[Classified | 
     since it is about few numbers.
     """
     answers = tally_for(job.network)
-    tally = _Values(answers, len(job.x)) if isinstance(answers, ValueTally) else _Classes(len(job.x))
-    drawn, left, start = np.zeros_like(most), np.arange(len(job.x)), 0
+    tally = _Values(answers, job.B) if isinstance(answers, ValueTally) else _Classes(job.B)
+    drawn, left, start = np.zeros_like(most), np.arange(job.B), 0
     with evaluating(job.network), torch.inference_mode():
         while len(left):
             k = min(job.samples_at_once(len(left)), int(most[left].min()) - start)
@@ -69,7 +69,7 @@ def answer_each(job: Job, most: Counts, tolerance: Reals) -> tuple[Classified | 
             draws = job.draws(start, k, len(left))
             k = draws.K
             job.watch.lap("sample")
-            sums = job.sums(draws, None if len(left) == len(job.x) else torch.from_numpy(left))
+            sums = job.sums(draws, None if len(left) == job.B else torch.from_numpy(left))
             job.watch.lap("forward")
             tally.add(left, start, k, sums.cpu().double().numpy())
             start += k

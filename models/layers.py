@@ -33,6 +33,7 @@ class Run:
     B: int = 1  # inputs
     channels_last: bool = False
     form: nn.Module | None = None  # the network in another form, to be run instead
+    begun: Sequence[Callable[[], object]] = ()  # draws that are under way: a capture ends when all were called for
 
 
 _run: ContextVar[Run | None] = ContextVar("run", default=None)

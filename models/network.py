@@ -21,6 +21,7 @@ from dubito.models.manifest import Classification, Task
 from dubito.models.parameters import Positive, alike
 from dubito.models.plan import Plan
 from dubito.models.posterior import Dense, Dropped, Factored, Factors, Operand, Posterior
+from dubito.models.streams import begin
 from dubito.models.whvi import Whvi
 from dubito.models.whvi import kl_together as kl_of_whvi
 
@@ -235,10 +236,16 @@ class BayesianNetwork(nn.Module):
         for name, f in factors.layers.items():
             make = partial(_draw, f, factors.places[name], factors.counts[name], draws, V.get(layers[name]))
             operands[layers[name]] = cache(make) if keep else make
-        for group in factors.groups if draws.random else ():
-            together = cache(partial(_draw_group, group, factors, draws))
+        groups = factors.groups if draws.random else ()
+        drawn: list[Callable[[], Sequence[Operand]]] = [
+            cache(partial(_draw_group, group, factors, draws)) for group in groups
+        ]
+        begun: Sequence[Callable[[], object]] = ()
+        if draws.key is not None and draws.key.is_cuda:
+            begun = drawn = begin(drawn, draws.key.device)
+        for group, together in zip(groups, drawn, strict=True):
             operands |= {layers[name]: partial(_among, together, i) for i, name in enumerate(group.names)}
-        return Run(draws.K, operands, by_layer, draws.member, factors.structure, form=factors.form)
+        return Run(draws.K, operands, by_layer, draws.member, factors.structure, form=factors.form, begun=begun)
 
     def _shared_out(self, V: Tensor) -> dict[nn.Module, Tensor]:
         """What a hierarchy has drawn: each layer's own columns."""

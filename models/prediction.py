@@ -38,14 +38,14 @@ Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K samples do
 
 
 class Program(Protocol):
-    """A pass of B inputs and K samples, captured with what adds its samples up."""
+    """A pass of B inputs and K samples, captured with what adds its samples up. It takes up to B inputs, anywhere."""
 
     def outputs(self, x: Tensor, seed: int, start: int) -> Tensor:
-        """Inputs (B, ...) -> (K, B, ...), of the seed's samples from `start` on."""
+        """Inputs (b, ...) -> (K, b, ...), of the seed's samples from `start` on."""
         ...
 
     def sums(self, x: Tensor, seed: int, start: int) -> Tensor:
-        """What `sums_of` says of these."""
+        """What `sums_of` says of these, on the host."""
         ...
 
 
@@ -100,11 +100,11 @@ def predict(
     job = Job.of(network, factors, x, seed, plan, max_rows, temperature, buckets, watch, most=K, fits=fits)
     tally = tally_for(network)
     kept: list[Tensor] = []
-    chunk, start = job.samples_at_once(len(job.x)), 0
+    chunk, start = job.samples_at_once(job.B), 0
     with evaluating(network), torch.inference_mode():
         while start < K:
             k = min(chunk, K - start)
-            draws = job.draws(start, k, len(job.x)) if noisy else Draws(k, None, job.seed, start)
+            draws = job.draws(start, k, job.B) if noisy else Draws(k, None, job.seed, start)
             start += draws.K
             job.watch.lap("sample")
             outputs = job.outputs(draws)
@@ -157,7 +157,9 @@ class Job:
 
     network: BayesianNetwork
     factors: NetworkFactors
-    x: Tensor  # (B, ...)
+    given: Tensor  # (B, ...)  inputs where they came from: a captured pass fetches them itself
+    device: torch.device
+    dtype: torch.dtype  # of inputs on the device
     seed: int
     normals: Normals  # the seed's stream
     plan: Planner
@@ -189,16 +191,37 @@ class Job:
         fits: Fits | None = None,
     ) -> "Job":
         """`finite`: the inputs are known to be; to look again would wait for the device."""
-        seed, x = _seed(seed), _checked(network, factors, x, finite)
+        seed = _seed(seed)
+        x, device, dtype = _checked(network, factors, x, finite)
         one = cheapest(factors) if plan is None else plan
         planner = one if callable(one) else lambda B, K: one
-        rows = _rows(factors, x) if max_rows is None else max_rows
-        watch = Stopwatch(x.device) if watch is None else watch
-        normals = Normals(seed, x.device)
-        found = captured or nothing_captured
         return cls(
-            network, factors, x, seed, normals, planner, rows, temperature, buckets, watch, most, stock, found, fits
+            network=network,
+            factors=factors,
+            given=x,
+            device=device,
+            dtype=dtype,
+            seed=seed,
+            normals=Normals(seed, device),
+            plan=planner,
+            max_rows=_rows(factors, x, device) if max_rows is None else max_rows,
+            temperature=temperature,
+            buckets=buckets,
+            watch=Stopwatch(device) if watch is None else watch,
+            most=most,
+            stock=stock,
+            captured=captured or nothing_captured,
+            fits=fits,
         )
+
+    @property
+    def B(self) -> int:
+        return len(self.given)
+
+    @cached_property
+    def x(self) -> Tensor:
+        """The inputs as the network takes them."""
+        return self.given.to(self.device, self.dtype)
 
     def draws(self, start: int, k: int, rows: int) -> Draws:
         """The seed's k samples from `start` on, for so many inputs; to be asked for in order.
@@ -242,16 +265,25 @@ class Job:
             f, J = self._linear if rows is None else (t[rows] for t in self._linear)
             moves = self.factors.subnetwork.draw(draws.noise)
             return (f + torch.einsum("bcs,ks->kbc", J, moves.to(J.dtype))) / self.temperature
+        if draws.captured:
+            x, program = self._captured(draws, rows)
+            return program.outputs(x, self.seed, draws.start)
         x, B = self._padded(rows)
         return self._outputs(x, draws)[:, :B]
 
     def sums(self, draws: Draws, rows: Tensor | None = None) -> Tensor:
         """What these draws add up to, for all of the inputs or for some of them."""
         if draws.captured:
-            x, B = self._padded(rows)
-            if (program := self.captured(len(x), draws.K)) is not None:
-                return program.sums(x, self.seed, draws.start)[:B]
+            x, program = self._captured(draws, rows)
+            return program.sums(x, self.seed, draws.start)
         return sums_of(self.network)(self.outputs(draws, rows))
+
+    def _captured(self, draws: Draws, rows: Tensor | None) -> tuple[Tensor, Program]:
+        """What takes these inputs, where the draws were left to it."""
+        x = self.given if rows is None else self.given[rows.to(self.given.device)]
+        program = self.captured(self._bucket(len(x)), draws.K)
+        assert program is not None
+        return x, program
 
     def _padded(self, rows: Tensor | None) -> tuple[Tensor, int]:
         """Inputs up to the next bucket, and how many of them are meant."""
@@ -266,7 +298,7 @@ class Job:
         if chosen is None:
             return None
         C = outputs_of(self.network.net, self.x)
-        if 2 * self.most < C or len(self.x) * C * chosen.normals > NOISE:
+        if 2 * self.most < C or self.B * C * chosen.normals > NOISE:
             return None
         return self._in_blocks(linear_rows, chosen)
 
@@ -278,12 +310,10 @@ class Job:
     def _in_blocks(self, linear: Linear, chosen: SubnetworkFactors) -> tuple[Tensor, Tensor]:
         x, _ = self._padded(None)
         first, second = _linear_in_blocks(self.network, linear, chosen, x, self._rows_at_once(len(x), 1))
-        return first[: len(self.x)], second[: len(self.x)]
+        return first[: self.B], second[: self.B]
 
     def _outputs(self, x: Tensor, draws: Draws) -> Tensor:
         network = self.network
-        if draws.captured and (program := self.captured(len(x), draws.K)) is not None:
-            return program.outputs(x, self.seed, draws.start)
         if self.factors.subnetwork is not None:
             return self._folded(x, draws)
         if draws.K > 1 and foldable(network):
@@ -356,26 +386,31 @@ def _seed(seed: int | None) -> int:
     return seed
 
 
-def _checked(network: BayesianNetwork, factors: NetworkFactors, x: Tensor, finite: bool) -> Tensor:
+def _checked(
+    network: BayesianNetwork, factors: NetworkFactors, x: Tensor, finite: bool
+) -> tuple[Tensor, torch.device, torch.dtype]:
+    """The inputs, and where and as what the network takes them."""
     if not isinstance(x, Tensor):
         raise InputError(f"inputs came as {type(x).__name__}; expected a torch tensor (torch.as_tensor makes one).")
     like = next(network.net.parameters(), None)
     device, dtype = (factors.device, factors.dtype) if like is None else (like.device, like.dtype)
     indices = not x.is_floating_point() and any(isinstance(m, nn.Embedding) for m in network.net.modules())
-    x = x.to(device, x.dtype if indices else dtype)
+    dtype = x.dtype if indices else dtype
     if x.dim() < 2 or len(x) == 0:
         raise InputError(f"inputs have shape {tuple(x.shape)}; expected (B, ...) with at least one input.")
-    if not finite and not x.sum().isfinite():  # one pass; too large a sum tells nothing yet
-        rows = x.isfinite().flatten(1).all(1)
-        if not rows.all():
-            bad = int((~rows).nonzero()[0])
-            raise InputError(f"input {bad} holds NaN or infinity; expected finite numbers only.")
-    return x
+    if not finite:
+        x = x.to(device, dtype)
+        if not x.sum().isfinite():  # one pass; too large a sum tells nothing yet
+            rows = x.isfinite().flatten(1).all(1)
+            if not rows.all():
+                bad = int((~rows).nonzero()[0])
+                raise InputError(f"input {bad} holds NaN or infinity; expected finite numbers only.")
+    return x, device, dtype
 
 
-def _rows(factors: NetworkFactors, x: Tensor) -> int:
+def _rows(factors: NetworkFactors, x: Tensor, device: torch.device) -> int:
     """Rows of one pass: few on a CPU where each takes much memory, which is where a convolution meets a large map."""
-    if x.device.type != "cpu":
+    if device.type != "cpu":
         return max(1024, min(8192, (1 << 23) // x[0].numel()))
     return max(32, min(4096, 32 * 1024 // math.prod(x.shape[2:]))) if factors.structure.convolves else 4096
 

@@ -262,7 +262,7 @@ class Engine:
         """To each its own rows; where nothing `settles`, "auto" is no different from a number."""
         columns["samples"] = np.array(drawn)
         watch.lap("summarise")
-        seconds = watch.seconds()
+        seconds = watch.seconds
         made, at = [], 0
         for ask in asks:
             end = at + ask.rows

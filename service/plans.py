@@ -61,7 +61,7 @@ class Plans:
         Not where a size near it is known: what is fastest changes slowly with the batch.
         """
         found, structure = dict(self.usual), job.factors.structure
-        if not structure.layers or any(k == K and 1 / NEAR < B / len(job.x) < NEAR for B, k in self.known):
+        if not structure.layers or any(k == K and 1 / NEAR < B / job.B < NEAR for B, k in self.known):
             return
 
         def choose(unit: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -79,12 +79,12 @@ class Plans:
         hooks = [unit.register_forward_pre_hook(choose) for unit in units]
         try:
             with evaluating(job.network), torch.inference_mode(), suppress(FoldError):  # then samples go one by one
-                draws = Draws(K, Normals(0, job.x.device).rows(K, job.factors.normals), 0)
+                draws = Draws(K, Normals(0, job.device).rows(K, job.factors.normals), 0)
                 job.network.go(job.x, job.network.arrange(job.factors, draws, self.usual))
         finally:
             for hook in hooks:
                 hook.remove()
-        self.known[len(job.x), K] = MappingProxyType(found)
+        self.known[job.B, K] = MappingProxyType(found)
         self._at.cache_clear()
 
     def _fastest(

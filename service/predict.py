@@ -137,7 +137,7 @@ class Predictor:
         def read(codec: Codec) -> Inputs:
             return codec.from_bytes(values) if isinstance(values, list) else codec.from_array(values)
 
-        light = len(body) <= HEAVY and not isinstance(values, list)
+        light = isinstance(values, np.ndarray) and (len(body) <= HEAVY or values.dtype == np.float32)  # taken as it is
         served, x = await self._inputs(asked, name, version, read, light)
         for output in header.outputs or ():
             if output not in served.outputs:

@@ -59,12 +59,26 @@ class Program:
         pool: Any,
     ):
         """`x` (B, ...) stands for inputs of its shape and type."""
-        self.x, self.key = x.clone(), torch.zeros(2, dtype=torch.int64, device=x.device)
+        self.device = x.device
+        narrow = x.is_floating_point()  # on the device: it is what takes the least of the host's time
+        self._x = torch.zeros(x.shape, dtype=torch.float32 if narrow else x.dtype, pin_memory=True)
+        self._key = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self._host_x, self._host_key = self._x.numpy(), self._key.numpy()
+        self._sums: Tensor | None = None
 
-        def once() -> tuple[Tensor, Tensor]:
-            out = network.go(self.x, network.arrange(factors, Draws(K, None, 0, key=self.key), plan))
+        def once() -> Tensor:
+            key = self._key.to(self.device, non_blocking=True)
+            inputs = self._x.to(self.device, non_blocking=True).to(x.dtype)
+            run = network.arrange(factors, Draws(K, None, 0, key=key), plan)
+            out = network.go(inputs, run)
+            for wait in run.begun:
+                wait()
             out = out / temperature if temperature != 1 else out
-            return out, sums_of(network)(out)
+            sums = sums_of(network)(out)
+            if self._sums is None:
+                self._sums = torch.zeros(sums.shape, dtype=sums.dtype, pin_memory=True)
+            self._sums.copy_(sums, non_blocking=True)
+            return out
 
         side = torch.cuda.Stream(x.device)
         side.wait_stream(torch.cuda.current_stream(x.device))
@@ -74,20 +88,35 @@ class Program:
         torch.cuda.current_stream(x.device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self._outputs, self._sums = once()
+            self._outputs = once()
 
     def outputs(self, x: Tensor, seed: int, start: int) -> Tensor:
-        self._go(x, seed, start)
-        return self._outputs.clone()
+        self.put(x)
+        return self.go(seed, start)[:, : len(x)].clone()
 
     def sums(self, x: Tensor, seed: int, start: int) -> Tensor:
-        self._go(x, seed, start)
-        return self._sums.clone()
+        self.put(x)
+        self.go(seed, start)
+        self._wait()
+        assert self._sums is not None
+        return self._sums[: len(x)].clone()
 
-    def _go(self, x: Tensor, seed: int, start: int) -> None:
-        self.x.copy_(x)
-        self.key.copy_(torch.tensor([seed, start]), non_blocking=True)
+    def put(self, x: Tensor) -> None:
+        """These are the inputs from now on; rows that are left over are like the first."""
+        self._wait()
+        self._host_x[: len(x)] = x.to("cpu", self._x.dtype).numpy()
+        self._host_x[len(x) :] = self._host_x[:1]
+
+    def go(self, seed: int, start: int) -> Tensor:
+        """The outputs of the inputs that were put there, until the next."""
+        self._wait()
+        self._host_key[:] = seed, start
         self.graph.replay()
+        return self._outputs
+
+    def _wait(self) -> None:
+        """For what was begun: it reads what the host writes next, or writes what the host reads."""
+        torch.cuda.current_stream(self.device).synchronize()
 
 
 def capturable(factors: NetworkFactors) -> bool:
@@ -105,20 +134,19 @@ class Programs:
 
     def capture(self, job: Job, K: int) -> None:
         """A pass of K samples of the job's inputs, where it is one."""
-        x = job.x
-        if not capturable(self.factors) or (len(x), K) in self.known or len(x) * K > job.max_rows:
+        if not capturable(self.factors) or (job.B, K) in self.known or job.max_rows < job.B * K:
             return
         if K > 1 and not foldable(self.network):
             return
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             with evaluating(self.network), torch.inference_mode():
-                made = Program(self.network, self.factors, x, K, job.plan(len(x), K), job.temperature, self._pool)
+                made = Program(self.network, self.factors, job.x, K, job.plan(job.B, K), job.temperature, self._pool)
         except Exception as error:  # a network that waits for the device, too little memory, a kernel beyond this GPU
-            torch.cuda.synchronize(x.device)  # raises again where the device itself is broken
-            log.warning("a pass is not captured", extra={"inputs": len(x), "samples": K, "why": str(error)[:200]})
+            torch.cuda.synchronize(job.device)  # raises again where the device itself is broken
+            log.warning("a pass is not captured", extra={"inputs": job.B, "samples": K, "why": str(error)[:200]})
             return
-        self.known[len(x), K] = made
+        self.known[job.B, K] = made
 
     def at(self, B: int, K: int) -> Program | None:
         return self.known.get((B, K))
