@@ -98,18 +98,18 @@ class Draws:
     """What fixes K samples: a row of standard normals each, and a place in the order of the ensemble's members."""
 
     K: int
-    noise: Tensor | None  # (K, normals); None: the posterior mean
+    noise: Tensor | None  # (K, normals); None: the posterior mean, or they come from elsewhere, as said below
     seed: int  # orders the members
     start: int = 0  # how many samples came before these
     keys: Tensor | None = None  # training: numbers whose order is that of the members, instead of the seed's
     stock: Stock | None = None  # what the seed's first samples come to, drawn ahead
-    captured: bool = False  # the normals are made where they are used, by a captured pass
+    captured: bool = False  # the normals are made where they are used, by a captured pass: `noise` is None
     key: Tensor | None = None  # (seed, first sample) on a GPU that makes normals by their number: instead of `noise`
 
     @property
     def random(self) -> bool:
         """False: the posterior mean is meant."""
-        return self.noise is not None or self.key is not None
+        return self.captured or any(given is not None for given in (self.noise, self.key, self.stock))
 
     def share(self, at: int, n: int) -> Tensor | None:
         """The n normals of each sample from place `at` on; None for the posterior mean."""

@@ -108,7 +108,7 @@ def predict(
             start += draws.K
             job.watch.lap("sample")
             outputs = job.outputs(draws)
-            job.watch.lap("forward")
+            job.watch.lap("forward", wait=True)
             tally.add(outputs)
             job.watch.lap("summarise")
             if keep_outputs:
@@ -138,7 +138,7 @@ def predict_closed(
     job = Job.of(network, factors, x, 0, {}, max_rows, temperature, buckets, watch, fits=fits)
     with evaluating(network), torch.inference_mode():
         f, variance = (t / temperature**n for n, t in enumerate(job.moments(), 1))
-        job.watch.lap("forward")
+        job.watch.lap("forward", wait=True)
         tally = tally_for(network)
         if isinstance(tally, ValueTally):
             summary: Classified | Regressed = tally.regressed(wide(f), wide(variance))
@@ -190,7 +190,7 @@ class Job:
         finite: bool = False,
         fits: Fits | None = None,
     ) -> "Job":
-        """`finite`: the inputs are known to be; to look again would wait for the device."""
+        """`finite`: the inputs are known to be, and the network to be as its factors say; to look again takes time."""
         seed = _seed(seed)
         x, device, dtype = _checked(network, factors, x, finite)
         one = cheapest(factors) if plan is None else plan
@@ -229,10 +229,10 @@ class Job:
         Fewer where there is no memory for all.
         """
         if self.stock is not None:
-            return Draws(k, torch.empty(k, 0), self.seed, start, stock=self.stock)
+            return Draws(k, None, self.seed, start, stock=self.stock)
         if self.captured(self._bucket(rows), k) is not None:
             self.normals.skip(k)
-            return Draws(k, torch.empty(k, 0), self.seed, start, captured=True)
+            return Draws(k, None, self.seed, start, captured=True)
         try:
             return Draws(k, self.normals.rows(k, self.factors.normals), self.seed, start)
         except torch.OutOfMemoryError:  # nothing was drawn yet
@@ -272,11 +272,11 @@ class Job:
         return self._outputs(x, draws)[:, :B]
 
     def sums(self, draws: Draws, rows: Tensor | None = None) -> Tensor:
-        """What these draws add up to, for all of the inputs or for some of them."""
+        """What these draws add up to, for all of the inputs or for some of them, on the host."""
         if draws.captured:
             x, program = self._captured(draws, rows)
             return program.sums(x, self.seed, draws.start)
-        return sums_of(self.network)(self.outputs(draws, rows))
+        return sums_of(self.network)(self.outputs(draws, rows)).cpu()
 
     def _captured(self, draws: Draws, rows: Tensor | None) -> tuple[Tensor, Program]:
         """What takes these inputs, where the draws were left to it."""
@@ -392,7 +392,7 @@ def _checked(
     """The inputs, and where and as what the network takes them."""
     if not isinstance(x, Tensor):
         raise InputError(f"inputs came as {type(x).__name__}; expected a torch tensor (torch.as_tensor makes one).")
-    like = next(network.net.parameters(), None)
+    like = None if finite else next(network.net.parameters(), None)
     device, dtype = (factors.device, factors.dtype) if like is None else (like.device, like.dtype)
     indices = not x.is_floating_point() and any(isinstance(m, nn.Embedding) for m in network.net.modules())
     dtype = x.dtype if indices else dtype

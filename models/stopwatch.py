@@ -6,15 +6,16 @@ import torch
 
 
 class Stopwatch:
-    """Time since the last lap belongs to the stage that the lap names; on a GPU a lap waits for what was begun."""
+    """Time since the last lap belongs to the stage that the lap names."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last = time.perf_counter()
         self.seconds: dict[str, float] = {}  # by stage
 
-    def lap(self, stage: str) -> None:
-        if self._device.type == "cuda":
+    def lap(self, stage: str, wait: bool = False) -> None:
+        """What a GPU was told to do belongs to the first lap that waits for it."""
+        if wait and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -49,17 +50,20 @@ class Batcher:
         *,
         max_work: int,
         max_queue: int,
+        max_rows: int | None = None,
         device: threading.Lock,
         on_batch: Callable[[int, float], None] = lambda rows, cpu: None,
     ) -> None:
-        """`device` is held while answering: models that share a device take turns.
+        """A batch has at most `max_work`, rows times samples, and `max_rows`; more is not queued than `max_queue`.
+        `device` is held while answering: models that share a device take turns.
 
         `on_batch` is told of each batch: its rows, and the processor time of this thread for it.
         """
         self.answer, self.max_work, self.max_queue, self.on_batch = answer, max_work, max_queue, on_batch
+        self.max_rows = sys.maxsize if max_rows is None else max_rows
         self.device = device
         self.queue: deque[Ticket] = deque()
-        self.work = 0  # rows times samples that were accepted and are not done
+        self.work = self.rows = 0  # that were accepted and are not done: rows times samples, and rows
         self.running: list[Ticket] = []
         self.since: float | None = None  # when the running batch began
         self.pace = Pace()
@@ -87,8 +91,11 @@ class Batcher:
         ask for anything."""
         if self.closing or self.dead:
             raise Gone
-        wait = self.pace.of(self.work, self.max_work)
-        if self.work and (self.work + more > self.max_queue or wait > seconds):
+        if not self.work:
+            return
+        batch = min(self.max_work, max(1, self.max_rows * self.work // self.rows))
+        wait = self.pace.of(self.work, batch)
+        if self.work + more > self.max_queue or wait > seconds:
             raise Overloaded(self.work, self.max_queue, min(LONGEST_WAIT, max(0.1, wait)))
 
     def put(self, ask: Ask, seconds: float, slow: Callable[[], None] | None = None) -> list[Ticket]:
@@ -97,10 +104,12 @@ class Batcher:
         `slow` is called where the answer is not there after a while.
         """
         self.check_room(ask.work, seconds)
-        asks = [ask] if ask.work <= self.max_work or ask.rows == 1 else self._parts(ask)
+        whole = ask.rows == 1 or (ask.work <= self.max_work and ask.rows <= self.max_rows)
+        asks = [ask] if whole else self._parts(ask)
         tickets = [self._ticket(part, seconds, slow if part is asks[0] else None) for part in asks]
         self.queue.extend(tickets)
         self.work += ask.work
+        self.rows += ask.rows
         if self.asleep and not self.ringing:  # once the loop has put whatever else has come by now
             self.ringing = True
             self.loop.call_soon(self._wake)
@@ -115,7 +124,7 @@ class Batcher:
     def _parts(self, ask: Ask) -> list[Ask]:
         """Each fits a batch; one seed for all, so that all rows of the request see the same functions."""
         seed = randbits(SEED_BITS) if ask.seed is None else ask.seed
-        rows = max(1, self.max_work * ask.rows // ask.work)
+        rows = min(self.max_rows, max(1, self.max_work * ask.rows // ask.work))
         return [replace(ask, x=ask.x[at : at + rows], seed=seed, start=at) for at in range(0, ask.rows, rows)]
 
     def _ticket(self, ask: Ask, seconds: float, slow: Callable[[], None] | None) -> Ticket:
@@ -172,6 +181,7 @@ class Batcher:
         if ticket.counted:
             ticket.counted = False
             self.work -= ticket.ask.work
+            self.rows -= ticket.ask.rows
 
     def _run(self) -> None:
         """The inference thread."""
@@ -186,7 +196,7 @@ class Batcher:
             self._tell(self._drop_all)
 
     def _take(self) -> list[Ticket] | None:
-        """What is queued, up to a batch's work, without those that nobody waits for; None at the end."""
+        """What is queued, up to a batch's work and rows, without those that nobody waits for; None at the end."""
         while not self.queue:
             if self.closing:
                 return None
@@ -195,13 +205,16 @@ class Batcher:
                 self.bell.get()
             self.asleep = False
         batch: list[Ticket] = []
-        work = 0
-        while self.queue and (not batch or work + self.queue[0].ask.work <= self.max_work):
+        work = rows = 0
+        while self.queue:
+            ask = self.queue[0].ask
+            if batch and (work + ask.work > self.max_work or rows + ask.rows > self.max_rows):
+                break
             ticket = self.queue.popleft()
             if not ticket.future.done():  # else nobody waits for it any more
                 ticket.taken = True
                 batch.append(ticket)
-                work += ticket.ask.work
+                work, rows = work + ticket.ask.work, rows + ticket.ask.rows
         self.running = batch
         return batch
 
@@ -248,7 +261,7 @@ class Batcher:
     def _drop_all(self) -> None:
         left = [*self.running, *self.queue]
         self.queue.clear()
-        self.work = 0
+        self.work = self.rows = 0
         for ticket in left:
             if not ticket.future.done():
                 ticket.future.set_exception(Gone())

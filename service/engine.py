@@ -27,6 +27,7 @@ from dubito.service.plans import Memory, Plans
 from dubito.service.programs import Programs, for_gpu
 
 log = logging.getLogger("dubito")
+UNFIT = "input {} holds NaN, infinity or a number too large for float32; expected none."
 WEIGHED = (1, 4, 16, 64, 256)  # inputs of passes that are measured for what they take, beside the buckets
 
 
@@ -102,18 +103,27 @@ class Engine:
         self.rulebook = Rulebook(model.card.calibration)
         self.plans = Plans(cheapest(model.factors), memory or Memory(None, model.device), plan_seconds)
 
+    @property
+    def most_rows(self) -> int | None:
+        """Inputs that are best asked for together: those of the largest captured pass; None: as many as there are."""
+        return None if self.programs is None else max((B for B, _ in self.programs.known), default=None)
+
     def answer(self, asks: Sequence[Ask]) -> list[Answer]:
         """In order. Requests of one group share a pass; where a group fails, each of its requests is tried alone."""
         groups: dict[object, list[int]] = {}
         found: dict[int, Answer] = {}
         for i, ask in enumerate(asks):
-            if (row := _not_finite(ask.x)) is None:
-                groups.setdefault(self._group(ask, i), []).append(i)
-            else:
-                told = f"input {ask.start + row} holds NaN, infinity or a number too large for float32; expected none."
-                found[i] = InputError(told)
+            groups.setdefault(self._group(ask, i), []).append(i)
         for members in groups.values():
-            found |= zip(members, self._answer_group([asks[i] for i in members]), strict=True)
+            x = np.concatenate([asks[i].x for i in members])
+            if _not_finite(x) is None:
+                found |= zip(members, self._answer_group([asks[i] for i in members], x), strict=True)
+                continue
+            bad = {i: row for i in members if (row := _not_finite(asks[i].x)) is not None}
+            found |= {i: InputError(UNFIT.format(asks[i].start + row)) for i, row in bad.items()}
+            if fine := [asks[i] for i in members if i not in bad]:
+                again = self._answer_group(fine, np.concatenate([ask.x for ask in fine]))
+                found |= zip((i for i in members if i not in bad), again, strict=True)
         return [found[i] for i in range(len(asks))]
 
     def warm(self, samples: int, device: AbstractContextManager[object]) -> None:
@@ -199,19 +209,18 @@ class Engine:
             return ("repeatable", ask.samples)
         return "drawn"
 
-    def _answer_group(self, asks: list[Ask]) -> list[Answer]:
+    def _answer_group(self, asks: list[Ask], x: NDArray[np.float32]) -> list[Answer]:
         try:
-            return list(self._together(asks))
+            return list(self._together(asks, torch.from_numpy(x)))
         except torch.AcceleratorError as error:
             raise Broken from error
         except Exception as error:  # whatever one request's inputs made of the pass
             if len(asks) == 1:
                 return [error]
-        return [a for ask in asks for a in self._answer_group([ask])]
+        return [a for ask in asks for a in self._answer_group([ask], ask.x.copy())]
 
-    def _together(self, asks: list[Ask]) -> list[Answered]:
+    def _together(self, asks: list[Ask], x: Tensor) -> list[Answered]:
         first = asks[0]
-        x = torch.from_numpy(np.concatenate([ask.x for ask in asks]))
         watch = Stopwatch(self.model.device)
         if first.closed or first.keep or first.samples == 0 or self.model.factors.normals == 0:
             return self._repeatable(asks, x, watch)

@@ -65,6 +65,7 @@ class Program:
         self._key = torch.zeros(2, dtype=torch.int64, pin_memory=True)
         self._host_x, self._host_key = self._x.numpy(), self._key.numpy()
         self._sums: Tensor | None = None
+        self._idle = True
 
         def once() -> Tensor:
             key = self._key.to(self.device, non_blocking=True)
@@ -111,12 +112,15 @@ class Program:
         """The outputs of the inputs that were put there, until the next."""
         self._wait()
         self._host_key[:] = seed, start
+        self._idle = False
         self.graph.replay()
         return self._outputs
 
     def _wait(self) -> None:
         """For what was begun: it reads what the host writes next, or writes what the host reads."""
-        torch.cuda.current_stream(self.device).synchronize()
+        if not self._idle:
+            torch.cuda.current_stream(self.device).synchronize()
+            self._idle = True
 
 
 def capturable(factors: NetworkFactors) -> bool:

@@ -108,6 +108,7 @@ def in_loop(body: Callable[[Batcher], Awaitable[None]], model: Model, **limits: 
             engine.answer,
             max_work=given["max_work"],
             max_queue=given["max_queue"],
+            max_rows=given.get("max_rows"),
             device=device,
             on_batch=lambda rows, cpu: batches.append(rows),
         )
@@ -134,6 +135,26 @@ def test_what_is_queued_goes_together_up_to_a_batch_of_work(model: Model) -> Non
         assert all(same(f, rows(2, i), 20, model) for i, f in enumerate(found[1:]))
 
     assert in_loop(body, model, max_work=160) == [1, 8, 8, 4]
+
+
+def test_what_is_queued_goes_together_up_to_a_batch_of_rows(model: Model) -> None:
+    """However little work they are; and a request of more rows goes in parts."""
+
+    async def body(batcher: Batcher) -> None:
+        batcher.device.acquire()
+        first = batcher.put(ask(rows(1), 20), 30)
+        while batcher.depth:
+            await asyncio.sleep(0.001)
+        tickets = [batcher.put(ask(rows(3, i), 4), 30) for i in range(4)]
+        long = batcher.put(ask(rows(20), 4), 30)
+        assert (batcher.work, batcher.rows, len(long)) == (20 + 48 + 80, 33, 3)
+        batcher.device.release()
+        found = [await batcher.answered(t) for t in (first, *tickets, long)]
+        assert all(same(f, rows(3, i), 4, model) for i, f in enumerate(found[1:-1]))
+        assert same(found[-1], rows(20), 4, model)
+        assert (batcher.work, batcher.rows) == (0, 0)
+
+    assert in_loop(body, model, max_rows=8) == [1, 6, 6, 8, 8, 4]
 
 
 def test_oversize_requests_go_in_parts_with_one_seed(model: Model) -> None:

@@ -90,7 +90,8 @@ def test_the_engine_answers_as_the_network_does(
     assert isinstance(again, Answered)
     assert isinstance(other, Answered)
     assert np.array_equal(found.columns["probabilities"], again.columns["probabilities"])
-    assert not np.array_equal(found.columns["probabilities"], other.columns["probabilities"])
+    if method != "ensemble-u":  # of whose members two seeds may well choose the same
+        assert not np.array_equal(found.columns["probabilities"], other.columns["probabilities"])
 
 
 @pytest.mark.parametrize(("lam", "ways"), [(0.0, ("fused", "parted", "grouped")), (agreement.LAM, ("grouped",))])
