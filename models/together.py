@@ -17,6 +17,8 @@ from dubito.models.normals import counted
 from dubito.models.parameters import alike
 from dubito.models.posterior import Dense, Factored, Operand
 
+LONG = 512  # outputs: layers of more take long to draw, and are mostly the last, so the others do not wait for them
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -180,7 +182,8 @@ def _size(f: InducingFactors) -> tuple[object, ...]:
     more: object = (f.B.shape[1], f.spans) if f.lam else None
     if f.forms_W:
         more = f.shape[1] % 4
-    return *f.q_V.centre.shape, len(f.matheron.p), len(f.matheron.q), more  # type: ignore[union-attr]
+    sides = (*f.q_V.centre.shape, len(f.matheron.p), len(f.matheron.q))  # type: ignore[union-attr]
+    return *sides, more, f.shape[0] > LONG
 
 
 def _stacked(those: Sequence[InducingFactors]) -> dict[str, Tensor]:
