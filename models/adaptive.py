@@ -71,7 +71,7 @@ def answer_each(job: Job, most: Counts, tolerance: Reals) -> tuple[Classified | 
             job.watch.lap("sample")
             sums = job.sums(draws, None if len(left) == job.B else torch.from_numpy(left))
             job.watch.lap("forward")
-            tally.add(left, start, k, sums.double().numpy())
+            tally.add(left, start, k, sums)
             start += k
             drawn[left] = start
             ended = most[left] <= start

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dubito.models.manifest import Calibration, Card, Measure, at_or_below
 from dubito.models.prediction import Prediction
-from dubito.models.uncertainty import Classified, Regressed
+from dubito.models.uncertainty import Classified, Regressed, on_host
 
 Columns = dict[str, NDArray[Any]]  # by name, one row per input
 
@@ -95,7 +95,7 @@ def scores(summary: Classified | Regressed) -> dict[Measure, Tensor]:
 
 
 def _on_host(summary: Classified | Regressed) -> Columns:
-    return {name: tensor.cpu().numpy() for name, tensor in vars(summary).items()}
+    return {name: on_host(tensor) for name, tensor in vars(summary).items()}
 
 
 def _doubts(columns: Columns) -> dict[Measure, NDArray[np.float32]]:

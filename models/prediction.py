@@ -25,9 +25,11 @@ from dubito.models.stopwatch import Stopwatch
 from dubito.models.uncertainty import (
     Classified,
     ClassTally,
+    Reals,
     Regressed,
     ValueTally,
     class_sums,
+    on_host,
     probit,
     value_sums,
     wide,
@@ -44,8 +46,8 @@ class Program(Protocol):
         """Inputs (b, ...) -> (K, b, ...), of the seed's samples from `start` on."""
         ...
 
-    def sums(self, x: Tensor, seed: int, start: int) -> Tensor:
-        """What `sums_of` says of these, on the host."""
+    def sums(self, x: Tensor, seed: int, start: int) -> Reals:
+        """What `sums_of` says of these."""
         ...
 
 
@@ -145,6 +147,11 @@ def predict_closed(
         else:
             summary = probit(f, variance)
         return Prediction(finite(summary), 0, job.seed, None, method="probit")
+
+
+def bucket_of(buckets: Sequence[int], rows: int) -> int:
+    """The size that so many inputs are padded to."""
+    return next((size for size in buckets if size >= rows), rows)
 
 
 def nothing_captured(B: int, K: int) -> None:
@@ -257,7 +264,7 @@ class Job:
         return self.max_rows if at_once == most else at_once * K
 
     def _bucket(self, rows: int) -> int:
-        return next((size for size in self.buckets if size >= rows), rows)
+        return bucket_of(self.buckets, rows)
 
     def outputs(self, draws: Draws, rows: Tensor | None = None) -> Tensor:
         """Logits or means (K, B, ...) of these draws for all of the inputs, or for some of them."""
@@ -271,12 +278,13 @@ class Job:
         x, B = self._padded(rows)
         return self._outputs(x, draws)[:, :B]
 
-    def sums(self, draws: Draws, rows: Tensor | None = None) -> Tensor:
-        """What these draws add up to, for all of the inputs or for some of them, on the host."""
+    def sums(self, draws: Draws, rows: Tensor | None = None) -> Reals:
+        """What these draws add up to, for all of the inputs or for some of them."""
         if draws.captured:
             x, program = self._captured(draws, rows)
             return program.sums(x, self.seed, draws.start)
-        return sums_of(self.network)(self.outputs(draws, rows)).cpu()
+        found: Reals = sums_of(self.network)(self.outputs(draws, rows)).cpu().double().numpy()
+        return found
 
     def _captured(self, draws: Draws, rows: Tensor | None) -> tuple[Tensor, Program]:
         """What takes these inputs, where the draws were left to it."""
@@ -471,7 +479,7 @@ def _check_outputs(network: BayesianNetwork, outputs: Tensor) -> None:
 
 def finite(summary: Classified | Regressed) -> Classified | Regressed:
     answer = summary.probabilities if isinstance(summary, Classified) else summary.mean
-    fine = np.isfinite(answer.cpu().numpy()).all(1)
+    fine = np.isfinite(on_host(answer)).all(1)
     if not fine.all():
         raise PredictionError(
             f"the network's answer to input {int(fine.argmin())} is not finite: its weights or this input are out "

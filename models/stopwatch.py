@@ -13,6 +13,10 @@ class Stopwatch:
         self._last = time.perf_counter()
         self.seconds: dict[str, float] = {}  # by stage
 
+    def go_on(self) -> None:
+        """The time since the last lap was spent on something else."""
+        self._last = time.perf_counter()
+
     def lap(self, stage: str, wait: bool = False) -> None:
         """What a GPU was told to do belongs to the first lap that waits for it."""
         if wait and self._device.type == "cuda":

@@ -11,14 +11,16 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from queue import SimpleQueue
 from secrets import randbits
+from typing import TypeVar
 
 from dubito.models.prediction import SEED_BITS
-from dubito.service.engine import Answer, Answered, Ask, Broken, joined
+from dubito.service.engine import Answer, Answered, Ask, Broken, Engine, joined
 from dubito.service.pace import Pace
 from dubito.service.problems import Gone, Late, Overloaded
 
 log = logging.getLogger("dubito")
 PATIENCE = 0.05  # seconds from which an answer is slow in coming
+T = TypeVar("T")
 LONGEST_WAIT = 60.0  # seconds that a refused client is told to stay away
 
 
@@ -37,6 +39,32 @@ class Ticket:
     counted: bool = True  # as work to be done
 
 
+class Batch:
+    """Tickets that were taken together."""
+
+    def __init__(self, tickets: list[Ticket]) -> None:
+        self.tickets = tickets
+        self.wanted: list[Ticket] = []  # those of them that reached the device
+        self.answers: Callable[[], list[Answer]] = list
+        self.failed: Exception | None = None  # all of them
+        self.cpu = 0.0  # seconds
+
+    def run(self, part: Callable[[], T]) -> T | None:
+        """A part of the work; where it fails, all do, but for the device itself."""
+        if self.failed is not None:
+            return None
+        began = time.thread_time()
+        try:
+            return part()
+        except Broken:
+            raise
+        except Exception as error:
+            self.failed = error
+            return None
+        finally:
+            self.cpu += time.thread_time() - began
+
+
 class Batcher:
     """One thread that answers, fed by coroutines of one event loop.
 
@@ -46,7 +74,7 @@ class Batcher:
 
     def __init__(
         self,
-        answer: Callable[[Sequence[Ask]], list[Answer]],
+        engine: Engine,
         *,
         max_work: int,
         max_queue: int,
@@ -59,12 +87,12 @@ class Batcher:
 
         `on_batch` is told of each batch: its rows, and the processor time of this thread for it.
         """
-        self.answer, self.max_work, self.max_queue, self.on_batch = answer, max_work, max_queue, on_batch
+        self.engine, self.max_work, self.max_queue, self.on_batch = engine, max_work, max_queue, on_batch
         self.max_rows = sys.maxsize if max_rows is None else max_rows
         self.device = device
         self.queue: deque[Ticket] = deque()
         self.work = self.rows = 0  # that were accepted and are not done: rows times samples, and rows
-        self.running: list[Ticket] = []
+        self.running: list[Ticket] = []  # taken and not yet told of
         self.since: float | None = None  # when the running batch began
         self.pace = Pace()
         self.closing = self.dead = False
@@ -185,19 +213,26 @@ class Batcher:
 
     def _run(self) -> None:
         """The inference thread."""
+        last: Batch | None = None  # through the device, and not yet told of: the next may have it meanwhile
         try:
-            while (batch := self._take()) is not None:
-                if batch:
-                    self._serve(batch)
+            while (tickets := self._take(last is None)) is not None:
+                if tickets:
+                    last = self._serve(Batch(tickets), last)
+                elif last is not None:
+                    self._conclude(last)
+                    last = None
         except BaseException:
             log.critical("the inference loop has died", exc_info=True)
         finally:
             self.dead = True
             self._tell(self._drop_all)
 
-    def _take(self) -> list[Ticket] | None:
-        """What is queued, up to a batch's work and rows, without those that nobody waits for; None at the end."""
-        while not self.queue:
+    def _take(self, patient: bool) -> list[Ticket] | None:
+        """What is queued, up to a batch's work and rows, without those that nobody waits for; None at the end.
+
+        Where it is not patient, nothing may be queued yet.
+        """
+        while patient and not self.queue:
             if self.closing:
                 return None
             self.asleep = True  # first, and then look again: whoever puts something now rings
@@ -215,31 +250,56 @@ class Batcher:
                 ticket.taken = True
                 batch.append(ticket)
                 work, rows = work + ticket.ask.work, rows + ticket.ask.rows
-        self.running = batch
+        self.running += batch
         return batch
 
-    def _serve(self, batch: list[Ticket]) -> None:
-        with self.device:
-            self.since = started = time.monotonic()
-            wanted = [ticket for ticket in batch if not ticket.future.done()]  # the device may have been long in coming
-            answers: list[Answer] = []
-            if wanted:
-                cpu = time.thread_time()
-                try:
-                    answers = self.answer([ticket.ask for ticket in wanted])
-                except Broken:
-                    raise
-                except Exception as error:
-                    answers = [error] * len(wanted)
-                cpu = time.thread_time() - cpu
-        if wanted:
-            ended = time.monotonic()
-            for ticket in wanted:
-                ticket.ended = ended
-            self.pace.add(sum(ticket.ask.work for ticket in wanted), ended - started)
-            self.on_batch(sum(ticket.ask.rows for ticket in wanted), cpu)
-        self.running, self.since = [], None
-        self._tell(lambda: self._deliver(batch, dict(zip(wanted, answers, strict=True))))
+    def _serve(self, batch: Batch, last: Batch | None) -> Batch | None:
+        """The batch goes through the device, and the last one is told of; what is left to be told of is returned."""
+        if not self.device.acquire(blocking=False):
+            if last is not None:  # it need not wait for others
+                self._conclude(last)
+            last = None
+            self.device.acquire()
+        try:
+            left = self._pass(batch, last)
+        finally:
+            self.device.release()
+        if left:
+            return batch
+        self._conclude(batch)
+        return None
+
+    def _pass(self, batch: Batch, last: Batch | None) -> bool:
+        """On the device; whether the answers are left to be made of what it found."""
+        self.since = started = time.monotonic()
+        batch.wanted = [t for t in batch.tickets if not t.future.done()]  # the device may have been long in coming
+        asks = [ticket.ask for ticket in batch.wanted]
+        try:
+            launched = batch.run(lambda: self.engine.launch(asks)) if asks else None
+        finally:
+            if last is not None:
+                self._conclude(last)
+        if launched is not None:
+            batch.run(launched.wait)
+            batch.answers = launched.answers
+        elif asks:
+            found = batch.run(lambda: self.engine.answer(asks))
+            batch.answers = lambda: found or []
+        if asks:
+            self.pace.add(sum(ask.work for ask in asks), time.monotonic() - started)
+        return launched is not None
+
+    def _conclude(self, batch: Batch) -> None:
+        found = batch.run(batch.answers)
+        answers: Sequence[Answer] = [batch.failed] * len(batch.wanted) if batch.failed is not None else found or []
+        ended = time.monotonic()
+        for ticket in batch.wanted:
+            ticket.ended = ended
+        if batch.wanted:
+            self.on_batch(sum(ticket.ask.rows for ticket in batch.wanted), batch.cpu)
+        self.running = self.running[len(batch.tickets) :]
+        self.since = time.monotonic() if self.running else None
+        self._tell(lambda: self._deliver(batch.tickets, dict(zip(batch.wanted, answers, strict=True))))
 
     def _deliver(self, batch: list[Ticket], answers: dict[Ticket, Answer]) -> None:
         for ticket in batch:

@@ -19,12 +19,13 @@ from dubito.models.manifest import Predictive
 from dubito.models.model import Model
 from dubito.models.network import Draws, Stock
 from dubito.models.plan import cheapest
-from dubito.models.prediction import Fits, Job, evaluating, nothing_captured, predict, predict_closed
+from dubito.models.prediction import Fits, Job, bucket_of, evaluating, nothing_captured, predict, predict_closed
 from dubito.models.stopwatch import Stopwatch
+from dubito.models.uncertainty import Reals
 from dubito.service.bank import Bank
 from dubito.service.budget import TRIED, Budget, Share, peak_of
 from dubito.service.plans import Memory, Plans
-from dubito.service.programs import Programs, for_gpu
+from dubito.service.programs import Program, Programs, for_gpu
 
 log = logging.getLogger("dubito")
 UNFIT = "input {} holds NaN, infinity or a number too large for float32; expected none."
@@ -126,6 +127,30 @@ class Engine:
                 found |= zip((i for i in members if i not in bad), again, strict=True)
         return [found[i] for i in range(len(asks))]
 
+    def launch(self, asks: Sequence[Ask]) -> "Launched | None":
+        """One captured pass that answers them all, begun; None where there is none, or something is to be said first.
+
+        No other pass may be begun before it was waited for.
+        """
+        first, K = asks[0], asks[0].samples
+        if self.programs is None or K == "auto" or any(ask.samples != K or ask.keep or ask.closed for ask in asks):
+            return None
+        if self.bank is not None or (len(asks) > 1 and any(ask.seed is not None for ask in asks)):
+            return None
+        program = self.programs.at(bucket_of(self.buckets, sum(ask.rows for ask in asks)), K)
+        x = np.concatenate([ask.x for ask in asks])
+        if program is None or _not_finite(x) is not None:
+            return None
+        watch = Stopwatch(self.model.device)
+        job = self._job(torch.from_numpy(x), first.seed, watch, K)
+        try:
+            program.put(job.given)
+            watch.lap("sample")
+            program.go(job.seed, 0)
+        except torch.AcceleratorError as error:
+            raise Broken from error
+        return Launched(self, asks, job, program)
+
     def warm(self, samples: int, device: AbstractContextManager[object]) -> None:
         """Every bucket planned and run once, with draws as a request would have them; raises what a request would.
 
@@ -224,20 +249,23 @@ class Engine:
         watch = Stopwatch(self.model.device)
         if first.closed or first.keep or first.samples == 0 or self.model.factors.normals == 0:
             return self._repeatable(asks, x, watch)
+        most = max(ask.most for ask in asks)
+        ahead = self.bank.take(most) if self.bank is not None and first.seed is None else None
+        if ahead is None:
+            return self.conclude(asks, self._job(x, first.seed, watch, most))
+        return self.conclude(asks, self._job(x, ahead.seed, watch, most, ahead.stock))
+
+    def conclude(self, asks: Sequence[Ask], job: Job) -> list[Answered]:
+        """Drawn and summed up."""
         most = [ask.most for ask in asks for _ in range(ask.rows)]
         settle = [ask.tolerance if ask.samples == "auto" else 0.0 for ask in asks for _ in range(ask.rows)]
-        ahead = self.bank.take(max(most)) if self.bank is not None and first.seed is None else None
-        if ahead is None:
-            job = self._job(x, first.seed, watch, max(most))
-        else:
-            job = self._job(x, ahead.seed, watch, max(most), ahead.stock)
         summary, drawn = answer_each(job, np.array(most), np.array(settle))
         taken: list[int] = drawn.tolist()
         rules: list[Rule] = []
         for ask in asks:
             given = (ask.tolerance, ask.max_samples) if ask.samples == "auto" else (None, None)
             rules += [self.rulebook.rule(K, *given) for K in taken[len(rules) : len(rules) + ask.rows]]
-        return self._apart(asks, columns_of(summary, rules), rules, taken, job.seed, watch)
+        return self._apart(asks, columns_of(summary, rules), rules, taken, job.seed, job.watch)
 
     def _repeatable(self, asks: list[Ask], x: Tensor, watch: Stopwatch) -> list[Answered]:
         """Passes that every request of the group asks for alike."""
@@ -258,7 +286,7 @@ class Engine:
 
     def _apart(
         self,
-        asks: list[Ask],
+        asks: Sequence[Ask],
         columns: Columns,
         rules: list[Rule],
         drawn: list[int],
@@ -308,6 +336,42 @@ class Engine:
     @property
     def _fits(self) -> Fits | None:
         return self.share.fits if self.share.limited else None
+
+
+class Launched:
+    """Requests on the device. Once that was waited for, it is free for others; then come the answers."""
+
+    def __init__(self, engine: Engine, asks: Sequence[Ask], job: Job, program: Program) -> None:
+        self.engine, self.asks, self.job, self.program = engine, asks, job, program
+        self.found: list[Answer] | None = None
+
+    def wait(self) -> None:
+        try:
+            sums = self.program.fetch()[: self.job.B]
+        except torch.AcceleratorError as error:
+            raise Broken from error
+        self.job.watch.lap("forward")
+        if np.isfinite(sums).all():
+            self.job = replace(self.job, captured=lambda B, K: Fetched(sums))
+        else:  # whose fault it is, is seen when each is asked for alone
+            self.found = self.engine.answer(self.asks)
+
+    def answers(self) -> list[Answer]:
+        self.job.watch.go_on()
+        return list(self.engine.conclude(self.asks, self.job)) if self.found is None else self.found
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A pass that has been."""
+
+    known: Reals
+
+    def sums(self, x: Tensor, seed: int, start: int) -> Reals:
+        return self.known
+
+    def outputs(self, x: Tensor, seed: int, start: int) -> Tensor:
+        raise NotImplementedError
 
 
 def _not_finite(x: NDArray[np.float32]) -> int | None:

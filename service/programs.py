@@ -16,6 +16,7 @@ from dubito.models.normals import counted
 from dubito.models.plan import Plan
 from dubito.models.prediction import Job, evaluating, foldable, sums_of
 from dubito.models.together import gather
+from dubito.models.uncertainty import Reals
 from dubito.service.fusion import Unit, fuse
 
 log = logging.getLogger("dubito")
@@ -95,12 +96,10 @@ class Program:
         self.put(x)
         return self.go(seed, start)[:, : len(x)].clone()
 
-    def sums(self, x: Tensor, seed: int, start: int) -> Tensor:
+    def sums(self, x: Tensor, seed: int, start: int) -> Reals:
         self.put(x)
         self.go(seed, start)
-        self._wait()
-        assert self._sums is not None
-        return self._sums[: len(x)].clone()
+        return self.fetch()[: len(x)]
 
     def put(self, x: Tensor) -> None:
         """These are the inputs from now on; rows that are left over are like the first."""
@@ -108,8 +107,14 @@ class Program:
         self._host_x[: len(x)] = x.to("cpu", self._x.dtype).numpy()
         self._host_x[len(x) :] = self._host_x[:1]
 
+    def fetch(self) -> Reals:
+        """What the outputs of the last `go` add up to, once they are there."""
+        self._wait()
+        assert self._sums is not None
+        return self._sums.numpy().copy()
+
     def go(self, seed: int, start: int) -> Tensor:
-        """The outputs of the inputs that were put there, until the next."""
+        """Begins; gives the outputs of the inputs that were put there, which are there until the next."""
         self._wait()
         self._host_key[:] = seed, start
         self._idle = False

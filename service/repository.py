@@ -186,7 +186,7 @@ class Repository:
             self.failed.discard((name, source.version))
             series = self.metrics.of(name)
             batcher = Batcher(
-                engine.answer,
+                engine,
                 max_work=self.settings.batch_work,
                 max_queue=self.settings.queue_work,
                 max_rows=engine.most_rows,

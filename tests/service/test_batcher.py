@@ -105,7 +105,7 @@ def in_loop(body: Callable[[Batcher], Awaitable[None]], model: Model, **limits: 
         given = {"max_work": 1000, "max_queue": 10_000, **limits}
         engine, device = Engine(model, BUCKETS), threading.Lock()
         batcher = Batcher(
-            engine.answer,
+            engine,
             max_work=given["max_work"],
             max_queue=given["max_queue"],
             max_rows=given.get("max_rows"),

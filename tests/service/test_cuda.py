@@ -1,15 +1,20 @@
 """The engine on a GPU; skipped, aloud, where there is none."""
 
+import asyncio
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from dubito.models import bayesianize, build, load, save
 from dubito.models.embedded import embedded
+from dubito.models.errors import PredictionError
 from dubito.models.geometry import How
 from dubito.models.inducing import Noise
 from dubito.models.manifest import Card, Input
@@ -19,7 +24,8 @@ from dubito.models.normals import Normals
 from dubito.models.plan import cheapest
 from dubito.models.prediction import evaluating
 from dubito.models.resident import reside
-from dubito.service.engine import Answered, Ask, Engine
+from dubito.service.batcher import Batcher
+from dubito.service.engine import Answer, Answered, Ask, Engine
 from dubito.service.fusion import Unit
 from dubito.service.plans import kernel_ways
 from dubito.service.programs import for_gpu
@@ -115,6 +121,75 @@ def test_predictions_by_kernels_are_those_of_the_papers_rule(
             found = model.network.go(inputs, replace(run, plan=plan)).float().cpu()
             for a, b in zip(agreement.statistics(found), theirs, strict=True):
                 agreement.agree(a, b)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    model = kept(tmp_path_factory.mktemp("cuda") / "m.safetensors", "ffg-u", 0.0)
+    made = Engine(reside(model, CUDA, torch.bfloat16), (1, 4), None, 0.0)
+    made.warm(8, nullcontext())
+    return made
+
+
+def asked(rows: int, seed: int | None, K: int = 8, size: float = 1.0) -> Ask:
+    rng = np.random.default_rng(rows)
+    return Ask(size * rng.standard_normal((rows, *SHAPE), dtype=np.float32), K, seed, K, 0.05)
+
+
+def probabilities(answer: Answer) -> NDArray[Any]:
+    assert isinstance(answer, Answered), answer
+    return answer.columns["probabilities"]
+
+
+def test_a_launched_pass_answers_the_same_while_the_next_one_runs(engine: Engine) -> None:
+    asks = [asked(rows, seed) for seed, rows in enumerate((1, 3, 4, 2))]
+    launched, found = [], list[NDArray[Any]]()
+    for ask in asks:
+        launched.append(engine.launch([ask]))
+        if len(launched) > 1:
+            found += map(probabilities, launched[-2].answers())  # type: ignore[union-attr]
+        launched[-1].wait()  # type: ignore[union-attr]
+    found += map(probabilities, launched[-1].answers())  # type: ignore[union-attr]
+    for ask, mine in zip(asks, found, strict=True):
+        assert np.array_equal(mine, probabilities(engine.answer([ask])[0]))
+
+
+def test_what_is_not_launched(engine: Engine) -> None:
+    assert engine.launch([asked(1, 3), asked(1, None)]) is None  # the one with a seed is to be alone
+    assert engine.launch([asked(1, None), asked(1, None, 7)]) is None
+    assert engine.launch([asked(5, None)]) is None
+    assert engine.launch([asked(1, None, size=np.nan)]) is None
+
+
+def test_one_that_overflows_hurts_no_other(engine: Engine) -> None:
+    large = replace(asked(2, None), x=np.full((2, *SHAPE), 3e38, np.float32))
+    asks = [asked(1, None), large, asked(1, None)]
+    launched = engine.launch(asks)
+    assert launched is not None
+    launched.wait()
+    good, bad, other = launched.answers()
+    assert isinstance(bad, PredictionError)
+    assert probabilities(good).shape == probabilities(other).shape == (1, 10)
+
+
+def test_many_through_the_batcher(engine: Engine) -> None:
+    asks = [asked(1 + i % 4, i if i % 3 else None, 8 if i % 5 else 3) for i in range(60)]
+
+    async def go() -> list[Answered]:
+        limits = {"max_work": 1000, "max_queue": 100_000, "max_rows": engine.most_rows}
+        batcher = Batcher(engine, device=threading.Lock(), **limits)  # type: ignore[arg-type]
+        try:
+            return await asyncio.gather(*(batcher.answered(batcher.put(ask, 60)) for ask in asks))
+        finally:
+            await batcher.close()
+
+    for ask, found in zip(asks, asyncio.run(go()), strict=True):
+        assert len(probabilities(found)) == ask.rows
+        (alone,) = engine.answer([replace(ask, seed=found.seed)])
+        tolerance = (
+            0 if ask.seed is not None else 0.02
+        )  # one without a seed may have been padded, or planned, otherwise
+        np.testing.assert_allclose(probabilities(found), probabilities(alone), atol=tolerance)
 
 
 class Waits(torch.nn.Module):
