@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -197,7 +198,7 @@ def ours(engine: Engine, x: Tensor, K: int) -> Callable[[], Tensor]:
     for start, k in parts_of(engine, len(x), K):
         program = engine.programs.at(len(x), k)
         assert program is not None
-        program.put(x)
+        program.put([x.float().cpu().numpy()])
         parts.append((program, start))
 
     def run() -> Tensor:
@@ -330,43 +331,67 @@ def main() -> None:
             if not args.no_rule:
                 told += f"; the rule within {check_rule(networks[case], net):.1f} standard errors of ours"
             print(told, flush=True)
-        for M, B in ((M, B) for M in args.inducing for B in args.batches):
+        for B in args.batches:
             x = torch.randn(B, *SHAPE, device=DEVICE, dtype=HALF).contiguous(memory_format=torch.channels_last)
             with torch.inference_mode():
-                engines = {k: engine_of(models[M, k], B, args.samples, memory, args.plan_seconds) for k in args.noise}
-                errors = [check(engines[k], networks[M, k], wide[M, k], x, args.samples[0]) for k in args.noise]
+                engines = {case: engine_of(m, B, args.samples, memory, args.plan_seconds) for case, m in models.items()}
+                errors = {c: check(e, networks[c], wide[c], x, args.samples[0]) for c, e in engines.items()}
             for K in args.samples:
                 with torch.inference_mode():
                     runs = {"one pass": ensemble.one(x), **ensemble.ways(x, K)}
-                    runs |= {f"ours, {kind}": ours(engine, x, K) for kind, engine in engines.items()}
+                    same = list(runs)
+                    runs |= {ours_of(case): ours(engine, x, K) for case, engine in engines.items()}
                     found = median_ms(runs, args.rounds)
-                    peaks = {f"ours, {kind}": peak_of_ours(engine, x, K) for kind, engine in engines.items()}
+                    peaks = {ours_of(case): peak_of_ours(engine, x, K) for case, engine in engines.items()}
                     peaks["ensemble"] = peak_of(ensemble.loop(x, K, compiled=True), DEVICE) / 1e6
-                    if not args.no_rule:
+                    for M in () if args.no_rule else args.inducing:
                         rule = by_rule(networks[M, args.noise[-1]], half, x, 1)
-                        found["rule"] = K * median_ms({"rule": rule}, 2)["rule"]
-                        peaks["rule"] = peak_of(rule, DEVICE) / 1e6
-                best = min(found[name] for name in found if name.startswith("ensemble"))
-                plans = {kind: dict(engine.plans.at(B, USUAL)) for kind, engine in engines.items()}
-                cell = {"network": architecture, "M": M, "K": K, "B": B, "ms": found, "best ensemble": best}
-                cell |= {"peak MB": peaks, "errors": errors, "plans": plans}
-                cell["resident"] = {kind: shares[M, kind] for kind in args.noise}
-                if args.json is not None:
-                    with args.json.open("a") as file:
-                        file.write(json.dumps(cell) + "\n")
-                ratios = {kind: found[f"ours, {kind}"] for kind in args.noise}
-                cells = [text for kind in ("0", "+") for text in _pair(ratios.get(kind), best)]
-                rule_ms = f"{found['rule']:.0f}" if "rule" in found else ""
-                row = (architecture, M, K, B, f"{found['one pass']:.3f}", f"{best:.2f}", rule_ms, *cells)
-                mine, theirs = max(v for n, v in peaks.items() if n.startswith("ours")), peaks["ensemble"]
-                row = (*row, f"{mine:.0f}, {theirs:.0f}", f"{max(errors):.3f}")
-                table.add_row(*map(str, row))
-                print(*row, flush=True)
+                        found[f"rule, {M}"] = K * median_ms({"rule": rule}, 2)["rule"]
+                        peaks[f"rule, {M}"] = peak_of(rule, DEVICE) / 1e6
+                for M in args.inducing:
+                    cell = {"network": architecture, "M": M, "K": K, "B": B}
+                    cell["ms"] = {name: found[name] for name in same} | _own(found, M, args.noise)
+                    cell["best ensemble"] = min(found[name] for name in same if name.startswith("ensemble"))
+                    cell["peak MB"] = {"ensemble": peaks["ensemble"]} | _own(peaks, M, args.noise)
+                    cell["errors"] = [errors[M, kind] for kind in args.noise]
+                    cell["plans"] = {kind: dict(engines[M, kind].plans.at(B, USUAL)) for kind in args.noise}
+                    cell["resident"] = {kind: shares[M, kind] for kind in args.noise}
+                    if args.json is not None:
+                        with args.json.open("a") as file:
+                            file.write(json.dumps(cell) + "\n")
+                    row = _row(cell)
+                    table.add_row(*row)
+                    print(*row, flush=True)
                 del runs
             del engines
             torch.cuda.empty_cache()
     Console(width=180).print(table)
     print(machine(), torch.cuda.get_device_name(), sep=", ")
+
+
+def ours_of(case: tuple[int, str]) -> str:
+    return f"ours, {case[1]}, {case[0]}"
+
+
+def _own(values: dict[str, float], M: int, kinds: Sequence[str]) -> dict[str, float]:
+    """Those of one M, by names that do not say it."""
+    mine = {f"ours, {kind}": values[ours_of((M, kind))] for kind in kinds}
+    return mine | ({"rule": values[f"rule, {M}"]} if f"rule, {M}" in values else {})
+
+
+def _row(cell: dict[str, Any]) -> tuple[str, ...]:
+    ms, best, peaks = cell["ms"], cell["best ensemble"], cell["peak MB"]
+    pairs = [text for kind in ("0", "+") for text in _pair(ms.get(f"ours, {kind}"), best)]
+    mine = max(value for name, value in peaks.items() if name.startswith("ours"))
+    return (
+        *(str(cell[name]) for name in ("network", "M", "K", "B")),
+        f"{ms['one pass']:.3f}",
+        f"{best:.2f}",
+        f"{ms['rule']:.0f}" if "rule" in ms else "",
+        *pairs,
+        f"{mine:.0f}, {peaks['ensemble']:.0f}",
+        f"{max(cell['errors']):.3f}",
+    )
 
 
 def _pair(ms: float | None, best: float) -> tuple[str, str]:

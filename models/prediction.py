@@ -198,7 +198,7 @@ class Job:
         fits: Fits | None = None,
     ) -> "Job":
         """`finite`: the inputs are known to be, and the network to be as its factors say; to look again takes time."""
-        seed = _seed(seed)
+        seed = seed_of(seed)
         x, device, dtype = _checked(network, factors, x, finite)
         one = cheapest(factors) if plan is None else plan
         planner = one if callable(one) else lambda B, K: one
@@ -386,7 +386,8 @@ def _samples(factors: NetworkFactors, samples: int) -> tuple[int, bool]:
     return samples, True
 
 
-def _seed(seed: int | None) -> int:
+def seed_of(seed: int | None) -> int:
+    """As it was given; a fresh one where it was not."""
     if seed is None:
         return secrets.randbits(SEED_BITS)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:

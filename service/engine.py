@@ -19,7 +19,16 @@ from dubito.models.manifest import Predictive
 from dubito.models.model import Model
 from dubito.models.network import Draws, Stock
 from dubito.models.plan import cheapest
-from dubito.models.prediction import Fits, Job, bucket_of, evaluating, nothing_captured, predict, predict_closed
+from dubito.models.prediction import (
+    Fits,
+    Job,
+    bucket_of,
+    evaluating,
+    nothing_captured,
+    predict,
+    predict_closed,
+    seed_of,
+)
 from dubito.models.stopwatch import Stopwatch
 from dubito.models.uncertainty import Reals
 from dubito.service.bank import Bank
@@ -138,18 +147,18 @@ class Engine:
         if self.bank is not None or (len(asks) > 1 and any(ask.seed is not None for ask in asks)):
             return None
         program = self.programs.at(bucket_of(self.buckets, sum(ask.rows for ask in asks)), K)
-        x = np.concatenate([ask.x for ask in asks])
-        if program is None or _not_finite(x) is not None:
+        if program is None:
             return None
-        watch = Stopwatch(self.model.device)
-        job = self._job(torch.from_numpy(x), first.seed, watch, K)
+        watch, seed = Stopwatch(self.model.device), seed_of(first.seed)
         try:
-            program.put(job.given)
+            x = program.put([ask.x for ask in asks])
+            if _not_finite(x) is not None:
+                return None
             watch.lap("sample")
-            program.go(job.seed, 0)
+            program.go(seed, 0)
         except torch.AcceleratorError as error:
             raise Broken from error
-        return Launched(self, asks, job, program)
+        return Launched(self, asks, self._job(torch.from_numpy(x), seed, watch, K), program)
 
     def warm(self, samples: int, device: AbstractContextManager[object]) -> None:
         """Every bucket planned and run once, with draws as a request would have them; raises what a request would.
@@ -377,8 +386,9 @@ class Fetched:
 def _not_finite(x: NDArray[np.float32]) -> int | None:
     """The first such row."""
     flat = x.reshape(-1)
-    if math.isfinite(flat.dot(flat)):  # one pass; too large a sum tells nothing yet
-        return None
+    with np.errstate(over="ignore"):
+        if math.isfinite(flat.dot(flat)):  # one pass; too large a sum tells nothing yet
+            return None
     finite = np.isfinite(x).reshape(len(x), -1).all(1)
     return None if finite.all() else int(finite.argmin())
 

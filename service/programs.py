@@ -1,11 +1,14 @@
 """Passes captured as CUDA graphs: one launch draws the weights of K samples and runs the network on B inputs."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dubito.models.geometry import Conv
@@ -16,7 +19,7 @@ from dubito.models.normals import counted
 from dubito.models.plan import Plan
 from dubito.models.prediction import Job, evaluating, foldable, sums_of
 from dubito.models.together import gather
-from dubito.models.uncertainty import Reals
+from dubito.models.uncertainty import Reals, on_host
 from dubito.service.fusion import Unit, fuse
 
 log = logging.getLogger("dubito")
@@ -93,19 +96,24 @@ class Program:
             self._outputs = once()
 
     def outputs(self, x: Tensor, seed: int, start: int) -> Tensor:
-        self.put(x)
+        self.put([self._numbers(x)])
         return self.go(seed, start)[:, : len(x)].clone()
 
     def sums(self, x: Tensor, seed: int, start: int) -> Reals:
-        self.put(x)
+        self.put([self._numbers(x)])
         self.go(seed, start)
         return self.fetch()[: len(x)]
 
-    def put(self, x: Tensor) -> None:
+    def _numbers(self, x: Tensor) -> NDArray[Any]:
+        return on_host(x.to(dtype=self._x.dtype))
+
+    def put(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """These are the inputs from now on; rows that are left over are like the first."""
         self._wait()
-        self._host_x[: len(x)] = x.to("cpu", self._x.dtype).numpy()
-        self._host_x[len(x) :] = self._host_x[:1]
+        B = sum(map(len, parts))
+        np.concatenate(parts, out=self._host_x[:B])
+        self._host_x[B:] = self._host_x[:1]
+        return self._host_x[:B]
 
     def fetch(self) -> Reals:
         """What the outputs of the last `go` add up to, once they are there."""
