@@ -311,6 +311,8 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU here; this benchmark measures one.")
+    torch._dynamo.config.recompile_limit = 64  # each network and batch is a program of its own; and none is left out:
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     memory = Memory(None, DEVICE)
     table = Table(title="median ms of K samples of B inputs, bfloat16, drawing included")
     for column in COLUMNS:
