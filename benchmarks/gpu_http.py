@@ -39,6 +39,7 @@ from dubito.service.metrics import STAGES
 from dubito.service.plans import Memory, plan_file
 from dubito.service.settings import Settings
 
+CONNECTIONS = 64
 STAGE = re.compile(r'dubito_stage_seconds_sum{.*stage="(\w+)"} (\S+)')
 
 
@@ -96,6 +97,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", type=int, default=4, help="processes that ask")
     args = parser.parse_args()
+    if args.clients < 1 or CONNECTIONS % args.clients:
+        raise SystemExit(f"{args.clients} clients cannot share {CONNECTIONS} connections alike; take 1, 2, 4, 8 or 16.")
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU here; this benchmark measures one.")
     spawn = multiprocessing.get_context("spawn")
@@ -112,7 +115,7 @@ def main() -> None:
         buckets = [size for size in Settings().buckets if size < args.full] + [args.full]
         command += ["--set", f"buckets={','.join(map(str, buckets))}", "--set", "log_level=warning"]
         with running(command, Path(folder) / "server.log", "/readyz") as server:
-            for connections, rows in [(1, 1), *((64, rows) for rows in args.rows)]:
+            for connections, rows in [(1, 1), *((CONNECTIONS, rows) for rows in args.rows)]:
                 x = np.random.default_rng(0).standard_normal((rows, *SHAPE), dtype=np.float32)
                 target = post(server.url, "/v2/models/net/infer", *infer_body(x, {}))
                 busy = most / rows if connections > 1 else 1000 / (device[1] + 1)

@@ -222,9 +222,12 @@ def check(engine: Engine, network: BayesianNetwork, factors: NetworkFactors, x: 
     noise = Normals(7, DEVICE).rows(k, factors.normals)
     with torch.inference_mode():
         expected = network.run(some.float(), factors, Draws(k, noise, 7), cheapest(factors))
-        job = engine._job(x, 7, None, K)
-        once = job.samples_at_once(len(x))
-        found = job.outputs(job.draws(0, min(once, K), len(x)))[:k, : len(some)].float()
+        _, first = parts_of(engine, len(x), K)[0]
+        assert engine.programs is not None
+        program = engine.programs.at(len(x), first)
+        assert program is not None
+        program.put([x.float().cpu().numpy()])
+        found = program.go(7, 0)[:k, : len(some)].float()
     return float((found - expected[: len(found)]).norm() / expected.norm())
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from dubito.models.errors import InputError
 from dubito.models.network import BayesianNetwork, NetworkFactors
 from dubito.models.plan import Plan
-from dubito.models.prediction import MAX_SAMPLES, Job, Prediction, Settled, evaluating, finite, predict, tally_for
+from dubito.models.prediction import MAX_SAMPLES, Job, Prediction, Settled, evaluating, finite, predict, units_of
 from dubito.models.uncertainty import Classified, Reals, Regressed, ValueTally, classified
 
 TOLERANCE = 0.05
@@ -58,8 +58,8 @@ def answer_each(job: Job, most: Counts, tolerance: Reals) -> tuple[Classified | 
     the draws that each input took. The device adds up the draws of a pass; all the rest is the host's, and by numpy,
     since it is about few numbers.
     """
-    answers = tally_for(job.network)
-    tally = _Values(answers, job.B) if isinstance(answers, ValueTally) else _Classes(job.B)
+    units = units_of(job.network)
+    tally = _Classes(job.B) if units is None else _Values(units, job.B)
     drawn, left, start = np.zeros_like(most), np.arange(job.B), 0
     with evaluating(job.network), torch.inference_mode():
         while len(left):
@@ -114,7 +114,7 @@ class _Values:
     """Mean and sum of squares about it, each input's its own, chunk added to chunk without cancellation."""
 
     def __init__(self, units: ValueTally, B: int) -> None:
-        self.units, self.B = units.to(torch.device("cpu")), B
+        self.units, self.B = units, B
         self.mean = self.M2 = np.zeros((B, 0))
 
     def add(self, rows: Counts, before: int, k: int, sums: Reals) -> None:

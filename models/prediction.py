@@ -42,12 +42,8 @@ Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K samples do
 class Program(Protocol):
     """A pass of B inputs and K samples, captured with what adds its samples up. It takes up to B inputs, anywhere."""
 
-    def outputs(self, x: Tensor, seed: int, start: int) -> Tensor:
-        """Inputs (b, ...) -> (K, b, ...), of the seed's samples from `start` on."""
-        ...
-
     def sums(self, x: Tensor, seed: int, start: int) -> Reals:
-        """What `sums_of` says of these."""
+        """What `sums_of` says of the seed's samples from `start` on."""
         ...
 
 
@@ -267,31 +263,23 @@ class Job:
         return bucket_of(self.buckets, rows)
 
     def outputs(self, draws: Draws, rows: Tensor | None = None) -> Tensor:
-        """Logits or means (K, B, ...) of these draws for all of the inputs, or for some of them."""
+        """Logits or means (K, B, ...) of these draws, which no captured pass makes, for all of the inputs or some."""
         if draws.noise is not None and self._linear is not None and self.factors.subnetwork is not None:
             f, J = self._linear if rows is None else (t[rows] for t in self._linear)
             moves = self.factors.subnetwork.draw(draws.noise)
             return (f + torch.einsum("bcs,ks->kbc", J, moves.to(J.dtype))) / self.temperature
-        if draws.captured:
-            x, program = self._captured(draws, rows)
-            return program.outputs(x, self.seed, draws.start)
         x, B = self._padded(rows)
         return self._outputs(x, draws)[:, :B]
 
     def sums(self, draws: Draws, rows: Tensor | None = None) -> Reals:
         """What these draws add up to, for all of the inputs or for some of them."""
         if draws.captured:
-            x, program = self._captured(draws, rows)
+            x = self.given if rows is None else self.given[rows.to(self.given.device)]
+            program = self.captured(self._bucket(len(x)), draws.K)
+            assert program is not None
             return program.sums(x, self.seed, draws.start)
         found: Reals = sums_of(self.network)(self.outputs(draws, rows)).cpu().double().numpy()
         return found
-
-    def _captured(self, draws: Draws, rows: Tensor | None) -> tuple[Tensor, Program]:
-        """What takes these inputs, where the draws were left to it."""
-        x = self.given if rows is None else self.given[rows.to(self.given.device)]
-        program = self.captured(self._bucket(len(x)), draws.K)
-        assert program is not None
-        return x, program
 
     def _padded(self, rows: Tensor | None) -> tuple[Tensor, int]:
         """Inputs up to the next bucket, and how many of them are meant."""
@@ -502,6 +490,22 @@ def tally_for(network: BayesianNetwork) -> ClassTally | ValueTally:
     noise = network.noise()
     shift, scale = (torch.tensor(v, device=noise.device) for v in (network.task.shift, network.task.scale))
     return ValueTally(noise.detach(), shift, scale)
+
+
+_units: WeakKeyDictionary[nn.Module, ValueTally] = WeakKeyDictionary()
+
+
+def units_of(network: BayesianNetwork) -> ValueTally | None:
+    """Of a regression, on the host. Looked up once where the network is only used: its device may be busy."""
+    if network.task.kind == "classification":
+        return None
+    if network not in _units:
+        tally = tally_for(network)
+        assert isinstance(tally, ValueTally)
+        if network not in _only_used:
+            return tally.to(torch.device("cpu"))
+        _units[network] = tally.to(torch.device("cpu"))
+    return _units[network]
 
 
 _busy: WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = WeakKeyDictionary()

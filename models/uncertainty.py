@@ -48,7 +48,7 @@ def entropy(log_p: Tensor) -> Tensor:
 
 def classified(p: Reals, expected: Reals) -> Classified:
     """From means over draws: probabilities (B, C) and entropies (B,). By numpy: of few numbers it is soon done."""
-    total = -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1)
+    total = 0.0 - (p * np.log(np.where(p > 0, p, 1.0))).sum(-1)  # not −0
     knowledge = total - expected  # ≥ 0 by Jensen, but for rounding
     knowledge[knowledge < ROUNDING] = 0.0
     return Classified(*(torch.from_numpy(a.astype(np.float32)) for a in (p, total, expected, knowledge)))

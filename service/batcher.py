@@ -78,22 +78,21 @@ class Batcher:
         *,
         max_work: int,
         max_queue: int,
-        max_rows: int | None = None,
         device: threading.Lock,
         on_batch: Callable[[int, float], None] = lambda rows, cpu: None,
     ) -> None:
-        """A batch has at most `max_work`, rows times samples, and `max_rows`; more is not queued than `max_queue`.
-        `device` is held while answering: models that share a device take turns.
+        """A batch has at most `max_work`, rows times samples, and no more rows than the engine likes together; more is
+        not queued than `max_queue`. `device` is held while it is used: models that share a device take turns.
 
         `on_batch` is told of each batch: its rows, and the processor time of this thread for it.
         """
         self.engine, self.max_work, self.max_queue, self.on_batch = engine, max_work, max_queue, on_batch
-        self.max_rows = sys.maxsize if max_rows is None else max_rows
+        self.max_rows = sys.maxsize  # of a batch of such requests as came last
         self.device = device
         self.queue: deque[Ticket] = deque()
         self.work = self.rows = 0  # that were accepted and are not done: rows times samples, and rows
         self.running: list[Ticket] = []  # taken and not yet told of
-        self.since: float | None = None  # when the running batch began
+        self.since: float | None = None  # when the device began with the running batch, or was last seen to get on
         self.pace = Pace()
         self.closing = self.dead = False
         self.asleep = False  # the thread, until the bell is rung
@@ -132,6 +131,7 @@ class Batcher:
         `slow` is called where the answer is not there after a while.
         """
         self.check_room(ask.work, seconds)
+        self.max_rows = self.engine.most_rows(ask)
         whole = ask.rows == 1 or (ask.work <= self.max_work and ask.rows <= self.max_rows)
         asks = [ask] if whole else self._parts(ask)
         tickets = [self._ticket(part, seconds, slow if part is asks[0] else None) for part in asks]
@@ -240,10 +240,11 @@ class Batcher:
                 self.bell.get()
             self.asleep = False
         batch: list[Ticket] = []
-        work = rows = 0
+        work, rows, most = 0, 0, sys.maxsize
         while self.queue:
             ask = self.queue[0].ask
-            if batch and (work + ask.work > self.max_work or rows + ask.rows > self.max_rows):
+            most = min(most, self.engine.most_rows(ask))
+            if batch and (work + ask.work > self.max_work or rows + ask.rows > most):
                 break
             ticket = self.queue.popleft()
             if not ticket.future.done():  # else nobody waits for it any more
@@ -279,6 +280,7 @@ class Batcher:
         finally:
             if last is not None:
                 self._conclude(last)
+                self.since = time.monotonic()
         if launched is not None:
             batch.run(launched.wait)
             batch.answers = launched.answers
@@ -298,7 +300,7 @@ class Batcher:
         if batch.wanted:
             self.on_batch(sum(ticket.ask.rows for ticket in batch.wanted), batch.cpu)
         self.running = self.running[len(batch.tickets) :]
-        self.since = time.monotonic() if self.running else None
+        self.since = None
         self._tell(lambda: self._deliver(batch.tickets, dict(zip(batch.wanted, answers, strict=True))))
 
     def _deliver(self, batch: list[Ticket], answers: dict[Ticket, Answer]) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -113,10 +114,12 @@ class Engine:
         self.rulebook = Rulebook(model.card.calibration)
         self.plans = Plans(cheapest(model.factors), memory or Memory(None, model.device), plan_seconds)
 
-    @property
-    def most_rows(self) -> int | None:
-        """Inputs that are best asked for together: those of the largest captured pass; None: as many as there are."""
-        return None if self.programs is None else max((B for B, _ in self.programs.known), default=None)
+    def most_rows(self, ask: Ask) -> int:
+        """Inputs that are best asked for together: those of the largest captured pass, where such passes answer."""
+        if self.programs is None or self.bank is not None or ask.keep or ask.closed or ask.samples == 0:
+            return sys.maxsize
+        K = CHUNK if ask.samples == "auto" else ask.samples
+        return self.buckets[-1] if self.programs.answers(self.buckets[-1], K) else sys.maxsize
 
     def answer(self, asks: Sequence[Ask]) -> list[Answer]:
         """In order. Requests of one group share a pass; where a group fails, each of its requests is tried alone."""
@@ -141,6 +144,15 @@ class Engine:
 
         No other pass may be begun before it was waited for.
         """
+        try:
+            return self._launch(asks)
+        except torch.AcceleratorError as error:
+            raise Broken from error
+        except Exception as error:  # seen again by whoever asks for it alone
+            log.warning("a batch is not launched", extra={"why": f"{type(error).__name__}: {error}"[:200]})
+            return None
+
+    def _launch(self, asks: Sequence[Ask]) -> "Launched | None":
         first, K = asks[0], asks[0].samples
         if self.programs is None or K == "auto" or any(ask.samples != K or ask.keep or ask.closed for ask in asks):
             return None
@@ -150,14 +162,11 @@ class Engine:
         if program is None:
             return None
         watch, seed = Stopwatch(self.model.device), seed_of(first.seed)
-        try:
-            x = program.put([ask.x for ask in asks])
-            if _not_finite(x) is not None:
-                return None
-            watch.lap("sample")
-            program.go(seed, 0)
-        except torch.AcceleratorError as error:
-            raise Broken from error
+        x = program.put([ask.x for ask in asks])
+        if _not_finite(x) is not None:
+            return None
+        watch.lap("sample")
+        program.go(seed, 0)
         return Launched(self, asks, self._job(torch.from_numpy(x), seed, watch, K), program)
 
     def warm(self, samples: int, device: AbstractContextManager[object]) -> None:
@@ -351,10 +360,12 @@ class Launched:
     """Requests on the device. Once that was waited for, it is free for others; then come the answers."""
 
     def __init__(self, engine: Engine, asks: Sequence[Ask], job: Job, program: Program) -> None:
+        """The job's inputs lie where the next ones will: once it was waited for, only their number may be asked."""
         self.engine, self.asks, self.job, self.program = engine, asks, job, program
         self.found: list[Answer] | None = None
 
     def wait(self) -> None:
+        self.job.watch.go_on()  # what was done meanwhile is counted elsewhere
         try:
             sums = self.program.fetch()[: self.job.B]
         except torch.AcceleratorError as error:
@@ -378,9 +389,6 @@ class Fetched:
 
     def sums(self, x: Tensor, seed: int, start: int) -> Reals:
         return self.known
-
-    def outputs(self, x: Tensor, seed: int, start: int) -> Tensor:
-        raise NotImplementedError
 
 
 def _not_finite(x: NDArray[np.float32]) -> int | None:

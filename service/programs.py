@@ -1,6 +1,7 @@
 """Passes captured as CUDA graphs: one launch draws the weights of K samples and runs the network on B inputs."""
 
 import logging
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -64,12 +65,13 @@ class Program:
     ):
         """`x` (B, ...) stands for inputs of its shape and type."""
         self.device = x.device
-        narrow = x.is_floating_point()  # on the device: it is what takes the least of the host's time
-        self._x = torch.zeros(x.shape, dtype=torch.float32 if narrow else x.dtype, pin_memory=True)
+        wide = torch.float32 if x.is_floating_point() else x.dtype  # made narrow on the device
+        self._x = torch.zeros(x.shape, dtype=wide, pin_memory=True)
         self._key = torch.zeros(2, dtype=torch.int64, pin_memory=True)
         self._host_x, self._host_key = self._x.numpy(), self._key.numpy()
         self._sums: Tensor | None = None
         self._idle = True
+        self._held: weakref.ref[Tensor] | None = None  # the inputs that are there
 
         def once() -> Tensor:
             key = self._key.to(self.device, non_blocking=True)
@@ -95,21 +97,17 @@ class Program:
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self._outputs = once()
 
-    def outputs(self, x: Tensor, seed: int, start: int) -> Tensor:
-        self.put([self._numbers(x)])
-        return self.go(seed, start)[:, : len(x)].clone()
-
     def sums(self, x: Tensor, seed: int, start: int) -> Reals:
-        self.put([self._numbers(x)])
+        if self._held is None or self._held() is not x:  # else these are further samples of the same inputs
+            self.put([on_host(x.to(dtype=self._x.dtype))])
+            self._held = weakref.ref(x)
         self.go(seed, start)
         return self.fetch()[: len(x)]
 
-    def _numbers(self, x: Tensor) -> NDArray[Any]:
-        return on_host(x.to(dtype=self._x.dtype))
-
     def put(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """These are the inputs from now on; rows that are left over are like the first."""
+        """These are the inputs from now on, there until the next; rows that are left over are like the first."""
         self._wait()
+        self._held = None
         B = sum(map(len, parts))
         np.concatenate(parts, out=self._host_x[:B])
         self._host_x[B:] = self._host_x[:1]
@@ -167,3 +165,8 @@ class Programs:
 
     def at(self, B: int, K: int) -> Program | None:
         return self.known.get((B, K))
+
+    def answers(self, B: int, K: int) -> bool:
+        """Whether K samples of B inputs are drawn by captured passes, however many it takes."""
+        most = max((k for b, k in self.known if b == B), default=0)
+        return (B, min(K, most)) in self.known

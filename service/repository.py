@@ -189,7 +189,6 @@ class Repository:
                 engine,
                 max_work=self.settings.batch_work,
                 max_queue=self.settings.queue_work,
-                max_rows=engine.most_rows,
                 device=self.turn,
                 on_batch=series.batch,
             )

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ from dubito.service.settings import Settings
 from dubito.service.wire import Wire
 
 KEEP_ALIVE = 65  # seconds that an idle connection stays: longer than the minute of usual proxies
+SWITCH = 0.0003  # seconds that the event loop keeps the interpreter from the thread that feeds a GPU; usually 5 ms
 log = logging.getLogger("dubito")
 
 
@@ -74,6 +76,8 @@ async def _serve(server: Server, front: Front, listener: socket.socket, say: Cal
         await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()  # what is wrong with a model ends the server before it was ever ready
+            if server.repository is not None and server.repository.device.type == "cuda":
+                sys.setswitchinterval(SWITCH)
             gc.collect()
             gc.freeze()  # what is here now stays: later collections need not look at it
             say(_greeting(server, listener))

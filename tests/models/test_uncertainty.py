@@ -59,6 +59,7 @@ def test_certainty_impossible_classes_and_disagreement() -> None:
     agreed = summarise(torch.tensor([[[0.0, -inf, -inf]]] * 4))
     assert agreed.probabilities.tolist() == [[1.0, 0.0, 0.0]]
     assert float(agreed.entropy) == float(agreed.mutual_information) == 0
+    assert not np.signbit(agreed.entropy.numpy()).any()
     torn = summarise(torch.tensor([[[0.0, -1e4]], [[-1e4, 0.0]]]))  # two draws, each certain of another class
     assert torn.probabilities.tolist() == [[0.5, 0.5]]
     assert float(torn.expected_entropy) == 0

@@ -19,6 +19,7 @@ from dubito.models.model import Model
 from dubito.service.batcher import Batcher
 from dubito.service.engine import Answered, Ask, Engine
 from dubito.service.problems import Gone, Late, Overloaded
+from tests.service.beside import Beside
 
 BUCKETS = (1, 2, 4, 8, 16)
 
@@ -97,18 +98,20 @@ def test_every_bucket_is_warmed(model: Model) -> None:
     assert {size * 20 for size in BUCKETS} <= set(seen)
 
 
-def in_loop(body: Callable[[Batcher], Awaitable[None]], model: Model, **limits: int) -> list[int]:
+def in_loop(
+    body: Callable[[Batcher], Awaitable[None]], model: Model, beside: Beside | None = None, **limits: int
+) -> list[int]:
     """Runs it with a batcher of this model; rows of the batches that went to the device."""
     batches: list[int] = []
 
     async def go() -> None:
         given = {"max_work": 1000, "max_queue": 10_000, **limits}
         engine, device = Engine(model, BUCKETS), threading.Lock()
+        engine.programs = beside
         batcher = Batcher(
             engine,
             max_work=given["max_work"],
             max_queue=given["max_queue"],
-            max_rows=given.get("max_rows"),
             device=device,
             on_batch=lambda rows, cpu: batches.append(rows),
         )
@@ -137,24 +140,102 @@ def test_what_is_queued_goes_together_up_to_a_batch_of_work(model: Model) -> Non
     assert in_loop(body, model, max_work=160) == [1, 8, 8, 4]
 
 
-def test_what_is_queued_goes_together_up_to_a_batch_of_rows(model: Model) -> None:
-    """However little work they are; and a request of more rows goes in parts."""
+def test_no_more_rows_go_together_than_a_captured_pass_takes(model: Model) -> None:
+    """However little work they are, and a request of more rows goes in parts; others are not held to it."""
 
     async def body(batcher: Batcher) -> None:
         batcher.device.acquire()
         first = batcher.put(ask(rows(1), 20), 30)
         while batcher.depth:
             await asyncio.sleep(0.001)
-        tickets = [batcher.put(ask(rows(3, i), 4), 30) for i in range(4)]
-        long = batcher.put(ask(rows(20), 4), 30)
-        assert (batcher.work, batcher.rows, len(long)) == (20 + 48 + 80, 33, 3)
+        tickets = [batcher.put(ask(rows(6, i), 4), 30) for i in range(4)]
+        long = batcher.put(ask(rows(40), 4), 30)
+        free = [batcher.put(ask(rows(40), K), 30) for K in (3, 0)]
+        assert (batcher.work, batcher.rows, len(long)) == (20 + 96 + 160 + 120 + 40, 145, 3)
         batcher.device.release()
-        found = [await batcher.answered(t) for t in (first, *tickets, long)]
-        assert all(same(f, rows(3, i), 4, model) for i, f in enumerate(found[1:-1]))
-        assert same(found[-1], rows(20), 4, model)
+        found = [await batcher.answered(t) for t in (first, *tickets, long, *free)]
+        assert all(same(f, rows(6, i), 4, model) for i, f in enumerate(found[1:5]))
+        assert all(same(f, rows(40), K, model) for f, K in zip(found[5:], (4, 3, 0), strict=True))
         assert (batcher.work, batcher.rows) == (0, 0)
 
-    assert in_loop(body, model, max_rows=8) == [1, 6, 6, 8, 8, 4]
+    assert in_loop(body, model, Beside(model, BUCKETS, (4, 20))) == [1, 12, 12, 16, 16, 8, 80]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.004])
+def test_a_device_beside_the_host_answers_as_the_model_does(model: Model, seconds: float) -> None:
+    """Batches are launched before the last is answered, and read their inputs from where the next will be put."""
+
+    async def body(batcher: Batcher) -> None:
+        asked = [(rows(1 + i % 5, i), (8, 8, 8, 3, "auto", 0)[i % 6], i if i % 7 == 0 else None) for i in range(90)]
+
+        async def one(x: Tensor, K: Any, seed: int | None, i: int) -> Answered:
+            await asyncio.sleep(0.001 * (i % 10))
+            return await batcher.answered(batcher.put(ask(x, K, seed), 30))
+
+        found = await asyncio.gather(*(one(*given, i) for i, given in enumerate(asked)))
+        assert all(same(f, x, K, model) for f, (x, K, _) in zip(found, asked, strict=True))
+        assert (batcher.work, batcher.rows, batcher.running) == (0, 0, [])
+
+    in_loop(body, model, Beside(model, BUCKETS, (8,), seconds), max_work=200)
+
+
+class Turns:
+    """A lock that somebody else has, from a moment on."""
+
+    def __init__(self) -> None:
+        self.mine, self.theirs = threading.Lock(), threading.Event()
+        self.theirs.set()  # not yet
+
+    def acquire(self, blocking: bool = True) -> bool:
+        if not blocking and not self.theirs.is_set():
+            return False
+        self.theirs.wait()
+        return self.mine.acquire()
+
+    def release(self) -> None:
+        self.mine.release()
+
+    def locked(self) -> bool:
+        return False
+
+
+def test_answers_do_not_wait_for_the_next_batch_to_get_the_device(model: Model) -> None:
+    """Nor does it look as if the device were stuck."""
+
+    async def body(batcher: Batcher) -> None:
+        turns = Turns()
+        batcher.device = turns  # type: ignore[assignment]
+        first = batcher.put(ask(rows(1), 8), 30)
+        while not batcher.running:
+            await asyncio.sleep(0.001)
+        second = batcher.put(ask(rows(2), 8), 30)
+        turns.theirs.clear()
+        try:
+            async with asyncio.timeout(10):
+                assert same(await batcher.answered(first), rows(1), 8, model)
+            await asyncio.sleep(0.2)
+            assert not second[0].future.done()
+            assert batcher.alive(0.1)
+        finally:
+            turns.theirs.set()
+        assert same(await batcher.answered(second), rows(2), 8, model)
+
+    assert in_loop(body, model, Beside(model, BUCKETS, (8,), 0.2)) == [1, 2]
+
+
+def test_a_launch_that_fails_is_tried_without(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    beside = Beside(model, BUCKETS, (8,))
+    beside.known[2, 8].put = None  # type: ignore[assignment, method-assign]
+
+    async def body(batcher: Batcher) -> None:
+        found = await batcher.answered(batcher.put(ask(rows(1), 8), 30))
+        assert same(found, rows(1), 8, model)
+        with pytest.raises(TypeError):
+            await batcher.answered(batcher.put(ask(rows(2), 8), 30))
+        assert same(await batcher.answered(batcher.put(ask(rows(2), 3), 30)), rows(2), 3, model)
+
+    in_loop(body, model, beside)
+    assert "a batch is not launched" in caplog.text
 
 
 def test_oversize_requests_go_in_parts_with_one_seed(model: Model) -> None:

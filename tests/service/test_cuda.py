@@ -176,8 +176,7 @@ def test_many_through_the_batcher(engine: Engine) -> None:
     asks = [asked(1 + i % 4, i if i % 3 else None, 8 if i % 5 else 3) for i in range(60)]
 
     async def go() -> list[Answered]:
-        limits = {"max_work": 1000, "max_queue": 100_000, "max_rows": engine.most_rows}
-        batcher = Batcher(engine, device=threading.Lock(), **limits)  # type: ignore[arg-type]
+        batcher = Batcher(engine, max_work=1000, max_queue=100_000, device=threading.Lock())
         try:
             return await asyncio.gather(*(batcher.answered(batcher.put(ask, 60)) for ask in asks))
         finally:
