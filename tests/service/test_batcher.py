@@ -225,7 +225,7 @@ def test_answers_do_not_wait_for_the_next_batch_to_get_the_device(model: Model) 
 
 def test_a_launch_that_fails_is_tried_without(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     beside = Beside(model, BUCKETS, (8,))
-    beside.known[2, 8].put = None  # type: ignore[assignment, method-assign]
+    beside.known[2, 8].put = None
 
     async def body(batcher: Batcher) -> None:
         found = await batcher.answered(batcher.put(ask(rows(1), 8), 30))
