@@ -1,6 +1,7 @@
 """Servers in processes of their own, and the processor time that they have taken."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from socket import create_server
 import httpx
 import psutil
 
+STAGE = re.compile(r'dubito_stage_seconds_sum{.*stage="(\w+)"}')
 LIMIT = 120.0  # seconds to start on a busy machine
 
 
@@ -26,6 +28,13 @@ class Server:
         """Seconds of user and system time, its children's included."""
         times = [one.cpu_times() for one in (self.process, *self.process.children(recursive=True))]
         return sum(t.user + t.system for t in times)
+
+    def metrics(self) -> dict[str, float]:
+        """What it says of itself, for one model: each series by its name, a stage's by the stage's."""
+        lines = httpx.get(self.url + "/metrics").text.splitlines()
+        series = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        told = {name.partition("{")[0]: float(value) for name, _, value in series}
+        return told | {stage[1]: float(value) for name, _, value in series if (stage := STAGE.match(name))}
 
 
 @contextmanager

@@ -11,7 +11,6 @@ milliseconds of the server's stages, inputs of a batch, and processors that the 
 
 import argparse
 import multiprocessing
-import re
 import statistics
 import tempfile
 import time
@@ -19,7 +18,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
-import httpx
 import numpy as np
 import torch
 from rich.console import Console
@@ -40,7 +38,6 @@ from dubito.service.plans import Memory, plan_file
 from dubito.service.settings import Settings
 
 CONNECTIONS = 64
-STAGE = re.compile(r'dubito_stage_seconds_sum{.*stage="(\w+)"} (\S+)')
 
 
 def device_ms(artifact: Path, batches: list[int], K: int) -> dict[int, float]:
@@ -68,14 +65,7 @@ def ask(clients: list[ProcessPoolExecutor], target: Target, requests: int, conne
 
 
 def told_by(server: Server) -> dict[str, float]:
-    """Sums of the server's own figures: seconds by stage, how often, batches, rows."""
-    found = {"cpu": server.cpu(), "wall": time.monotonic()}
-    for line in httpx.get(server.url + "/metrics").text.splitlines():
-        if stage := STAGE.match(line):
-            found[stage[1]] = float(stage[2])
-        elif line.startswith(("dubito_batch_size_sum", "dubito_batch_size_count", "dubito_samples_count")):
-            found[line.partition("{")[0]] = float(line.split()[-1])
-    return found
+    return {**server.metrics(), "cpu": server.cpu(), "wall": time.monotonic()}
 
 
 def between(before: dict[str, float], after: dict[str, float]) -> str:

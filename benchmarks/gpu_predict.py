@@ -47,7 +47,7 @@ from dubito.models.resident import reside
 from dubito.service.budget import peak_of
 from dubito.service.engine import Engine
 from dubito.service.plans import Memory
-from dubito.service.programs import for_gpu
+from dubito.service.programs import Program, for_gpu
 
 SHAPE = (3, 32, 32)
 DEVICE = torch.device("cuda")
@@ -191,15 +191,18 @@ def parts_of(engine: Engine, B: int, K: int) -> list[tuple[int, int]]:
     return [(start, min(once, K - start)) for start in range(0, K, once)]
 
 
+def program_of(engine: Engine, x: Tensor, k: int) -> Program:
+    """The captured pass of k samples, with these inputs where it fetches them."""
+    assert engine.programs is not None
+    program = engine.programs.at(len(x), k)
+    assert program is not None
+    program.put([x.float().cpu().numpy()])
+    return program
+
+
 def ours(engine: Engine, x: Tensor, K: int) -> Callable[[], Tensor]:
     """The captured passes that answer a request, with a new seed each time; they fetch the inputs from the host."""
-    assert engine.programs is not None
-    parts = []
-    for start, k in parts_of(engine, len(x), K):
-        program = engine.programs.at(len(x), k)
-        assert program is not None
-        program.put([x.float().cpu().numpy()])
-        parts.append((program, start))
+    parts = [(program_of(engine, x, k), start) for start, k in parts_of(engine, len(x), K)]
 
     def run() -> Tensor:
         seed = secrets.randbits(48)
@@ -223,11 +226,7 @@ def check(engine: Engine, network: BayesianNetwork, factors: NetworkFactors, x: 
     with torch.inference_mode():
         expected = network.run(some.float(), factors, Draws(k, noise, 7), cheapest(factors))
         _, first = parts_of(engine, len(x), K)[0]
-        assert engine.programs is not None
-        program = engine.programs.at(len(x), first)
-        assert program is not None
-        program.put([x.float().cpu().numpy()])
-        found = program.go(7, 0)[:k, : len(some)].float()
+        found = program_of(engine, x, first).go(7, 0)[:k, : len(some)].float()
     return float((found - expected[: len(found)]).norm() / expected.norm())
 
 

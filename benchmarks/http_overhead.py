@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-import httpx
 import numpy as np
 import orjson
 import torch
@@ -127,8 +126,7 @@ def told_by(rival: Rival) -> tuple[float, ...]:
     names = ("dubito_batch_size_count", "dubito_batch_size_sum", "dubito_engine_cpu_seconds_total")
     if not rival.ours:
         return (0.0, 0.0, 0.0)
-    lines = httpx.get(rival.server.url + "/metrics").text.splitlines()
-    told = {line.partition("{")[0]: float(line.split()[-1]) for line in lines if line.startswith(names)}
+    told = rival.server.metrics()
     return tuple(told[name] for name in names)
 
 

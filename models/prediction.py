@@ -499,13 +499,13 @@ def units_of(network: BayesianNetwork) -> ValueTally | None:
     """Of a regression, on the host. Looked up once where the network is only used: its device may be busy."""
     if network.task.kind == "classification":
         return None
-    if network not in _units:
+    if (known := _units.get(network)) is None:
         tally = tally_for(network)
         assert isinstance(tally, ValueTally)
-        if network not in _only_used:
-            return tally.to(torch.device("cpu"))
-        _units[network] = tally.to(torch.device("cpu"))
-    return _units[network]
+        known = tally.to(torch.device("cpu"))
+        if network in _only_used:
+            _units[network] = known
+    return known
 
 
 _busy: WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = WeakKeyDictionary()

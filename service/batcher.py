@@ -30,6 +30,7 @@ class Ticket:
 
     ask: Ask
     future: "asyncio.Future[Answered]"
+    most: int  # rows that go together with it
     seconds: float  # that it may take
     slow: Callable[[], None] | None  # hears that it takes a while
     timer: asyncio.TimerHandle | None = None  # of the deadline, once that is near or the answer is slow
@@ -157,7 +158,7 @@ class Batcher:
 
     def _ticket(self, ask: Ask, seconds: float, slow: Callable[[], None] | None) -> Ticket:
         """Most are answered before anybody looks, and never get a timer of their own."""
-        ticket = Ticket(ask, self.loop.create_future(), seconds, slow)
+        ticket = Ticket(ask, self.loop.create_future(), self.max_rows, seconds, slow)
         if seconds <= 2 * PATIENCE:
             ticket.timer = self.loop.call_later(max(0.0, seconds), self._expire, ticket)
         else:
@@ -242,11 +243,11 @@ class Batcher:
         batch: list[Ticket] = []
         work, rows, most = 0, 0, sys.maxsize
         while self.queue:
-            ask = self.queue[0].ask
-            most = min(most, self.engine.most_rows(ask))
-            if batch and (work + ask.work > self.max_work or rows + ask.rows > most):
+            ticket = self.queue[0]
+            most = min(most, ticket.most)
+            if batch and (work + ticket.ask.work > self.max_work or rows + ticket.ask.rows > most):
                 break
-            ticket = self.queue.popleft()
+            self.queue.popleft()
             if not ticket.future.done():  # else nobody waits for it any more
                 ticket.taken = True
                 batch.append(ticket)

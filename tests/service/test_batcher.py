@@ -195,9 +195,6 @@ class Turns:
     def release(self) -> None:
         self.mine.release()
 
-    def locked(self) -> bool:
-        return False
-
 
 def test_answers_do_not_wait_for_the_next_batch_to_get_the_device(model: Model) -> None:
     """Nor does it look as if the device were stuck."""

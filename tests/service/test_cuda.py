@@ -185,9 +185,7 @@ def test_many_through_the_batcher(engine: Engine) -> None:
     for ask, found in zip(asks, asyncio.run(go()), strict=True):
         assert len(probabilities(found)) == ask.rows
         (alone,) = engine.answer([replace(ask, seed=found.seed)])
-        tolerance = (
-            0 if ask.seed is not None else 0.02
-        )  # one without a seed may have been padded, or planned, otherwise
+        tolerance = 0 if ask.seed is not None else 0.02  # without one, it may have been padded or planned otherwise
         np.testing.assert_allclose(probabilities(found), probabilities(alone), atol=tolerance)
 
 
