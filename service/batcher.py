@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from queue import SimpleQueue
 from secrets import randbits
 from typing import TypeVar
@@ -20,6 +20,7 @@ from dubito.service.problems import Gone, Late, Overloaded
 
 log = logging.getLogger("dubito")
 PATIENCE = 0.05  # seconds from which an answer is slow in coming
+WORTH = 1.05  # times as many inputs a second, for which some are left to the next batch
 T = TypeVar("T")
 LONGEST_WAIT = 60.0  # seconds that a refused client is told to stay away
 
@@ -139,7 +140,9 @@ class Batcher:
         self.queue.extend(tickets)
         self.work += ask.work
         self.rows += ask.rows
-        if self.asleep and not self.ringing:  # once the loop has put whatever else has come by now
+        if self.asleep and 2 * self.rows >= self.max_rows:
+            self._wake()  # the others will be the next batch: waiting for all, the device would idle in between
+        elif self.asleep and not self.ringing:  # once the loop has put whatever else has come by now
             self.ringing = True
             self.loop.call_soon(self._wake)
         return tickets
@@ -249,11 +252,25 @@ class Batcher:
                 break
             self.queue.popleft()
             if not ticket.future.done():  # else nobody waits for it any more
-                ticket.taken = True
                 batch.append(ticket)
                 work, rows = work + ticket.ask.work, rows + ticket.ask.rows
+        self._leave(batch)
+        for ticket in batch:
+            ticket.taken = True
         self.running += batch
         return batch
+
+    def _leave(self, batch: list[Ticket]) -> None:
+        """The last of them, for the next time, where the others would all but fill a smaller pass, and sooner so."""
+        rates = self.engine.rates(batch[0].ask) if len(batch) > 1 else ()
+        ends = [*accumulate(ticket.ask.rows for ticket in batch)]
+        if not rates or ends[-1] >= len(rates):
+            return
+        best = max(range(len(batch)), key=lambda i: rates[ends[i]])
+        if rates[ends[best]] < WORTH * rates[ends[-1]]:
+            return
+        self.queue.extendleft(reversed(batch[best + 1 :]))
+        del batch[best + 1 :]
 
     def _serve(self, batch: Batch, last: Batch | None) -> Batch | None:
         """The batch goes through the device, and the last one is told of; what is left to be told of is returned."""

@@ -110,16 +110,28 @@ class Engine:
             self.programs = Programs(model.network, model.factors)
         self.share = Budget(None).share() if share is None else share
         self.draws = 0  # of the largest pass so far: samples
+        self.seed = seed_of(None)  # of the next launch that names none
         self.model, self.buckets = model, buckets
         self.rulebook = Rulebook(model.card.calibration)
         self.plans = Plans(cheapest(model.factors), memory or Memory(None, model.device), plan_seconds)
 
     def most_rows(self, ask: Ask) -> int:
         """Inputs that are best asked for together: those of the largest captured pass, where such passes answer."""
-        if self.programs is None or self.bank is not None or ask.keep or ask.closed or ask.samples == 0:
-            return sys.maxsize
         K = CHUNK if ask.samples == "auto" else ask.samples
-        return self.buckets[-1] if self.programs.answers(self.buckets[-1], K) else sys.maxsize
+        programs = self._programs_for(ask)
+        return self.buckets[-1] if programs is not None and programs.answers(self.buckets[-1], K) else sys.maxsize
+
+    def rates(self, ask: Ask) -> Sequence[float]:
+        """Inputs of such requests that are answered in a second where 0, 1, 2 and so on of them go together; as far as
+        that is known."""
+        programs = self._programs_for(ask)
+        if programs is None or ask.samples == "auto" or ask.seed is not None:
+            return ()
+        return programs.rates(ask.samples)
+
+    def _programs_for(self, ask: Ask) -> Programs | None:
+        drawn = ask.samples != 0 and not ask.keep and not ask.closed and self.bank is None
+        return self.programs if drawn else None
 
     def answer(self, asks: Sequence[Ask]) -> list[Answer]:
         """In order. Requests of one group share a pass; where a group fails, each of its requests is tried alone."""
@@ -161,13 +173,13 @@ class Engine:
         program = self.programs.at(bucket_of(self.buckets, sum(ask.rows for ask in asks)), K)
         if program is None:
             return None
-        watch, seed = Stopwatch(self.model.device), seed_of(first.seed)
+        watch, seed = Stopwatch(self.model.device), self.seed if first.seed is None else seed_of(first.seed)
         x = program.put([ask.x for ask in asks])
-        if _not_finite(x) is not None:
-            return None
         watch.lap("sample")
         program.go(seed, 0)
-        return Launched(self, asks, self._job(torch.from_numpy(x), seed, watch, K), program)
+        self.seed = seed_of(None)  # whatever can be done once the device works is done then
+        fit = _not_finite(x) is None
+        return Launched(self, asks, self._job(torch.from_numpy(x), seed, watch, K), program, fit)
 
     def warm(self, samples: int, device: AbstractContextManager[object]) -> None:
         """Every bucket planned and run once, with draws as a request would have them; raises what a request would.
@@ -359,9 +371,13 @@ class Engine:
 class Launched:
     """Requests on the device. Once that was waited for, it is free for others; then come the answers."""
 
-    def __init__(self, engine: Engine, asks: Sequence[Ask], job: Job, program: Program) -> None:
-        """The job's inputs lie where the next ones will: once it was waited for, only their number may be asked."""
-        self.engine, self.asks, self.job, self.program = engine, asks, job, program
+    def __init__(self, engine: Engine, asks: Sequence[Ask], job: Job, program: Program, fit: bool) -> None:
+        """The job's inputs lie where the next ones will: once it was waited for, only their number may be asked.
+
+        Where they are not `fit`, each request gets to know what is wrong with its own.
+        """
+        self.engine, self.asks, self.job, self.program, self.fit = engine, asks, job, program, fit
+        self.sums: Reals
         self.found: list[Answer] | None = None
 
     def wait(self) -> None:
@@ -371,14 +387,17 @@ class Launched:
         except torch.AcceleratorError as error:
             raise Broken from error
         self.job.watch.lap("forward")
-        if np.isfinite(sums).all():
-            self.job = replace(self.job, captured=lambda B, K: Fetched(sums))
+        if self.fit and np.isfinite(sums).all():
+            self.sums = sums
         else:  # whose fault it is, is seen when each is asked for alone
             self.found = self.engine.answer(self.asks)
 
     def answers(self) -> list[Answer]:
+        if self.found is not None:
+            return self.found
         self.job.watch.go_on()
-        return list(self.engine.conclude(self.asks, self.job)) if self.found is None else self.found
+        known = Fetched(self.sums)
+        return list(self.engine.conclude(self.asks, replace(self.job, captured=lambda B, K: known)))
 
 
 @dataclass(frozen=True)

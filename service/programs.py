@@ -1,6 +1,7 @@
 """Passes captured as CUDA graphs: one launch draws the weights of K samples and runs the network on B inputs."""
 
 import logging
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,8 @@ from dubito.service.fusion import Unit, fuse
 
 log = logging.getLogger("dubito")
 WARM = 2  # runs before a capture: kernels are compiled, workspaces taken
+TIMED = 4  # runs after it, of which the fastest counts
+BETWEEN = 0.0005  # seconds that a device waits for the host from one pass to the next
 
 
 def for_gpu(model: Model) -> Model:
@@ -69,6 +72,7 @@ class Program:
         self._x = torch.zeros(x.shape, dtype=wide, pin_memory=True)
         self._key = torch.zeros(2, dtype=torch.int64, pin_memory=True)
         self._host_x, self._host_key = self._x.numpy(), self._key.numpy()
+        self._places = self._host_x.data.cast("B")
         self._sums: Tensor | None = None
         self._idle = True
         self._held: weakref.ref[Tensor] | None = None  # the inputs that are there
@@ -96,6 +100,13 @@ class Program:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self._outputs = once()
+        self.seconds = min(self._time() for _ in range(TIMED))
+
+    def _time(self) -> float:
+        began = time.perf_counter()
+        self.go(0, 0)
+        self._wait()
+        return time.perf_counter() - began
 
     def sums(self, x: Tensor, seed: int, start: int) -> Reals:
         if self._held is None or self._held() is not x:  # else these are further samples of the same inputs
@@ -105,13 +116,21 @@ class Program:
         return self.fetch()[: len(x)]
 
     def put(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """These are the inputs from now on, there until the next; rows that are left over are like the first."""
+        """These are the inputs from now on, there until the next; rows that are left over are like the first.
+
+        Copied as bytes: numpy would let other threads go first with each part, and the device waits.
+        """
         self._wait()
         self._held = None
-        B = sum(map(len, parts))
-        np.concatenate(parts, out=self._host_x[:B])
-        self._host_x[B:] = self._host_x[:1]
-        return self._host_x[:B]
+        to, end = self._places, 0
+        for part in parts:
+            given = np.ascontiguousarray(part, self._host_x.dtype).data.cast("B")
+            to[end : end + given.nbytes] = given
+            end += given.nbytes
+        row = to.nbytes // len(self._host_x)
+        for at in range(end, to.nbytes, row):
+            to[at : at + row] = to[:row]
+        return self._host_x[: end // row]
 
     def fetch(self) -> Reals:
         """What the outputs of the last `go` add up to, once they are there."""
@@ -145,6 +164,7 @@ class Programs:
     def __init__(self, network: BayesianNetwork, factors: NetworkFactors) -> None:
         self.network, self.factors = network, factors
         self.known: dict[tuple[int, int], Program] = {}
+        self._rates: dict[int, list[float]] = {}
         self._pool: Any = None
 
     def capture(self, job: Job, K: int) -> None:
@@ -162,6 +182,7 @@ class Programs:
             log.warning("a pass is not captured", extra={"inputs": job.B, "samples": K, "why": str(error)[:200]})
             return
         self.known[job.B, K] = made
+        self._rates.clear()
 
     def at(self, B: int, K: int) -> Program | None:
         return self.known.get((B, K))
@@ -170,3 +191,12 @@ class Programs:
         """Whether K samples of B inputs are drawn by captured passes, however many it takes."""
         most = max((k for b, k in self.known if b == B), default=0)
         return (B, min(K, most)) in self.known
+
+    def rates(self, K: int) -> list[float]:
+        """Inputs a second, K samples of each, where 0, 1, 2 and so on of them share a captured pass."""
+        if K not in self._rates:
+            takes = sorted((B, one.seconds + BETWEEN) for (B, k), one in self.known.items() if k == K)
+            self._rates[K] = [0.0]
+            for B, seconds in takes:
+                self._rates[K] += [n / seconds for n in range(len(self._rates[K]), B + 1)]
+        return self._rates[K]

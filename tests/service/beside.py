@@ -51,7 +51,8 @@ class Pass:
         time.sleep(self.seconds)
         network, factors = self.model.network, self.model.factors
         noise = Normals(seed, torch.device("cpu")).rows(start + self.K, factors.normals)[start:]
-        out = network.run(torch.from_numpy(self.x.copy()), factors, Draws(self.K, noise, seed), cheapest(factors))
+        x = torch.from_numpy(self.x.copy()).nan_to_num()  # to kernels, the larger of NaN and 0 may well be 0
+        out = network.run(x, factors, Draws(self.K, noise, seed), cheapest(factors))
         sums: Reals = sums_of(network)(out / self.model.temperature).numpy()
         return sums
 

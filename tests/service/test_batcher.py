@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dubito.models import load
+from dubito.models.errors import InputError
 from dubito.models.model import Model
 from dubito.service.batcher import Batcher
 from dubito.service.engine import Answered, Ask, Engine
@@ -177,6 +178,72 @@ def test_a_device_beside_the_host_answers_as_the_model_does(model: Model, second
         assert (batcher.work, batcher.rows, batcher.running) == (0, 0, [])
 
     in_loop(body, model, Beside(model, BUCKETS, (8,), seconds), max_work=200)
+
+
+def test_an_idle_device_does_not_wait_for_more_than_half_of_what_it_takes(model: Model) -> None:
+    """While all who were answered ask again, it would have nothing to do."""
+
+    async def body(batcher: Batcher) -> None:
+        while not batcher.asleep:
+            await asyncio.sleep(0.001)
+        few = [batcher.put(ask(rows(1, i), 8), 30) for i in range(7)]
+        time.sleep(0.05)  # the loop is busy: more may have come meanwhile
+        assert batcher.depth == 7
+        half = batcher.put(ask(rows(1, 7), 8), 30)
+        for _ in range(1000):
+            time.sleep(0.001)
+            if not batcher.depth:
+                break
+        rest = [batcher.put(ask(rows(1, i), 8), 30) for i in range(8, 16)]
+        found = [await batcher.answered(t) for t in (*few, half, *rest)]
+        assert all(same(f, rows(1, i), 8, model) for i, f in enumerate(found))
+
+    assert in_loop(body, model, Beside(model, BUCKETS, (8,), 0.05)) == [8, 8]
+
+
+def test_some_are_left_to_the_next_batch_where_others_fill_a_smaller_pass(model: Model) -> None:
+    """Nine would take as long as sixteen, eight little more than half of that; fifteen are near enough.
+
+    Who is left may yet go.
+    """
+    beside = Beside(model, BUCKETS, (8,))
+    for (B, _), one in beside.known.items():
+        one.seconds = 0.02 + 0.01 * B
+
+    async def body(batcher: Batcher) -> None:
+        for n, goes in ((9, False), (15, False), (9, True)):
+            batcher.device.acquire()
+            first = batcher.put(ask(rows(1), 8), 30)  # the others come while it waits
+            while batcher.depth:
+                await asyncio.sleep(0.001)
+            tickets = [batcher.put(ask(rows(1, i), 8), 30) for i in range(n)]
+            batcher.device.release()
+            await batcher.answered(first)
+            if goes:
+                assert len(batcher.queue) == 1
+                batcher.drop(tickets.pop())
+                assert batcher.work == 8 * 8
+            found = [await batcher.answered(ticket) for ticket in tickets]
+            assert all(same(f, rows(1, i), 8, model) for i, f in enumerate(found))
+        assert (batcher.work, batcher.rows, batcher.running) == (0, 0, [])
+
+    assert in_loop(body, model, beside) == [1, 8, 1, 1, 15, 1, 8]
+
+
+def test_inputs_that_are_unfit_are_told_apart_after_the_launch(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        asks = [ask(rows(2, i), 8) for i in range(3)]
+        asks[1].x = asks[1].x.copy()
+        asks[1].x[1, 2] = float("nan")
+        batcher.device.acquire()
+        tickets = [batcher.put(one, 30) for one in asks]
+        batcher.device.release()
+        assert same(await batcher.answered(tickets[0]), rows(2), 8, model)
+        with pytest.raises(InputError, match="input 1 holds NaN"):
+            await batcher.answered(tickets[1])
+        assert same(await batcher.answered(tickets[2]), rows(2, 2), 8, model)
+
+    assert in_loop(body, model, Beside(model, BUCKETS, (8,))) == [6]
 
 
 class Turns:

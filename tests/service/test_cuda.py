@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dubito.models import bayesianize, build, load, save
 from dubito.models.embedded import embedded
-from dubito.models.errors import PredictionError
+from dubito.models.errors import InputError, PredictionError
 from dubito.models.geometry import How
 from dubito.models.inducing import Noise
 from dubito.models.manifest import Card, Input
@@ -158,7 +158,15 @@ def test_what_is_not_launched(engine: Engine) -> None:
     assert engine.launch([asked(1, 3), asked(1, None)]) is None  # the one with a seed is to be alone
     assert engine.launch([asked(1, None), asked(1, None, 7)]) is None
     assert engine.launch([asked(5, None)]) is None
-    assert engine.launch([asked(1, None, size=np.nan)]) is None
+
+
+def test_one_that_is_unfit_hurts_no_other(engine: Engine) -> None:
+    launched = engine.launch([asked(1, None), asked(2, None, size=np.nan)])
+    assert launched is not None
+    launched.wait()
+    good, bad = launched.answers()
+    assert isinstance(bad, InputError)
+    assert np.isfinite(probabilities(good)).all()
 
 
 def test_one_that_overflows_hurts_no_other(engine: Engine) -> None:
