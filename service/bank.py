@@ -60,7 +60,9 @@ class Bank:
         return sum(bytes_of_draws(one.stock) for one in self.sets)
 
     def close(self) -> None:
+        """Once what is being drawn is there."""
         self._stop.set()
+        self._thread.join()
 
     def _refresh(self) -> None:
         """In the background: each set that is in use is replaced well before its time."""

@@ -352,3 +352,5 @@ class Batcher:
         self._wake()
         while self.thread.is_alive():
             await asyncio.sleep(0.005)
+        if self.look is not None:
+            self.look.cancel()

@@ -43,6 +43,7 @@ class Budget:
 
     def release(self, share: "Share") -> None:
         self.shares.remove(share)
+        share.kinds.clear()  # which know the model: a circle would keep it
 
     def held(self, kind: str) -> int:
         return sum(share.kinds[kind]() for share in list(self.shares) if kind in share.kinds)

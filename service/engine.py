@@ -107,7 +107,7 @@ class Engine:
         self.programs: Programs | None = None
         if model.device.type == "cuda":
             model = for_gpu(model)
-            self.programs = Programs(model.network, model.factors)
+            self.programs = Programs(model.network, model.factors, buckets[-1])
         self.share = Budget(None).share() if share is None else share
         self.draws = 0  # of the largest pass so far: samples
         self.seed = seed_of(None)  # of the next launch that names none

@@ -53,6 +53,57 @@ def tap_by_tap(factors: NetworkFactors, form: nn.Module) -> NetworkFactors:
     return replace(factors, layers=MappingProxyType(layers), form=form)
 
 
+class Port:
+    """Memory of the host that the device reads by itself: inputs, and which draws they get. The captured passes of a
+    model share it: there is one at a time."""
+
+    def __init__(self, most: int, x: Tensor) -> None:
+        """For as many as `most` inputs; `x` (B, ...) stands for their shape and type."""
+        self.device = x.device
+        wide = torch.float32 if x.is_floating_point() else x.dtype  # made narrow on the device
+        self.x = torch.zeros((most, *x.shape[1:]), dtype=wide, pin_memory=True)
+        self.key = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self._x, self._key = self.x.numpy(), self.key.numpy()
+        self._bytes = self._x.data.cast("B")
+        self._row = self._x.nbytes // most
+        self._idle = True
+        self._held: tuple[weakref.ref[Tensor], int] | None = None  # the inputs that are there, and for how many
+
+    def put(self, parts: Sequence[NDArray[Any]], B: int) -> NDArray[Any]:
+        """These are the inputs from now on, up to B; what is left of those is like the first.
+
+        Copied as bytes: numpy would let other threads go first with each part, and the device waits.
+        """
+        self.wait()
+        self._held = None
+        to, end = self._bytes, 0
+        for part in parts:
+            given = np.ascontiguousarray(part, self._x.dtype).data.cast("B")
+            to[end : end + given.nbytes] = given
+            end += given.nbytes
+        for at in range(end, B * self._row, self._row):
+            to[at : at + self._row] = to[: self._row]
+        return self._x[: end // self._row]
+
+    def hold(self, x: Tensor, B: int) -> None:
+        """The same for a tensor, which may be there already: then these are further samples of it."""
+        if self._held is None or self._held[0]() is not x or self._held[1] != B:
+            self.put([on_host(x.to(dtype=self.x.dtype))], B)
+            self._held = weakref.ref(x), B
+
+    def begin(self, graph: torch.cuda.CUDAGraph, seed: int, start: int) -> None:
+        self.wait()
+        self._key[:] = seed, start
+        self._idle = False
+        graph.replay()
+
+    def wait(self) -> None:
+        """For what was begun: it reads what the host writes next, or writes what the host reads."""
+        if not self._idle:
+            torch.cuda.current_stream(self.device).synchronize()
+            self._idle = True
+
+
 class Program:
     """Of B inputs and K samples. The same seed gives the same draws as without it."""
 
@@ -64,22 +115,16 @@ class Program:
         K: int,
         plan: Plan,
         temperature: float,
+        port: Port,
         pool: Any,
     ):
         """`x` (B, ...) stands for inputs of its shape and type."""
-        self.device = x.device
-        wide = torch.float32 if x.is_floating_point() else x.dtype  # made narrow on the device
-        self._x = torch.zeros(x.shape, dtype=wide, pin_memory=True)
-        self._key = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-        self._host_x, self._host_key = self._x.numpy(), self._key.numpy()
-        self._places = self._host_x.data.cast("B")
+        self.port, self.B = port, len(x)
         self._sums: Tensor | None = None
-        self._idle = True
-        self._held: weakref.ref[Tensor] | None = None  # the inputs that are there
 
         def once() -> Tensor:
-            key = self._key.to(self.device, non_blocking=True)
-            inputs = self._x.to(self.device, non_blocking=True).to(x.dtype)
+            key = port.key.to(x.device, non_blocking=True)
+            inputs = port.x[: len(x)].to(x.device, non_blocking=True).to(x.dtype)
             run = network.arrange(factors, Draws(K, None, 0, key=key), plan)
             out = network.go(inputs, run)
             for wait in run.begun:
@@ -105,52 +150,28 @@ class Program:
     def _time(self) -> float:
         began = time.perf_counter()
         self.go(0, 0)
-        self._wait()
+        self.port.wait()
         return time.perf_counter() - began
 
     def sums(self, x: Tensor, seed: int, start: int) -> Reals:
-        if self._held is None or self._held() is not x:  # else these are further samples of the same inputs
-            self.put([on_host(x.to(dtype=self._x.dtype))])
-            self._held = weakref.ref(x)
+        self.port.hold(x, self.B)
         self.go(seed, start)
         return self.fetch()[: len(x)]
 
     def put(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """These are the inputs from now on, there until the next; rows that are left over are like the first.
-
-        Copied as bytes: numpy would let other threads go first with each part, and the device waits.
-        """
-        self._wait()
-        self._held = None
-        to, end = self._places, 0
-        for part in parts:
-            given = np.ascontiguousarray(part, self._host_x.dtype).data.cast("B")
-            to[end : end + given.nbytes] = given
-            end += given.nbytes
-        row = to.nbytes // len(self._host_x)
-        for at in range(end, to.nbytes, row):
-            to[at : at + row] = to[:row]
-        return self._host_x[: end // row]
-
-    def fetch(self) -> Reals:
-        """What the outputs of the last `go` add up to, once they are there."""
-        self._wait()
-        assert self._sums is not None
-        return self._sums.numpy().copy()
+        """These are the inputs from now on, there until others are put by any pass of the model."""
+        return self.port.put(parts, self.B)
 
     def go(self, seed: int, start: int) -> Tensor:
         """Begins; gives the outputs of the inputs that were put there, which are there until the next."""
-        self._wait()
-        self._host_key[:] = seed, start
-        self._idle = False
-        self.graph.replay()
+        self.port.begin(self.graph, seed, start)
         return self._outputs
 
-    def _wait(self) -> None:
-        """For what was begun: it reads what the host writes next, or writes what the host reads."""
-        if not self._idle:
-            torch.cuda.current_stream(self.device).synchronize()
-            self._idle = True
+    def fetch(self) -> Reals:
+        """What the outputs of the last `go` add up to, once they are there."""
+        self.port.wait()
+        assert self._sums is not None
+        return self._sums.numpy().copy()
 
 
 def capturable(factors: NetworkFactors) -> bool:
@@ -161,10 +182,12 @@ def capturable(factors: NetworkFactors) -> bool:
 class Programs:
     """The captured passes of one model, by size; what cannot be captured is run as it comes."""
 
-    def __init__(self, network: BayesianNetwork, factors: NetworkFactors) -> None:
-        self.network, self.factors = network, factors
+    def __init__(self, network: BayesianNetwork, factors: NetworkFactors, most: int) -> None:
+        """Of as many as `most` inputs."""
+        self.network, self.factors, self.most = network, factors, most
         self.known: dict[tuple[int, int], Program] = {}
         self._rates: dict[int, list[float]] = {}
+        self._port: Port | None = None
         self._pool: Any = None
 
     def capture(self, job: Job, K: int) -> None:
@@ -174,9 +197,11 @@ class Programs:
         if K > 1 and not foldable(self.network):
             return
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        plan = job.plan(job.B, K)
         try:
             with evaluating(self.network), torch.inference_mode():
-                made = Program(self.network, self.factors, job.x, K, job.plan(job.B, K), job.temperature, self._pool)
+                port = self._port = self._port or Port(self.most, job.x)
+                made = Program(self.network, self.factors, job.x, K, plan, job.temperature, port, self._pool)
         except Exception as error:  # a network that waits for the device, too little memory, a kernel beyond this GPU
             torch.cuda.synchronize(job.device)  # raises again where the device itself is broken
             log.warning("a pass is not captured", extra={"inputs": job.B, "samples": K, "why": str(error)[:200]})

@@ -174,8 +174,7 @@ class Repository:
             if not versions:
                 raise Problem(404, "no such model in the repository; POST /v2/repository/index lists them.")
             source = self.sources[name, max(versions, key=int)]
-            old = self.served.get(name)
-            if old is not None and old.source == source:
+            if name in self.served and self.served[name].source == source:
                 return
             try:
                 engine, declared, known = await asyncio.to_thread(self._prepare, source)
@@ -194,11 +193,14 @@ class Repository:
             )
             sizes = model_bytes(engine.model, known["bytes"], known["deterministic"])
             outputs = outputs_of(engine.model)
+            old = self.served.get(name)
             self.served[name] = Served(source, engine, declared, known, sizes, batcher, series, outputs)
             self.expected.add(name)  # once more, where it had been unloaded
             log.info("model serves", extra={"model": name, "version": source.version, "device": str(self.device)})
             if old is not None:
-                await self._retire(old)
+                retired = self._retire(old)
+                del old  # so that it can go
+                await retired
 
     def _prepare(self, source: Source) -> tuple[Engine, Input, dict[str, Any]]:
         """In a thread: everything a first request would wait for is done here."""
@@ -258,27 +260,37 @@ class Repository:
 
     async def unload(self, name: str) -> None:
         async with self.changing:
-            old = self.served.pop(name, None)
-            if old is None:
+            if name not in self.served:
                 raise Problem(404, "no such model is served.")
             self.expected.discard(name)  # somebody wanted it gone
-            await self._retire(old)
+            await self._retire(self.served.pop(name))
             self.metrics.forget(name)
 
     async def _retire(self, old: Served) -> None:
-        old.retired = True
-        await old.batcher.close()
-        if old.engine.bank is not None:
-            old.engine.bank.close()
+        await self._drain(old)
         self.budget.release(old.engine.share)
         log.info("model retired", extra={"model": old.name, "version": old.version})
         if self.device.type == "cuda":
+            await asyncio.to_thread(self._uncapture, old.engine)
+            del old  # the last to know it, where nobody is being answered
             torch.cuda.empty_cache()
 
+    async def _drain(self, served: Served) -> None:
+        """What was accepted is answered."""
+        served.retired = True
+        await served.batcher.close()
+        if served.engine.bank is not None:
+            await asyncio.to_thread(served.engine.bank.close)
+
+    def _uncapture(self, engine: Engine) -> None:
+        """Not while another model's passes are captured: what they share with the host would be freed beside that."""
+        with self.turn:
+            engine.programs = None
+
     async def close(self) -> None:
-        """Answer what was accepted, then stop."""
+        """Answer what was accepted, then stop: what a model holds goes with the process."""
         for served in list(self.served.values()):
-            await self._retire(served)
+            await self._drain(served)
 
     def index(self, *, ready_only: bool = False) -> list[dict[str, str]]:
         rows = []

@@ -59,7 +59,7 @@ class Pass:
 
 class Beside(Programs):
     def __init__(self, model: Model, buckets: Sequence[int], samples: Sequence[int], seconds: float = 0.0) -> None:
-        super().__init__(model.network, model.factors)
+        super().__init__(model.network, model.factors, buckets[-1])
         assert model.card.input is not None
         shape = model.card.input.shape
         self.known: dict[Any, Any] = {(B, K): Pass(model, shape, B, K, seconds) for B in buckets for K in samples}

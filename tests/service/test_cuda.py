@@ -1,7 +1,9 @@
 """The engine on a GPU; skipped, aloud, where there is none."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +29,11 @@ from dubito.models.resident import reside
 from dubito.service.batcher import Batcher
 from dubito.service.engine import Answer, Answered, Ask, Engine
 from dubito.service.fusion import Unit
+from dubito.service.metrics import Metrics
 from dubito.service.plans import kernel_ways
 from dubito.service.programs import for_gpu
+from dubito.service.repository import Repository
+from dubito.service.settings import Settings
 from tests.models import test_agreement as agreement
 from tests.service import interpreted
 
@@ -222,3 +227,34 @@ def test_what_cannot_be_captured_is_served_without(turns: bool, tmp_path: Path) 
     assert not any(K > 1 for _, K in engine.programs.known)
     (found,) = engine.answer([Ask(torch.randn(2, 8).numpy(), 4, 3, 4, 0.05)])
     assert isinstance(found, Answered), found
+
+
+def test_unloading_gives_the_device_back(tmp_path: Path) -> None:
+    """At once, as nothing is collected: what a server has started with is frozen."""
+    kept(tmp_path / "m.safetensors", "ffg-u", 0.0)
+    given = {"models": [tmp_path / "m.safetensors"], "buckets": (1, 4), "samples": 8, "plan_seconds": 0}
+    settings = Settings.model_validate(given)
+
+    async def body() -> list[weakref.ref[object]]:
+        repository = Repository(settings, CUDA, torch.bfloat16, Metrics())
+        await repository.load("m")
+        batcher, engine = repository.get("m").batcher, repository.get("m").engine
+        assert probabilities(await batcher.answered(batcher.put(asked(3, None), 60))).shape == (3, 10)
+        assert engine.programs is not None
+        held = (engine, engine.programs, engine.model.network, batcher)
+        parts: list[weakref.ref[object]] = [weakref.ref(part) for part in held]
+        del engine, batcher, held
+        await repository.unload("m")
+        return parts
+
+    seen = []
+    for _ in range(3):
+        gc.collect()
+        gc.disable()
+        try:
+            assert [part() for part in asyncio.run(body())] == [None] * 4
+        finally:
+            gc.enable()
+        seen.append(torch.cuda.memory_allocated())
+    print(seen, torch.cuda.memory_reserved())
+    assert seen[1] == seen[2], seen
