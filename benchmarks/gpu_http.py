@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16], help="inputs of a request")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each load, about")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--clients", type=int, default=4, help="processes that ask")
+    parser.add_argument("--clients", type=int, default=8, help="processes that ask")
     args = parser.parse_args()
     if args.clients < 1 or CONNECTIONS % args.clients:
         raise SystemExit(f"{args.clients} clients cannot share {CONNECTIONS} connections alike; take 1, 2, 4, 8 or 16.")

@@ -16,7 +16,7 @@ def begin(runs: Sequence[Callable[[], T]], device: torch.device) -> list[Callabl
     current stream uses it: the next to begin waits for what was asked of that stream before.
     """
     here = torch.cuda.current_stream(device)
-    return [_begun(run, here, _side(device, i)) for i, run in enumerate(runs)]
+    return [_begun(run, here, stream(device, i)) for i, run in enumerate(runs)]
 
 
 def _begun(run: Callable[[], T], here: torch.cuda.Stream, side: torch.cuda.Stream) -> Callable[[], T]:
@@ -34,6 +34,6 @@ def _begun(run: Callable[[], T], here: torch.cuda.Stream, side: torch.cuda.Strea
 
 
 @cache
-def _side(device: torch.device, i: int) -> torch.cuda.Stream:
-    """The same ones each time, as each keeps memory of its own."""
+def stream(device: torch.device, name: int | str) -> torch.cuda.Stream:
+    """The same ones each time: libraries keep memory for each that they have worked on, and never give it back."""
     return torch.cuda.Stream(device)

@@ -20,6 +20,7 @@ from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import counted
 from dubito.models.plan import Plan
 from dubito.models.prediction import Job, evaluating, foldable, sums_of
+from dubito.models.streams import stream
 from dubito.models.together import gather
 from dubito.models.uncertainty import Reals, on_host
 from dubito.service.fusion import Unit, fuse
@@ -27,7 +28,7 @@ from dubito.service.fusion import Unit, fuse
 log = logging.getLogger("dubito")
 WARM = 2  # runs before a capture: kernels are compiled, workspaces taken
 TIMED = 4  # runs after it, of which the fastest counts
-BETWEEN = 0.0005  # seconds that a device waits for the host from one pass to the next
+BETWEEN = 0.001  # seconds that a device waits for the host from one pass to the next, or a little more
 
 
 def for_gpu(model: Model) -> Model:
@@ -136,7 +137,7 @@ class Program:
             self._sums.copy_(sums, non_blocking=True)
             return out
 
-        side = torch.cuda.Stream(x.device)
+        side = stream(x.device, "trial")
         side.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(side):
             for _ in range(WARM):
@@ -186,6 +187,7 @@ class Programs:
         """Of as many as `most` inputs."""
         self.network, self.factors, self.most = network, factors, most
         self.known: dict[tuple[int, int], Program] = {}
+        self._answers: dict[tuple[int, int], bool] = {}
         self._rates: dict[int, list[float]] = {}
         self._port: Port | None = None
         self._pool: Any = None
@@ -207,6 +209,7 @@ class Programs:
             log.warning("a pass is not captured", extra={"inputs": job.B, "samples": K, "why": str(error)[:200]})
             return
         self.known[job.B, K] = made
+        self._answers.clear()
         self._rates.clear()
 
     def at(self, B: int, K: int) -> Program | None:
@@ -214,8 +217,10 @@ class Programs:
 
     def answers(self, B: int, K: int) -> bool:
         """Whether K samples of B inputs are drawn by captured passes, however many it takes."""
-        most = max((k for b, k in self.known if b == B), default=0)
-        return (B, min(K, most)) in self.known
+        if (B, K) not in self._answers:  # asked for each request
+            most = max((k for b, k in self.known if b == B), default=0)
+            self._answers[B, K] = (B, min(K, most)) in self.known
+        return self._answers[B, K]
 
     def rates(self, K: int) -> list[float]:
         """Inputs a second, K samples of each, where 0, 1, 2 and so on of them share a captured pass."""

@@ -256,5 +256,4 @@ def test_unloading_gives_the_device_back(tmp_path: Path) -> None:
         finally:
             gc.enable()
         seen.append(torch.cuda.memory_allocated())
-    print(seen, torch.cuda.memory_reserved())
     assert seen[1] == seen[2], seen
