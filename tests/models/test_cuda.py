@@ -18,7 +18,11 @@ from dubito.models.normals import Normals
 from dubito.models.prediction import predict_closed
 from dubito.models.uncertainty import Classified
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU predictions are not tested")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU predictions are not tested"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),  # a backward pass is the first to do so
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # which torch 2.11 uses in its own jvp
+]
 
 
 def small() -> nn.Sequential:
