@@ -37,10 +37,18 @@ class Run:
 
 
 _run: ContextVar[Run | None] = ContextVar("run", default=None)
+_traced: list[Run] = []  # while torch.compile follows a pass: it cannot set a context variable
 
 
 @contextmanager
 def running(run: Run) -> Iterator[None]:
+    if torch.compiler.is_dynamo_compiling():
+        _traced.append(run)
+        try:
+            yield
+        finally:
+            _traced.pop()
+        return
     token = _run.set(run)
     try:
         yield
@@ -74,7 +82,7 @@ _fast_lock, _inside, _fast_before = Lock(), 0, True
 
 def current(layer: nn.Module, x: Tensor) -> Run:
     """The pass that the layer is reached by."""
-    run = _run.get()
+    run = _run.get() if not torch.compiler.is_dynamo_compiling() else _traced[-1] if _traced else None
     if run is None:
         raise InputError(
             f"{type(layer).__name__} was called outside a Bayesian network, so it has no draws. Call the network that "

@@ -17,6 +17,7 @@ from dubito.models.network import BayesianNetwork
 from dubito.models.prediction import predict
 from dubito.models.uncertainty import Classified
 from dubito.training.batches import Batches
+from dubito.training.compiling import compiled
 from dubito.training.config import Fit
 from dubito.training.data import Examples, enter
 from dubito.training.graphs import Graphs
@@ -98,9 +99,7 @@ class Run:
         self.sums = torch.zeros(5, device=device)  # over this epoch: loss, NLL, right answers, examples; the last KL
         self.weights = torch.zeros(2, device=device)  # of NLL and KL in this step's loss
         self.best: dict[str, Tensor] | None = None  # the network at its best validation NLL, where patience asks
-        self._parts = self._losses
-        if fit.compile:  # with the draws of a run that is not compiled
-            self._parts = torch.compile(self._losses, options={"fallback_random": True})
+        self._parts = compiled(self._losses) if fit.compile else self._losses
         self.graphs: Graphs | None = None
         if fit.graph and device.type == "cuda" and self.ranks.count == 1 and same_every_step(self.network, fit):
             self.graphs = Graphs(self._update)

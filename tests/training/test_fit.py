@@ -1,7 +1,7 @@
 """The fit loop on small real data: each step against the same step by hand, and what happens when a run goes wrong."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,9 +30,11 @@ def parts() -> Parts:
     return divide(read_data("digits"), 0.05, 0.1, 0.2, seed=0)
 
 
-def small(method: str = "ffg-u", architecture: str = "mlp", **options: Any) -> BayesianNetwork:
+def small(
+    method: str = "ffg-u", architecture: str = "mlp", hidden: Sequence[int] = (12,), **options: Any
+) -> BayesianNetwork:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"inputs": 64, "outputs": 10, "hidden": [12]}
+    sizes: dict[str, Any] = {"inputs": 64, "outputs": 10, "hidden": [*hidden]}
     if architecture == "cnn":
         sizes = {"size": 8, "width": 4, "hidden": 8}
     if method.endswith("-u"):
@@ -449,11 +451,24 @@ def test_stopping_at_any_step_and_going_on_changes_nothing(parts: Parts) -> None
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
-def test_a_compiled_run_gives_the_same_losses(parts: Parts) -> None:
-    plain, compiled = (finish(start(parts, small(), 96, epochs=2, compile=c)) for c in (False, True))
+@pytest.mark.parametrize("method", ["ffg-u", "whvi"])
+def test_a_compiled_run_gives_the_same_losses(parts: Parts, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Of layers that are alike, and a last batch that is smaller."""
+    plain, compiled = (
+        finish(start(parts, small(method, hidden=[12, 12, 12]), 120, epochs=2, compile=c)) for c in (False, True)
+    )
+    assert "fit.compile is left out" not in caplog.text
     for a, b in zip(plain.log, compiled.log, strict=True):
         assert b.loss == pytest.approx(a.loss, rel=1e-4)
         assert b.validation_nll == pytest.approx(a.validation_nll, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_torch_cannot_compile_is_run_as_it_is(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
+    """The host chooses an ensemble's BatchNorm."""
+    plain, compiled = (finish(start(parts, small("ensemble-w", "cnn"), 64, epochs=2, compile=c)) for c in (False, True))
+    assert [e.loss for e in compiled.log] == [e.loss for e in plain.log]
+    assert caplog.text.count("fit.compile is left out") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""torch.compile for a training step."""
+
+import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+
+log = logging.getLogger("dubito")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def compiled(step: Callable[P, R]) -> Callable[P, R]:
+    """The same step, with the draws of one that is not compiled; where torch cannot follow it, as it is, and says so.
+
+    All of it or nothing: of a step in pieces, torch takes a piece that was compiled for one layer for another's.
+    """
+    whole = torch.compile(step, fullgraph=True, options={"fallback_random": True})
+    run: Callable[P, R] = whole
+
+    def once(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal run
+        try:
+            return run(*args, **kwargs)
+        except TorchDynamoException as error:
+            why = str(error).strip().partition("\n")[0][:200]
+            log.warning("fit.compile is left out, since torch cannot compile this network's step: %s", why)
+            run = step
+            return run(*args, **kwargs)
+
+    return once
