@@ -59,10 +59,13 @@ class Bank:
         """Of the weights; what all samples share counts with the factors."""
         return sum(bytes_of_draws(one.stock) for one in self.sets)
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def close(self) -> None:
-        """Once what is being drawn is there."""
+        """It is alive until what is being drawn is there."""
         self._stop.set()
-        self._thread.join()
 
     def _refresh(self) -> None:
         """In the background: each set that is in use is replaced well before its time."""

@@ -1,4 +1,4 @@
-"""The batcher: whatever is queued when the device is free goes together; nobody waits for a batch to fill."""
+"""The batcher: what is queued when the device is free goes together; nobody waits for a batch to fill."""
 
 import asyncio
 import logging
@@ -99,6 +99,7 @@ class Batcher:
         self.closing = self.dead = False
         self.asleep = False  # the thread, until the bell is rung
         self.ringing = False  # soon
+        self.gathered = 0  # rows that were put while it slept
         self.fresh: dict[Ticket, None] = {}  # those without a timer, by age
         self.look: asyncio.TimerHandle | None = None  # at those
         self.bell: SimpleQueue[None] = SimpleQueue()
@@ -140,15 +141,17 @@ class Batcher:
         self.queue.extend(tickets)
         self.work += ask.work
         self.rows += ask.rows
-        if self.asleep and 2 * self.rows >= self.max_rows:
-            self._wake()  # the others will be the next batch: waiting for all, the device would idle in between
-        elif self.asleep and not self.ringing:  # once the loop has put whatever else has come by now
-            self.ringing = True
-            self.loop.call_soon(self._wake)
+        if self.asleep:
+            self.gathered += ask.rows
+            if 2 * self.gathered >= self.max_rows:
+                self._wake()  # the others will be the next batch: waiting for all, the device would idle in between
+            elif not self.ringing:  # once the loop has put whatever else has come by now
+                self.ringing = True
+                self.loop.call_soon(self._wake)
         return tickets
 
     def _wake(self) -> None:
-        self.ringing = False
+        self.ringing, self.gathered = False, 0
         if self.asleep:
             self.asleep = False
             self.bell.put(None)
@@ -262,7 +265,7 @@ class Batcher:
 
     def _leave(self, batch: list[Ticket]) -> None:
         """The last of them, for the next time, where the others would all but fill a smaller pass, and sooner so."""
-        rates = self.engine.rates(batch[0].ask) if len(batch) > 1 else ()
+        rates = self.engine.rates([ticket.ask for ticket in batch]) if len(batch) > 1 else ()
         ends = [*accumulate(ticket.ask.rows for ticket in batch)]
         if not rates or ends[-1] >= len(rates):
             return
@@ -352,5 +355,6 @@ class Batcher:
         self._wake()
         while self.thread.is_alive():
             await asyncio.sleep(0.005)
+        await asyncio.sleep(0)  # its last word comes first
         if self.look is not None:
             self.look.cancel()

@@ -117,21 +117,23 @@ class Engine:
 
     def most_rows(self, ask: Ask) -> int:
         """Inputs that are best asked for together: those of the largest captured pass, where such passes answer."""
+        if self.programs is None or self.bank is not None or ask.keep or ask.closed or ask.samples == 0:
+            return sys.maxsize
         K = CHUNK if ask.samples == "auto" else ask.samples
-        programs = self._programs_for(ask)
-        return self.buckets[-1] if programs is not None and programs.answers(self.buckets[-1], K) else sys.maxsize
+        return self.buckets[-1] if self.programs.answers(self.buckets[-1], K) else sys.maxsize
 
-    def rates(self, ask: Ask) -> Sequence[float]:
-        """Inputs of such requests that are answered in a second where 0, 1, 2 and so on of them go together; as far as
-        that is known."""
-        programs = self._programs_for(ask)
-        if programs is None or ask.samples == "auto" or ask.seed is not None:
-            return ()
-        return programs.rates(ask.samples)
+    def rates(self, asks: Sequence[Ask]) -> Sequence[float]:
+        """Inputs of these requests that are answered in a second where 0, 1, 2 and so on go together; as far as that is
+        known."""
+        K = self._one_pass(asks)
+        return () if self.programs is None or K is None else self.programs.rates(K)
 
-    def _programs_for(self, ask: Ask) -> Programs | None:
-        drawn = ask.samples != 0 and not ask.keep and not ask.closed and self.bank is None
-        return self.programs if drawn else None
+    def _one_pass(self, asks: Sequence[Ask]) -> int | None:
+        """K, where one captured pass may answer them all."""
+        K = asks[0].samples
+        if K == "auto" or self.bank is not None or (len(asks) > 1 and any(ask.seed is not None for ask in asks)):
+            return None
+        return None if any(ask.samples != K or ask.keep or ask.closed for ask in asks) else K
 
     def answer(self, asks: Sequence[Ask]) -> list[Answer]:
         """In order. Requests of one group share a pass; where a group fails, each of its requests is tried alone."""
@@ -152,7 +154,7 @@ class Engine:
         return [found[i] for i in range(len(asks))]
 
     def launch(self, asks: Sequence[Ask]) -> "Launched | None":
-        """One captured pass that answers them all, begun; None where there is none, or something is to be said first.
+        """One captured pass that answers them all, begun; None where there is none.
 
         No other pass may be begun before it was waited for.
         """
@@ -165,21 +167,20 @@ class Engine:
             return None
 
     def _launch(self, asks: Sequence[Ask]) -> "Launched | None":
-        first, K = asks[0], asks[0].samples
-        if self.programs is None or K == "auto" or any(ask.samples != K or ask.keep or ask.closed for ask in asks):
-            return None
-        if self.bank is not None or (len(asks) > 1 and any(ask.seed is not None for ask in asks)):
+        K, given = self._one_pass(asks), asks[0].seed
+        if self.programs is None or K is None:
             return None
         program = self.programs.at(bucket_of(self.buckets, sum(ask.rows for ask in asks)), K)
         if program is None:
             return None
-        watch, seed = Stopwatch(self.model.device), self.seed if first.seed is None else seed_of(first.seed)
+        watch, seed = Stopwatch(self.model.device), self.seed if given is None else seed_of(given)
         x = program.put([ask.x for ask in asks])
         watch.lap("sample")
         program.go(seed, 0)
         self.seed = seed_of(None)  # whatever can be done once the device works is done then
-        fit = _not_finite(x) is None
-        return Launched(self, asks, self._job(torch.from_numpy(x), seed, watch, K), program, fit)
+        launched = Launched(self, asks, self._job(torch.from_numpy(x), seed, watch, K), program, _not_finite(x) is None)
+        watch.lap("forward")
+        return launched
 
     def warm(self, samples: int, device: AbstractContextManager[object]) -> None:
         """Every bucket planned and run once, with draws as a request would have them; raises what a request would.

@@ -79,6 +79,7 @@ class Port:
         self._held = None
         to, end = self._bytes, 0
         for part in parts:
+            assert part.shape[1:] == self._x.shape[1:]
             given = np.ascontiguousarray(part, self._x.dtype).data.cast("B")
             to[end : end + given.nbytes] = given
             end += given.nbytes

@@ -1,6 +1,7 @@
 """Models by name and version: found, loaded, warmed and verified, then switched to at once while the old ones drain."""
 
 import asyncio
+import gc
 import logging
 import re
 import threading
@@ -270,22 +271,32 @@ class Repository:
         await self._drain(old)
         self.budget.release(old.engine.share)
         log.info("model retired", extra={"model": old.name, "version": old.version})
-        if self.device.type == "cuda":
-            await asyncio.to_thread(self._uncapture, old.engine)
-            del old  # the last to know it, where nobody is being answered
-            torch.cuda.empty_cache()
+        held = [old]
+        del old  # so that none but the list knows it
+        await asyncio.to_thread(self._free, held)
 
     async def _drain(self, served: Served) -> None:
         """What was accepted is answered."""
         served.retired = True
         await served.batcher.close()
-        if served.engine.bank is not None:
-            await asyncio.to_thread(served.engine.bank.close)
+        if (bank := served.engine.bank) is not None:
+            bank.close()
+            while bank.alive:
+                await asyncio.sleep(0.005)
 
-    def _uncapture(self, engine: Engine) -> None:
-        """Not while another model's passes are captured: what they share with the host would be freed beside that."""
-        with self.turn:
-            engine.programs = None
+    def _free(self, held: list[Served]) -> None:
+        """In a thread. Not while another model's passes are captured: what the host shares with the device would be
+        freed beside that."""
+        if not self.turn.acquire(timeout=self.settings.stuck_seconds):
+            log.error("the device is stuck: what a model held of it is not given back")
+            return
+        try:
+            held.pop().engine.programs = None
+            gc.collect()  # a request that failed is in a circle with its traceback, which knows the model
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        finally:
+            self.turn.release()
 
     async def close(self) -> None:
         """Answer what was accepted, then stop: what a model holds goes with the process."""

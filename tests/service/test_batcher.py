@@ -230,14 +230,51 @@ def test_some_are_left_to_the_next_batch_where_others_fill_a_smaller_pass(model:
     assert in_loop(body, model, beside) == [1, 8, 1, 1, 15, 1, 8]
 
 
+def test_none_are_left_where_no_captured_pass_answers_all(model: Model) -> None:
+    beside = Beside(model, BUCKETS, (8,))
+    for (B, _), one in beside.known.items():
+        one.seconds = 0.02 + 0.01 * B
+
+    async def body(batcher: Batcher) -> None:
+        batcher.device.acquire()
+        first = batcher.put(ask(rows(1), 8), 30)
+        while batcher.depth:
+            await asyncio.sleep(0.001)
+        tickets = [batcher.put(ask(rows(1, i), 5 if i else 8), 30) for i in range(9)]
+        batcher.device.release()
+        found = [await batcher.answered(ticket) for ticket in (first, *tickets)]
+        assert all(same(f, rows(1, i), 5 if i else 8, model) for i, f in enumerate(found[1:]))
+
+    assert in_loop(body, model, beside) == [1, 9]
+
+
+def test_rows_that_are_done_do_not_wake_the_thread(model: Model) -> None:
+    """What was answered while the loop was busy is told of later; who comes meanwhile goes together."""
+
+    async def body(batcher: Batcher) -> None:
+        first = batcher.put(ask(rows(8), 8), 30)
+        for _ in range(1000):  # the loop is busy, and hears of nothing
+            time.sleep(0.002)
+            if batcher.asleep and not batcher.depth:
+                break
+        tickets = []
+        for i in range(4):
+            tickets.append(batcher.put(ask(rows(1, i), 8), 30))
+            time.sleep(0.02)
+        found = [await batcher.answered(ticket) for ticket in (first, *tickets)]
+        assert all(same(f, rows(1, i), 8, model) for i, f in enumerate(found[1:]))
+
+    assert in_loop(body, model, Beside(model, BUCKETS, (8,))) == [8, 4]
+
+
 def test_inputs_that_are_unfit_are_told_apart_after_the_launch(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
         asks = [ask(rows(2, i), 8) for i in range(3)]
         asks[1].x = asks[1].x.copy()
         asks[1].x[1, 2] = float("nan")
-        batcher.device.acquire()
+        while not batcher.asleep:
+            await asyncio.sleep(0.001)
         tickets = [batcher.put(one, 30) for one in asks]
-        batcher.device.release()
         assert same(await batcher.answered(tickets[0]), rows(2), 8, model)
         with pytest.raises(InputError, match="input 1 holds NaN"):
             await batcher.answered(tickets[1])

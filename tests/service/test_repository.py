@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from dubito.models.embedded import embedded
+from dubito.models.errors import InputError
 from dubito.service.engine import Ask
 from dubito.service.metrics import Metrics
+from dubito.service.problems import Late
 from dubito.service.repository import Repository, Served
 from dubito.service.settings import Settings
 
@@ -36,8 +38,13 @@ def test_what_is_unloaded_or_switched_is_gone_at_once(tmp_path: Path, mode: str)
     shutil.copy(embedded(), tmp_path / "m" / "1" / "model.safetensors")
 
     async def asked(served: Served) -> None:
+        """Two of whom get no answer: what they raise knows where it was raised."""
         x = np.zeros((3, 1, 8, 8), np.float32)
         await served.batcher.answered(served.batcher.put(Ask(x, 20, None, 20, 0.05), 30))
+        with pytest.raises(InputError):
+            await served.batcher.answered(served.batcher.put(Ask(np.nan + x, 20, None, 20, 0.05), 30))
+        with pytest.raises(Late):
+            await served.batcher.answered(served.batcher.put(Ask(x, 20, None, 20, 0.05), 0))
 
     def parts(served: Served) -> list[weakref.ref[object]]:
         return [weakref.ref(part) for part in (served.engine, served.model.network, served.batcher)]
