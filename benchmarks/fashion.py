@@ -75,6 +75,7 @@ def one(method: str, seed: int, changes: Sequence[str], args: argparse.Namespace
     return {
         "method": method,
         "seed": seed,
+        "set": changes,
         "parameters": count(model.network),
         "bytes": size,
         **{name: found[name] for name in ("accuracy", "ece", "nll", "auroc", "measure", "coverage", "ood_rate")},
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder to leave the artifacts in")
     parser.add_argument("--jobs", type=int, default=1, help="trained side by side, each in a process of its own")
     args = parser.parse_args()
-    rows = _so_far(args.json)
+    rows = [row for row in _so_far(args.json) if row.get("set", []) == args.set]
     known = {(row["method"], row["seed"]) for row in rows}
     wanted = [(method, seed) for seed in args.seeds for method in args.methods if (method, seed) not in known]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
