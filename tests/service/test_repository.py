@@ -67,3 +67,18 @@ def test_what_is_unloaded_or_switched_is_gone_at_once(tmp_path: Path, mode: str)
             assert [part() for part in second] == [None] * 3
 
     asyncio.run(body())
+
+
+def test_a_stuck_device_does_not_keep_who_unloads(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        settings = Settings.model_validate({"models": [embedded()], "buckets": (1,), "stuck_seconds": 0.1})
+        repository = Repository(settings, torch.device("cpu"), torch.float32, Metrics())
+        (name,) = {name for name, _ in repository.sources}
+        await repository.load(name)
+        repository.turn.acquire()  # somebody who never comes back
+        async with asyncio.timeout(30):
+            await repository.unload(name)
+        assert not repository.served
+
+    asyncio.run(body())
+    assert "the device is stuck" in caplog.text
