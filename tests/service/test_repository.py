@@ -71,7 +71,9 @@ def test_what_is_unloaded_or_switched_is_gone_at_once(tmp_path: Path, mode: str)
 
 def test_a_stuck_device_does_not_keep_who_unloads(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        settings = Settings.model_validate({"models": [embedded()], "buckets": (1,), "stuck_seconds": 0.1})
+        settings = Settings.model_validate(
+            {"models": [embedded()], "buckets": (1,), "plan_seconds": 0, "stuck_seconds": 0.1}
+        )
         repository = Repository(settings, torch.device("cpu"), torch.float32, Metrics())
         (name,) = {name for name, _ in repository.sources}
         await repository.load(name)
