@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
 log = logging.getLogger("dubito")
 P = ParamSpec("P")
@@ -17,14 +16,15 @@ def compiled(step: Callable[P, R]) -> Callable[P, R]:
 
     All of it or nothing: of a step in pieces, torch takes a piece that was compiled for one layer for another's.
     """
-    whole = torch.compile(step, fullgraph=True, options={"fallback_random": True})
-    run: Callable[P, R] = whole
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # takes seconds to load
+
+    run: Callable[P, R] = torch.compile(step, fullgraph=True, options={"fallback_random": True})
 
     def once(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal run
         try:
             return run(*args, **kwargs)
-        except TorchDynamoException as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             why = str(error).strip().partition("\n")[0][:200]
             log.warning("fit.compile is left out, since torch cannot compile this network's step: %s", why)
             run = step
