@@ -37,7 +37,7 @@ class Run:
 
 
 _run: ContextVar[Run | None] = ContextVar("run", default=None)
-_traced: list[Run] = []  # while torch.compile follows a pass: it cannot set a context variable
+_traced: list[Run | None] = [None]  # the last: its like while torch.compile follows a pass, which cannot set that one
 
 
 @contextmanager
@@ -82,7 +82,7 @@ _fast_lock, _inside, _fast_before = Lock(), 0, True
 
 def current(layer: nn.Module, x: Tensor) -> Run:
     """The pass that the layer is reached by."""
-    run = _run.get() if not torch.compiler.is_dynamo_compiling() else _traced[-1] if _traced else None
+    run = _traced[-1] if torch.compiler.is_dynamo_compiling() else _run.get()
     if run is None:
         raise InputError(
             f"{type(layer).__name__} was called outside a Bayesian network, so it has no draws. Call the network that "

@@ -1,7 +1,6 @@
 """The engine on a GPU; skipped, aloud, where there is none."""
 
 import asyncio
-import gc
 import threading
 import weakref
 from contextlib import nullcontext
@@ -36,6 +35,7 @@ from dubito.service.repository import Repository
 from dubito.service.settings import Settings
 from tests.models import test_agreement as agreement
 from tests.service import interpreted
+from tests.service.test_repository import nothing_collected
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the GPU's engine is not tested")
 
@@ -230,7 +230,7 @@ def test_what_cannot_be_captured_is_served_without(turns: bool, tmp_path: Path) 
 
 
 def test_unloading_gives_the_device_back(tmp_path: Path) -> None:
-    """At once, as nothing is collected: what a server has started with is frozen."""
+    """At once, and all of it each time."""
     kept(tmp_path / "m.safetensors", "ffg-u", 0.0)
     given = {"models": [tmp_path / "m.safetensors"], "buckets": (1, 4), "samples": 8, "plan_seconds": 0}
     settings = Settings.model_validate(given)
@@ -249,11 +249,7 @@ def test_unloading_gives_the_device_back(tmp_path: Path) -> None:
 
     seen = []
     for _ in range(3):
-        gc.collect()
-        gc.disable()
-        try:
+        with nothing_collected():
             assert [part() for part in asyncio.run(body())] == [None] * 4
-        finally:
-            gc.enable()
         seen.append(torch.cuda.memory_allocated())
     assert seen[1] == seen[2], seen
