@@ -12,7 +12,6 @@ from dubito.training.ranks import Ranks
 from dubito.training.seeds import sow, stream
 
 ON_DEVICE = 4 << 30  # bytes of examples kept on a GPU
-DRAWS = 4  # of the augmentation for each batch on a GPU, which would wait for its host if each picture had its own
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class Batches:
             mine = which.tensor_split(self.ranks.count)[self.ranks.index]
             x, y = self.train.x[mine].to(self.device), self.train.y[mine].to(self.device)
             if self.augment is not None:
-                together = max(1, len(x) // DRAWS) if self.device.type == "cuda" else 1
                 sow(stream(self.seed, "augment", self.ranks.index, number, at), self.device)
-                x = torch.cat([self.augment(some) for some in x.split(together)])
+                x = self.augment(x)
             yield x, y, len(mine) / len(which)

@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from dubito.models.manifest import Card, Classification, Input, Provenance, Regr
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
 from dubito.models.prediction import evaluating
+from dubito.training.augment import augmentation
 from dubito.training.calibrate import calibrate, check_enough
 from dubito.training.checkpoint import draft_of, resume, save_checkpoint
 from dubito.training.config import Fit, Recipe, RecipeError
@@ -69,8 +69,8 @@ def train(
     net = build_network(recipe, parts, declared)
     start: Literal["network", "prior"] = "prior" if recipe.network.weights is None else "network"
     if recipe.fit.pretrain_epochs:
-        plain = recipe.fit.model_copy(update={"epochs": recipe.fit.pretrain_epochs, **NO_KL})
-        net = fitting.fit(bayesianize(net, "deterministic", task=task_of(parts)), plain, "plain").finish().net.cpu()
+        plain = bayesianize(net, "deterministic", task=task_of(parts))
+        net = fitting.fit(plain, recipe.pretraining, "plain").finish().net.cpu()
         start = "network"
     torch.manual_seed(recipe.seed)
     run = fitting.fit(make_bayesian(net, recipe, parts, start), recipe.fit, "posterior")
@@ -84,9 +84,6 @@ def train(
     trained = Trained(finish(network, recipe, parts, declared, out), run.log)
     fitting.clean()
     return trained
-
-
-NO_KL = {"likelihood_epochs": 0, "warmup_epochs": 0, "kl": 0.0, "patience": None, "samples": 1}
 
 
 def read_parts(recipe: Recipe, root: Path | None, download: bool = False) -> Parts:
@@ -179,40 +176,6 @@ def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["
         raise RecipeError(f"posterior.options: {error}.") from None
 
 
-def augmentation(recipe: Recipe, train: Examples) -> Callable[[Tensor], Tensor] | None:
-    """Transforms of torchvision.transforms.v2, one after the other, on pictures; tried on a few of them first."""
-    if not recipe.data.augment:
-        return None
-    from torchvision.transforms import v2
-
-    made: list[nn.Module] = []
-    for entry in recipe.data.augment:
-        for name, arguments in entry.items():
-            kind = getattr(v2, name, None)
-            if not (isinstance(kind, type) and issubclass(kind, v2.Transform)):
-                raise RecipeError(f"data.augment: torchvision.transforms.v2 has no transform {name!r}.")
-            try:
-                made.append(kind(**arguments))
-            except (TypeError, ValueError) as error:
-                raise RecipeError(f"data.augment: {name} cannot be made with {arguments}: {error}.") from None
-    if train.x.dim() != 4:
-        shape = tuple(train.x.shape[1:])
-        raise RecipeError(f"data.augment is for pictures (channels, height, width); {recipe.data.name} holds {shape}.")
-    augment: Callable[[Tensor], Tensor] = v2.Compose(made)
-    try:
-        some = augment(train.x[:2])
-    except Exception as error:  # whatever a transform that asks for labels, boxes or other pictures comes up with
-        said = " ".join(str(error).split())
-        raise RecipeError(f"data.augment cannot be used on {recipe.data.name}: {said}.") from None
-    if not isinstance(some, Tensor) or (some.shape[:2], some.dtype) != (train.x[:2].shape[:2], train.x.dtype):
-        came = f"{some.dtype} {tuple(some.shape)}" if isinstance(some, Tensor) else type(some).__name__
-        raise RecipeError(
-            f"data.augment makes {came} of two pictures that were {train.x.dtype} {tuple(train.x[:2].shape)}; expected "
-            "as many, with the same channels and the same kind of numbers."
-        )
-    return augment
-
-
 @dataclass(frozen=True)
 class Fitting:
     """Where the phases of a recipe are fitted, and what they leave beside the artifact on the way."""
@@ -238,7 +201,7 @@ class Fitting:
     def fit(self, network: BayesianNetwork, fit: Fit, phase: Literal["plain", "posterior"]) -> Run:
         """To the end, or until somebody asks to stop: then the checkpoint holds every step that was done."""
         parts, path, origin = self.parts, self.checkpoint(phase), f"{self.parts.hash} {self.start}"
-        augment = augmentation(self.recipe, parts.train)
+        augment = augmentation(self.recipe.data, parts.train)
         run = Run(network, parts.train, parts.validation, self.declared, fit, self.recipe.seed, self.device, augment)
         first = run.ranks.index == 0
         if self.fresh:

@@ -23,10 +23,11 @@ from dubito.models.inducing import Inducing
 from dubito.models.manifest import Regression
 from dubito.models.parameters import Free, count
 from dubito.models.pruning import prune as prune_network
+from dubito.training.augment import augmentation
 from dubito.training.config import Recipe, read_recipe, shipped
 from dubito.training.data import Examples, Parts, divide, input_of
 from dubito.training.fit import Epoch, Run, Told
-from dubito.training.recipe import augmentation, build_network, make_bayesian, task_of
+from dubito.training.recipe import build_network, make_bayesian, task_of
 from dubito.training.sources import read_data
 
 SMALL = ["network.arguments={hidden=[8]}", "posterior.options={inducing=4}", "data.calibration=0.2"]
@@ -265,10 +266,10 @@ def test_a_shipped_recipe_builds_its_network_and_takes_a_step(name: str) -> None
             net = build_network(recipe, parts, declared)
             network = make_bayesian(net, recipe, parts, "prior")
         assert count(network) < 0.6 * sum(p.numel() for p in net.parameters())
-        assert augmentation(recipe, parts.train) is not None
+        assert augmentation(recipe.data, parts.train) is not None
         return
     network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
-    augment = augmentation(recipe, parts.train)
+    augment = augmentation(recipe.data, parts.train)
     told: list[Told] = []
     one = Run(network, parts.train, parts.validation, declared, recipe.fit, 0, torch.device("cpu"), augment)
     one.epoch(told.append, lambda: True)
@@ -285,7 +286,7 @@ def test_a_residual_network_trains_by_whvi() -> None:
     declared = input_of(few)
     network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
     before = {name: p.detach().clone() for name, p in network.named_parameters()}
-    one = Run(network, few, few, declared, recipe.fit, 0, torch.device("cpu"), augmentation(recipe, few))
+    one = Run(network, few, few, declared, recipe.fit, 0, torch.device("cpu"), augmentation(recipe.data, few))
     one.epoch()
     assert one.step == 2
     assert np.isfinite([one.log[0].loss, one.log[0].kl, one.log[0].validation_nll]).all()
