@@ -40,7 +40,8 @@ def bayesianize(
     """A Bayesian copy of `net`; `net` itself is left alone.
 
     `start="network"` begins at the weights of `net`: each layer's mean is its best fit of rank M (WHVI's its best fit
-    by blocks, which is a poor one: it has to be trained). `start="prior"`
+    by blocks, which is a poor one: it has to be trained), and the prior of inducing weights has the size of the layer's
+    weights, so that `sigma_max` and `spread` are the same share of W in every layer. `start="prior"`
     begins where the papers do, for training from scratch. `layers` changes the method or any option of some layers, by
     module name, glob or layer type; a name beats a glob, a glob beats a type, and later entries beat earlier ones.
     A layer that holds weights but cannot be converted is an error, or left deterministic with `unsupported="leave"`.
@@ -64,7 +65,8 @@ def bayesianize(
             if hierarchy is not None:
                 chosen = under_hierarchy(chosen, base)
             if chosen.method != "deterministic" and not _blinding(chosen, geometry, name in (layers or {})):
-                entries[name] = describe(geometry, chosen)
+                W = weight_of(module) if start == "network" else None
+                entries[name] = describe(geometry, chosen, W)
     copied = _copied(net, base, layers or {}) if base.method == "ensemble-w" else {}
     check_used(layers or {}, dict(net.named_modules()) if copied else found)
     above = None

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dubito.models.blocks import side
 from dubito.models.errors import ConversionError
@@ -19,6 +20,7 @@ from dubito.models.plan import factored_is_cheaper
 
 Method = Literal["ffg-u", "fcg-u", "ensemble-u", "ffg-w", "fcg-w", "ensemble-w", "mc-dropout", "whvi", "deterministic"]
 METHODS: tuple[Method, ...] = get_args(Method)
+LEAST_LAM = 1e-5  # of a cap that is not 0
 Override = str | Mapping[str, Any]  # a method, or options
 Overrides = Mapping[str | type[nn.Module], Override]
 
@@ -32,9 +34,12 @@ class Options:
     M_in: int = 64
     members: int = 5
     lam_max: float | None = None  # None: 0.1 for ensemble-u, 0.03 for the others; 0: no noise of W given V
+    lam_share: float | None = None  # the same cap as a share of the norm of W: the λ-noise over the prior's mean W
     sigma_max: float = 0.1  # cap of the standard deviations of q(V) or q(W)
     rate: float = 0.1  # of mc-dropout
-    prior_scale: float = 1.0  # the prior of W is N(0, prior_scale²/d_in)
+    # The prior of W is N(0, prior_scale²/d_in). None: 1; but inducing weights that start from a network take the scale
+    # of its weights, so that V starts with an RMS of 1.
+    prior_scale: float | None = None
     noise: Noise | Literal["auto"] = "auto"  # auto: exact where forming W is as cheap as not forming it
     covariance_limit: int = LIMIT
     D: int | None = None  # side of WHVI's blocks, a power of two; None: of the shorter side of W
@@ -61,13 +66,19 @@ class Options:
                 raise ConversionError(f"{name} is {value!r}; expected a whole number from 1.")
         if self.members > MOST_MEMBERS:
             raise ConversionError(f"members is {self.members}; expected at most {MOST_MEMBERS}.")
-        if self.lam_max is not None and self.lam_max != 0 and not 1e-5 <= self.lam_max < math.inf:
+        if self.lam_max is not None and self.lam_max != 0 and not LEAST_LAM <= self.lam_max < math.inf:
             raise ConversionError(f"lam_max is {self.lam_max}; expected 0 (no noise) or a number from 1e-5.")
-        if not (1e-5 <= self.sigma_max < math.inf and 0 < self.prior_scale < math.inf):
-            raise ConversionError(
-                f"sigma_max is {self.sigma_max} and prior_scale {self.prior_scale}; "
-                "expected a number from 1e-5, and a positive one."
-            )
+        if self.lam_share is not None:
+            if not 0 < self.lam_share < math.inf:
+                raise ConversionError(f"lam_share is {self.lam_share}; expected a positive number.")
+            if self.lam_max is not None:
+                raise ConversionError(
+                    f"lam_share is {self.lam_share} and lam_max {self.lam_max}; both cap λ: expected one of them."
+                )
+        if not 1e-5 <= self.sigma_max < math.inf:
+            raise ConversionError(f"sigma_max is {self.sigma_max}; expected a number from 1e-5.")
+        if self.prior_scale is not None and not 0 < self.prior_scale < math.inf:
+            raise ConversionError(f"prior_scale is {self.prior_scale}; expected a positive number.")
         if not 0 < self.rate < 1:
             raise ConversionError(f"rate is {self.rate}; expected a dropout rate between 0 and 1.")
         if self.noise not in ("auto", "exact", "factored"):
@@ -81,11 +92,11 @@ class Options:
         return self
 
 
-def describe(geometry: Geometry, o: Options) -> Layer:
-    """The options as a manifest entry, every default settled."""
+def describe(geometry: Geometry, o: Options, W: Tensor | None = None) -> Layer:
+    """The options as a manifest entry, every default settled; W (d_out, d_in) is the start, if there is one."""
     d_out, d_in = geometry.shape
     fits = math.isqrt(o.covariance_limit)
-    sigma = o.prior_scale / math.sqrt(d_in)
+    sigma = (1.0 if o.prior_scale is None else o.prior_scale) / math.sqrt(d_in)
     match o.method:
         case "mc-dropout":
             return DropoutLayer(rate=o.rate, sigma=sigma)
@@ -110,18 +121,42 @@ def describe(geometry: Geometry, o: Options) -> Layer:
             if noise == "auto":
                 cheaper = factored_is_cheaper(d_out, d_in, min(o.M_in, d_in), geometry.groups)
                 noise = "factored" if cheaper else "exact"
+            if W is not None and o.prior_scale is None:
+                sigma = scale_of(W, o.M_out, o.M_in) or sigma
+            lam_max = (0.1 if ensemble else 0.03) if o.lam_max is None else o.lam_max
+            if o.lam_share is not None:
+                lam_max = max(LEAST_LAM, o.lam_share * lam_of_share(d_out, d_in, o.M_out, o.M_in))
             return InducingLayer(
                 method=o.method,
                 M_out=o.M_out,
                 M_in=o.M_in,
                 members=o.members if ensemble else None,
-                lam_max=(0.1 if ensemble else 0.03) if o.lam_max is None else o.lam_max,
+                lam_max=lam_max,
                 sigma_max=None if ensemble else o.sigma_max,
                 sigma=sigma,
                 noise=noise,
             )
         case _:
             raise ConversionError(f"{o.method!r} is no posterior.")
+
+
+def scale_of(W: Tensor, M_out: int, M_in: int) -> float:
+    """σ for which the V of W's best fit of rank M has an RMS of 1; 0 where W has no size, or is not there yet.
+
+    The caps of q(V) and λ are in units of σ: with a σ far below the size of the weights they allow hardly any noise.
+    """
+    if W.is_meta or not W.isfinite().all():  # counted only, or refused when its posterior is made
+        return 0.0
+    short = W.double() if W.shape[0] <= W.shape[1] else W.double().T
+    energies = torch.linalg.eigvalsh(short @ short.T).clamp(min=0)  # ascending squares of the singular values
+    return math.sqrt(float(energies[-min(M_out, M_in) :].sum()) / (M_out * M_in))
+
+
+def lam_of_share(d_out: int, d_in: int, M_out: int, M_in: int) -> float:
+    """λ whose noise has the norm of W, where V has an RMS of 1: what V does not decide has d_out d_in − r_out r_in
+    directions, each with a standard deviation of λσ, and ‖W‖ = σ √(M_out M_in)."""
+    free = d_out * d_in - min(M_out, d_out) * min(M_in, d_in)
+    return math.sqrt(M_out * M_in / free) if free else 1.0
 
 
 def pair(M: int | tuple[int, int]) -> tuple[int, int]:

@@ -21,6 +21,7 @@ OWN_DATA = ("folder", "npz", "csv")  # `dubito train npz:PATH` follows the recip
 WORDS = {"True": True, "False": False, "None": None, "none": None}  # read by `--set` too; TOML has no none
 EXPECTED = {"model_type": "expected a table", "dict_type": "expected a table", "tuple_type": "expected a list"}
 LAPLACE = "subnetwork-laplace"
+NO_KL = {"pretrain_epochs": 0, "likelihood_epochs": 0, "warmup_epochs": 0, "kl": 0.0, "patience": None, "samples": 1}
 MOST_COMPLAINTS = 3  # at a time
 
 
@@ -110,6 +111,19 @@ class Fit(Strict):
         return self
 
 
+class Pretrain(Strict):
+    """How the plain network is fitted first, where that differs from `fit`."""
+
+    batch: Count | None = None
+    optimiser: Literal["adam", "sgd"] | None = None
+    lr: Positive | None = None
+    momentum: Annotated[NonNegative, Field(lt=1)] | None = None
+    weight_decay: NonNegative | None = None
+    schedule: Literal["constant", "cosine", "step"] | None = None
+    milestones: tuple[Count, ...] | None = None
+    clip: Positive | None = None
+
+
 class Laplace(Strict):
     """`posterior.options` of the method subnetwork-laplace."""
 
@@ -140,8 +154,15 @@ class Recipe(Strict):
     network: Network
     posterior: Posterior
     fit: Fit
+    pretrain: Pretrain = Pretrain()
     calibrate: Calibrate = Calibrate()
     precision: Precision = "float32"
+
+    @property
+    def pretraining(self) -> Fit:
+        """How the plain network is fitted: `fit` with the changes of `pretrain`, without a KL."""
+        changes = {"epochs": max(1, self.fit.pretrain_epochs), **NO_KL, **self.pretrain.model_dump(exclude_none=True)}
+        return Fit.model_validate(self.fit.model_dump() | changes)
 
     @property
     def laplace(self) -> "Laplace | None":
@@ -159,6 +180,10 @@ class Recipe(Strict):
                 raise ValueError(f"posterior.options: {_first(error, Laplace)}") from None
         elif self.calibrate.method == "probit":
             raise ValueError(f"calibrate.method is 'probit', which belongs to {LAPLACE}")
+        try:
+            _ = self.pretraining
+        except ValidationError as error:
+            raise ValueError(f"pretrain: {_first(error, Pretrain)}") from None
         if self.task == "regression" and self.calibrate.temperature:
             raise ValueError("calibrate.temperature is true; a temperature belongs to classification")
         return self

@@ -54,6 +54,56 @@ def test_the_mean_weight_starts_as_the_best_fit_of_rank_M(method: str, inducing:
         torch.testing.assert_close(found, rank(W, M), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 40.0])
+@pytest.mark.parametrize("inducing", [2, (3, 5), 30])
+def test_V_starts_with_an_RMS_of_1_whatever_the_size_of_the_weights(
+    size: float, inducing: int | tuple[int, int]
+) -> None:
+    """So that σ_max is the same share of every layer's weights: σ √(M_out M_in) is the norm of the rank-M fit."""
+    net = small()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(size)
+    network = bayesianize(net, "ffg-u", inducing=inducing, sigma_max=0.2)
+    M_out, M_in = inducing if isinstance(inducing, tuple) else (inducing, inducing)
+    for name, layer in network.layers.items():
+        q = layer.posterior
+        assert isinstance(q, Inducing)
+        norm = float(rank(weight_of(net.get_submodule(name)), min(M_out, M_in)).norm())
+        assert q.sigma == layer.entry.sigma == pytest.approx(norm / math.sqrt(M_out * M_in), rel=1e-6)
+        V = q.factors().q_V.mean(None)  # type: ignore[union-attr]
+        assert float(V.square().mean().sqrt()) == pytest.approx(1, rel=2e-3)  # D² adds a little
+
+
+def test_a_prior_that_is_given_is_kept_and_weights_without_size_take_the_papers() -> None:
+    net = nn.Linear(7, 5, bias=False)
+    assert bayesianize(net, "ffg-u", inducing=2, prior_scale=3.0).layers[""].entry.sigma == 3 / math.sqrt(7)
+    assert bayesianize(net, "ffg-u", inducing=2, start="prior").layers[""].entry.sigma == 1 / math.sqrt(7)
+    nn.init.zeros_(net.weight)
+    assert bayesianize(net, "ffg-u", inducing=2).layers[""].entry.sigma == 1 / math.sqrt(7)
+
+
+@pytest.mark.parametrize("shape", [(20, 30), (12, 5), (4, 40)])
+def test_the_cap_of_lambda_can_be_a_share_of_the_weights(shape: tuple[int, int]) -> None:
+    """Against the noise that is drawn: with λ at its cap, its norm is that share of the norm of W."""
+    d_out, d_in = shape
+    torch.manual_seed(0)
+    net, K, share = nn.Linear(d_in, d_out, bias=False), 400, 0.3
+    network = bayesianize(net, "ensemble-u", inducing=6, members=1, lam_share=share, noise="exact")
+    q = network.layers[""].posterior
+    assert isinstance(q, Inducing)
+    assert q.lam is not None
+    with torch.no_grad():
+        q.lam.raw.fill_(50.0)
+    f = q.factors()
+    W = f.draw(torch.randn(K, f.normals), torch.zeros(K).long())
+    assert isinstance(W, Dense)
+    noise = (W.W - f.mean(torch.zeros(1).long()).dense()).flatten(1)
+    of_W = rank(weight_of(net), 6).norm()
+    squared = noise.double().square().sum(1) / of_W**2
+    assert abs(float(squared.mean()) - share**2) < 5 * float(squared.std()) / math.sqrt(K)
+
+
 def test_members_start_as_far_from_each_other_as_asked() -> None:
     """Around the network's weights, so that their mean stays where it is."""
     far, near = (bayesianize(small(), "ensemble-u", inducing=3, members=40, spread=s) for s in (0.5, None))
@@ -162,6 +212,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "noise": ({"method": "ffg-u", "noise": "some"}, "noise is 'some'"),
     "inducing of a fraction": ({"method": "ffg-u", "inducing": 2.5}, "inducing weights of size 2.5"),
     "inducing of many": ({"method": "ffg-u", "inducing": 5000}, "layer '0': M = 5000 for a side of 8"),
+    "two caps of λ": ({"method": "ffg-u", "lam_max": 0.1, "lam_share": 0.1}, "both cap λ"),
+    "no share": ({"method": "ffg-u", "lam_share": 0}, "lam_share is 0; expected a positive number"),
     "tiny cap": ({"method": "ffg-u", "lam_max": 1e-7}, "lam_max is 1e-07"),
     "start": ({"method": "ffg-u", "start": "trained"}, "start is 'trained'; expected one of network, prior"),
     "unsupported": ({"method": "ffg-u", "unsupported": "raise"}, "unsupported is 'raise'"),
