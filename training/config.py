@@ -21,7 +21,15 @@ OWN_DATA = ("folder", "npz", "csv")  # `dubito train npz:PATH` follows the recip
 WORDS = {"True": True, "False": False, "None": None, "none": None}  # read by `--set` too; TOML has no none
 EXPECTED = {"model_type": "expected a table", "dict_type": "expected a table", "tuple_type": "expected a list"}
 LAPLACE = "subnetwork-laplace"
-NO_KL = {"pretrain_epochs": 0, "likelihood_epochs": 0, "warmup_epochs": 0, "kl": 0.0, "patience": None, "samples": 1}
+NO_KL = {  # what the plain network's training has none of
+    "pretrain_epochs": 0,
+    "likelihood_epochs": 0,
+    "warmup_epochs": 0,
+    "frozen_norm_epochs": 0,
+    "kl": 0.0,
+    "patience": None,
+    "samples": 1,
+}
 MOST_COMPLAINTS = 3  # at a time
 
 
@@ -89,6 +97,7 @@ class Fit(Strict):
     kl: NonNegative = 1.0
     function_space: bool = False  # weight λ's term by min(1, N/d_in) [Ritter21, eq. 45]
     clip: Positive | None = None  # of the gradient's norm
+    frozen_norm_epochs: Whole = 0  # the last ones, in which BatchNorm keeps its statistics, as it does in answers
     patience: Count | None = None  # epochs of ELBO without a better validation NLL before stopping at the best
     amp: bool = True  # bfloat16 autocast, on GPUs only
     compile: bool = False  # torch.compile
@@ -100,6 +109,11 @@ class Fit(Strict):
             raise ValueError(
                 f"likelihood_epochs + warmup_epochs is {self.likelihood_epochs + self.warmup_epochs}, "
                 f"but epochs only {self.epochs}; expected no more than that"
+            )
+        if self.frozen_norm_epochs > self.epochs:
+            raise ValueError(
+                f"frozen_norm_epochs is {self.frozen_norm_epochs}, but epochs only {self.epochs}; "
+                "expected no more than that"
             )
         if self.optimiser == "adam" and self.momentum != type(self).model_fields["momentum"].default:
             raise ValueError(f"momentum is {self.momentum}, which belongs to the optimiser sgd; it is adam")

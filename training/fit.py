@@ -103,6 +103,8 @@ class Run:
         self.graphs: Graphs | None = None
         if fit.graph and device.type == "cuda" and self.ranks.count == 1 and same_every_step(self.network, fit):
             self.graphs = Graphs(self._update)
+        self._norms = [m for m in self.network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self._frozen = False  # whether BatchNorm kept its statistics in the last step
         self._look = LOOK if device.type == "cuda" else 1
         self._start = self.state()  # of this epoch: all is known to be finite
 
@@ -143,7 +145,7 @@ class Run:
                 group["lr"].fill_(rate(self.fit, now))
             else:
                 group["lr"] = rate(self.fit, now)
-        self.network.train()  # every part of it: one that came evaluating would otherwise stay so
+        self._set_modes(frozen=now >= self.fit.epochs - self.fit.frozen_norm_epochs)
         sow(self._stream(self.step), self.device)  # the same draws on every rank
         weight = kl_weight(self.fit, now) / self.batches.examples / self.ranks.count
         for place, value in zip(self.weights.unbind(), (share, weight), strict=True):
@@ -153,6 +155,19 @@ class Run:
         else:
             self.graphs.run(x, y, self.weights)
         self.step += 1
+
+    def _set_modes(self, frozen: bool) -> None:
+        """Every part trains; BatchNorm answers by its running statistics in the last epochs, where asked.
+
+        Statistics of the batch hide what a draw shifts in all of its inputs. An answer shows it, so the posterior has to
+        have met it.
+        """
+        self.network.train()  # every part of it: one that came evaluating would otherwise stay so
+        for norm in self._norms if frozen else ():
+            norm.eval()
+        if frozen != self._frozen and self.graphs is not None:
+            self.graphs = Graphs(self._update)  # what was captured is a step of the other kind
+        self._frozen = frozen
 
     def _update(self, x: Tensor, y: Tensor, weights: Tensor) -> None:
         """All of a step that happens on the device."""

@@ -102,6 +102,29 @@ def test_the_likelihood_phase_has_no_kl_in_its_loss_and_the_warm_up_some(parts: 
     assert third.loss == pytest.approx(third.nll + third.kl / 130, rel=0.01)  # the KL changes little in an epoch
 
 
+def statistics(run: Run) -> list[Tensor]:
+    norms = [m for m in run.network.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert norms
+    return [getattr(m, name).clone() for m in norms for name in ("running_mean", "running_var", "num_batches_tracked")]
+
+
+def test_frozen_batchnorm_keeps_its_statistics_and_steps_by_them(parts: Parts) -> None:
+    """In the last epoch of two: the loss is that of the network as it answers, and the statistics stay."""
+    run = start(parts, small(architecture="cnn"), epochs=2, frozen_norm_epochs=1)
+    before = statistics(run)
+    run.epoch()
+    after = statistics(run)
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    x, y, _ = next(run.batches.epoch(1))
+    torch.manual_seed(stream(run.seed, "draws", run.step))
+    with torch.no_grad():
+        outputs = run.network.eval().sample(enter(x, run.declared), 1)
+    told = after_one_step(run)
+    assert told.nll == pytest.approx(float(F.cross_entropy(outputs[0], y)), rel=1e-5)
+    finish(run)
+    assert all(torch.equal(a, b) for a, b in zip(after, statistics(run), strict=True))
+
+
 def test_function_space_weights_the_term_of_lambda(parts: Parts) -> None:
     """[Ritter21, eq. 45]: β = min(1, N/d_in), here 50/65 in the first layer, whose d_in counts the bias."""
     plain, weighted = (after_one_step(start(parts, small(), 50, function_space=f)).kl for f in (False, True))
