@@ -188,7 +188,7 @@ class BayesianNetwork(nn.Module):
             given = torch.stack([V[layer] for layer in kind], 1) if kind[0] in V else None
             drawn = _draw_each(f, noise.to(f.dtype), member.get(f.members), given)
             if kind[0] is self.hierarchy:
-                V = self._shared_out(_matrix(drawn[0]))
+                V = self._shared_out(as_matrix(drawn[0]))
             operands |= {layer: partial(_as_it_is, W) for layer, W in zip(kind, drawn, strict=True)}
         return operands
 
@@ -231,7 +231,7 @@ class BayesianNetwork(nn.Module):
             return Run(draws.K, stored, by_layer, draws.member, factors.structure, form=factors.form)
         V: dict[nn.Module, Tensor] = {}
         if factors.hierarchy is not None:
-            V = self._shared_out(_matrix(_draw(factors.hierarchy, 0, factors.sizes[0], draws, None)))
+            V = self._shared_out(as_matrix(_draw(factors.hierarchy, 0, factors.sizes[0], draws, None)))
         operands: dict[nn.Module, Callable[[], Operand]] = {}
         for name, f in factors.layers.items():
             make = partial(_draw, f, factors.places[name], factors.counts[name], draws, V.get(layers[name]))
@@ -328,7 +328,7 @@ def _draw_group(group: Group, factors: NetworkFactors, draws: Draws) -> Sequence
     return group.draw([share for share in shares if share is not None])
 
 
-def _matrix(operand: Operand) -> Tensor:
+def as_matrix(operand: Operand) -> Tensor:
     """The K matrices themselves: (K, d_out, d_in)."""
     match operand:
         case Dense(W) | Dropped(W, _):

@@ -1,5 +1,6 @@
 """What `dubito inspect` tells about an artifact."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch import Tensor
 from dubito.models.architectures import build
 from dubito.models.inducing import Inducing
 from dubito.models.jacobian import chosen_of
+from dubito.models.layers import BayesianLayer
 from dubito.models.manifest import Manifest
-from dubito.models.network import BayesianNetwork
+from dubito.models.network import BayesianNetwork, as_matrix
 from dubito.models.parameters import count
 from dubito.models.whvi import Whvi
 
@@ -32,6 +34,36 @@ SELECTED = {
     "magnitude": "of the largest magnitude",
     "last-layer": "of the last layer",
 }
+
+
+NOISE_DRAWS = 8  # of a layer's weights, to measure their noise
+
+
+@torch.no_grad()
+def noise_share(layer: BayesianLayer) -> float | None:
+    """Norm of the noise in the layer's weights over the norm of their mean, by a few draws.
+
+    None for dropout, whose noise is not in the weights, and for layers whose V a hierarchy draws.
+    """
+    if layer.entry.method in ("mc-dropout", "hierarchical"):
+        return None
+    q = layer.q.trainable()
+    K = q.members or NOISE_DRAWS
+    if K == 1 or (q.normals == 0 and not q.members):
+        return 0.0
+    device, rng = next(layer.parameters()).device, torch.Generator().manual_seed(0)
+    total, squares = torch.zeros((), dtype=torch.double), 0.0
+    for k in range(K):  # one at a time: a draw of a wide layer takes megabytes
+        normals = torch.randn(1, q.normals, generator=rng).to(device, q.dtype)
+        member = torch.tensor([k], device=device) if q.members else None
+        W = as_matrix(q.draw(normals, member))[0].double().cpu()
+        total, squares = total + W, squares + float(W.square().sum())
+    mean = float(total.square().sum()) / K**2  # squared norm of the mean over draws
+    noise = max(0.0, squares / K - mean)  # exact for an ensemble's members; else the mean holds 1/K of the noise
+    if not q.members:
+        noise *= K / (K - 1)
+        mean = max(mean - noise / K, 1e-12 * squares)
+    return math.sqrt(noise / mean) if mean > 0 else 0.0
 
 
 def report(
@@ -57,6 +89,7 @@ def report(
             row["d_out"], row["d_in"] = layer.geometry.shape
             row["parameters"] = count(layer)
             row["deterministic_bytes"] = 4 * row["d_out"] * row["d_in"]
+            row["noise_share"] = noise_share(layer)
             if isinstance(layer.posterior, Inducing):
                 row["lambda"] = layer.posterior.scale()
             if isinstance(layer.posterior, Whvi):
@@ -160,7 +193,7 @@ def _say_subnetwork(say: Callable[[str], None], chosen: dict[str, Any], calibrat
 
 
 def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]]) -> None:
-    for name in ("layer", "method", "W", "V or g", "λ", "noise", "parameters", "bytes"):
+    for name in ("layer", "method", "W", "V or g", "λ", "law of λ", "noise in W", "parameters", "bytes"):
         table.add_column(name, no_wrap=name == "layer")
     for row in layers:
         V = f"{row['M_out']} × {row['M_in']}" if "M_out" in row else ""
@@ -174,5 +207,6 @@ def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]]) -> None
         size = f"{row['bytes']:,}" if "bytes" in row else ""
         if size and "deterministic_bytes" in row:
             size += f" ({row['bytes'] / row['deterministic_bytes']:.1%})"
-        table.add_row(clean(row["name"]), row["method"], shape, V, lam, noise, parameters, size)
+        share = f"{row['noise_share']:.1%}" if row.get("noise_share") is not None else ""
+        table.add_row(clean(row["name"]), row["method"], shape, V, lam, noise, share, parameters, size)
     console.print(table)

@@ -159,8 +159,8 @@ class Run:
     def _set_modes(self, frozen: bool) -> None:
         """Every part trains; BatchNorm answers by its running statistics in the last epochs, where asked.
 
-        Statistics of the batch hide what a draw shifts in all of its inputs. An answer shows it, so the posterior has to
-        have met it.
+        The statistics of a batch hide what a draw shifts in all of its examples. An answer shows it, so the posterior
+        has to have met it.
         """
         self.network.train()  # every part of it: one that came evaluating would otherwise stay so
         for norm in self._norms if frozen else ():

@@ -29,6 +29,7 @@ from dubito.training.fit import Epoch, FitError, Run
 from dubito.training.laplace import check_size, linearise, said
 from dubito.training.log import progress, remark, tensorboard, write_csv
 from dubito.training.ranks import Ranks
+from dubito.training.remarks import remarks
 from dubito.training.sources import read_data
 from dubito.training.stop import stoppable
 
@@ -81,6 +82,8 @@ def train(
         fitted = linearise(network, parts.train, parts.validation, declared, recipe.laplace, recipe.seed)
         remark(said(fitted))
         network = fitted.network
+    for sentence in remarks(network, run.log):
+        remark(sentence)
     trained = Trained(finish(network, recipe, parts, declared, out), run.log)
     fitting.clean()
     return trained
