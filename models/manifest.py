@@ -231,6 +231,22 @@ class Provenance(Strict):
     versions: dict[str, str] = {}
 
 
+class Difference(Strict):
+    """A figure of this model less the same figure of another, on the same inputs."""
+
+    value: FiniteFloat
+    se: Annotated[FiniteFloat, Field(ge=0)]  # its standard error, inputs drawn again
+
+
+class Plain(Strict):
+    """What the plain network that the posterior started from reaches on the same test data."""
+
+    metrics: dict[str, FiniteFloat]  # as it is
+    temperature: Positive | None = None  # fitted on the calibration part; None: regression
+    tempered: dict[str, FiniteFloat] = {}  # with that temperature
+    differences: dict[str, Difference] = {}  # of this model from it, with the temperature where there is one
+
+
 class Card(Strict):
     """What is known about a model beyond its tensors."""
 
@@ -238,6 +254,7 @@ class Card(Strict):
     labels: Annotated[tuple[str, ...], Field(max_length=1 << 20)] | None = None
     calibration: Calibration | None = None  # None: not calibrated
     metrics: dict[str, FiniteFloat] = {}
+    plain: Plain | None = None  # None: no plain network was trained or given
     provenance: Provenance = Provenance()
 
 

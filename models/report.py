@@ -11,9 +11,10 @@ from dubito.models.architectures import build
 from dubito.models.inducing import Inducing
 from dubito.models.jacobian import chosen_of
 from dubito.models.layers import BayesianLayer
-from dubito.models.manifest import Manifest
+from dubito.models.manifest import Manifest, Plain
 from dubito.models.network import BayesianNetwork, as_matrix
 from dubito.models.parameters import count
+from dubito.models.verdict import columns
 from dubito.models.whvi import Whvi
 
 WHAT = {
@@ -173,8 +174,8 @@ def show(found: dict[str, Any]) -> None:
             f"calibrated: OOD by {calibration['measure']} at {calibration['false_positive_rate']:.0%} false positives, "
             f"prediction sets for {calibration['coverage']:.0%} coverage"
         )
-    for name, value in found["metrics"].items():
-        say(f"{name}: {value:.4g}")
+    for line in columns(found["metrics"], None if found["plain"] is None else Plain.model_validate(found["plain"])):
+        say(line)
     say(f"SHA-256 {found['sha256']} (checked)")
 
 

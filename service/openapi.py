@@ -133,6 +133,9 @@ SCHEMAS: Json = {
             "bytes": thing({"artifact": WHOLE, "resident": WHOLE, "factors": WHOLE, "deterministic": WHOLE}),
             "calibration": or_none({"type": "object"}),
             "metrics": {"type": "object", "additionalProperties": NUMBER},
+            "plain": or_none(
+                {"type": "object", "description": "The plain network that it came from, on the same test data."}
+            ),
             "sha256": TEXT,
             "samples": WHOLE,
             "max_samples": WHOLE,

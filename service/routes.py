@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from dubito import __version__
 from dubito.models.errors import DubitoError
+from dubito.models.verdict import beside_plain
 from dubito.service import openapi
 from dubito.service.http import body_of, json_object, read_body
 from dubito.service.oip import DRAWS, INPUT
@@ -267,7 +268,7 @@ def about(served: Served, server: "Server") -> dict[str, Any]:
         told = calibration.model_dump(
             mode="json", include={"false_positive_rate", "coverage", "measure", "temperature"}
         )
-    task, chosen = model.manifest.task, model.manifest.subnetwork
+    task, chosen, beside = model.manifest.task, model.manifest.subnetwork, model.card.plain
     plain = "deterministic" if chosen is None else chosen.method
     return {
         "name": served.name,
@@ -284,6 +285,7 @@ def about(served: Served, server: "Server") -> dict[str, Any]:
         "bytes": served.bytes,
         "calibration": told,
         "metrics": known["metrics"],
+        "plain": None if beside is None else beside.model_dump(mode="json") | {"verdict": beside_plain(beside)},
         "sha256": known["sha256"],
         "samples": server.settings.samples,
         "max_samples": server.settings.max_samples,

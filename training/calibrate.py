@@ -50,7 +50,7 @@ def calibrate(model: Model, held: Examples, settings: Calibrate | None = None, *
     """
     settings = Calibrate() if settings is None else settings
     check_enough(len(held), settings)
-    model = Model(copy.deepcopy(model.network), model.manifest).with_card(calibration=None, metrics={})
+    model = Model(copy.deepcopy(model.network), model.manifest).with_card(calibration=None, metrics={}, plain=None)
     check(model, held)
     set_directions(model.network, enter(held.x[:PATCHES_FROM], declared_by(model)), settings.directions, seed)
     model = Model(model.network, model.manifest)  # its factors are computed anew
@@ -60,7 +60,7 @@ def calibrate(model: Model, held: Examples, settings: Calibrate | None = None, *
     T = 1.0
     if settings.temperature:
         T = best_temperature(model, held, seed)
-        model = model.with_card(calibration=_nothing_yet(settings, T))
+        model = with_temperature(model, settings, T)
     drawn_for = ask(model, held.x, list(GRID), seed, requests=ASKED) | ask(model, held.x, [0], seed)
     limits = {K: _limits(summary, held.y, settings) for K, summary in sorted(drawn_for.items())}
     settled = ask_settled(model, held.x, seed, requests=ASKED)
@@ -105,9 +105,9 @@ def check_enough(n: int, settings: Calibrate) -> None:
         )
 
 
-def _nothing_yet(settings: Calibrate, T: float) -> Calibration:
-    """A calibration that holds the temperature alone, under which the rest is found."""
-    return Calibration(
+def with_temperature(model: Model, settings: Calibrate, T: float) -> Model:
+    """The model with a temperature alone, under which the rest is found."""
+    calibration = Calibration(
         false_positive_rate=settings.false_positive_rate,
         coverage=settings.coverage,
         measure="entropy",
@@ -115,6 +115,7 @@ def _nothing_yet(settings: Calibrate, T: float) -> Calibration:
         quantiles={0: 0},
         temperature=T,
     )
+    return model.with_card(calibration=calibration)
 
 
 def outer_quantile(values: Tensor, share: float) -> float:

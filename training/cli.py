@@ -327,6 +327,7 @@ def _stopping() -> Iterator[None]:
 
 def _tell(out: Path, model: "Model", as_json: bool) -> None:
     from dubito.models.parameters import count
+    from dubito.models.verdict import beside_plain, columns
     from dubito.training.evaluate import promises
 
     calibration = model.card.calibration
@@ -336,12 +337,15 @@ def _tell(out: Path, model: "Model", as_json: bool) -> None:
         "bytes": out.stat().st_size,
         "calibration": promises(calibration),
     }
+    plain = model.card.plain
     if as_json:
+        if plain is not None:
+            figures |= {"plain": plain.model_dump(mode="json"), "verdict": beside_plain(plain)}
         print(json.dumps({"model": str(out), **figures}))
         return
     print(f"wrote {out}: {figures['parameters']:,} parameters, {figures['bytes']:,} bytes")
-    for name, value in model.card.metrics.items():
-        print(f"{name.replace('_', ' ')}: {value:.4g}")
+    for line in columns(model.card.metrics, plain):
+        print(line)
     if calibration is not None:
         print(
             f"calibrated: OOD by {calibration.measure} at {calibration.false_positive_rate:.0%} false positives, "
@@ -364,6 +368,12 @@ def evaluate(
     ood: Annotated[
         list[str] | None,
         typer.Option(metavar="D", help="Data from outside, to be told apart; may be given again.", show_default=False),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Another artifact, to be compared with on the same inputs.", show_default=False
+        ),
     ] = None,
     shift: Annotated[
         bool, typer.Option("--shift", help="Also on rotated (grey) or corrupted (colour) pictures.")
@@ -389,7 +399,10 @@ def evaluate(
     """
     from dubito.models.artifact import load
     from dubito.models.errors import InputError
+    from dubito.models.verdict import beside_plain
+    from dubito.training.beside import compare
     from dubito.training.data import part_of
+    from dubito.training.evaluate import check
     from dubito.training.evaluate import evaluate as measure_all
     from dubito.training.sources import read_for
     from dubito.training.table import show
@@ -398,7 +411,15 @@ def evaluate(
     if way == "probit" and samples is not None:
         raise InputError("--method is probit, which takes no draws; leave --samples out.")
     model = load(file)
+    other = None if against is None else load(against)
+    if other is not None and other.manifest.task.kind != model.manifest.task.kind:
+        raise InputError(
+            f"{against} is a model of {other.manifest.task.kind}, {file} one of {model.manifest.task.kind}; "
+            "expected two models of one kind."
+        )
     name, examples = part_of(read_for(model.manifest, data, data_root, download=download), model.card, part)
+    if other is not None:
+        check(other, examples)
     outside = {}
     for other in ood or []:
         found = read_for(model.manifest, other, data_root, download=download, labelled=False)
@@ -412,6 +433,12 @@ def evaluate(
         way = "sampling"
     K = 20 if samples is None else samples
     evaluation = measure_all(model, examples, outside, shift=shift, samples=K, seed=seed, method=way)
+    if model.card.plain is not None:
+        plain = model.card.plain
+        evaluation.figures["plain"] = plain.model_dump(mode="json") | {"verdict": beside_plain(plain)}
+    if other is not None:
+        compared = compare(model, other.to(model.device), examples, outside, samples=K, seed=seed)
+        evaluation.figures["against"] = {"model": str(against), **compared}
     about = {"model": str(file), "data": data, "part": name}
     if report is not None:
         about["report"] = str(write(evaluation, about, report))

@@ -212,9 +212,17 @@ class Way:
         calibration = model.card.calibration
         return closed_rule(calibration) if self.method == "probit" else rule_for(calibration, self.K)
 
-    def ask(self, model: Model, x: Tensor, seed: int, advance: Callable[[int], None] = lambda rows: None) -> Summary:
+    def ask(
+        self,
+        model: Model,
+        x: Tensor,
+        seed: int,
+        advance: Callable[[int], None] = lambda rows: None,
+        *,
+        requests: int = REQUESTS,
+    ) -> Summary:
         if self.method == "sampling":
-            return ask(model, x, [self.K], seed, advance)[self.K]
+            return ask(model, x, [self.K], seed, advance, requests=requests)[self.K]
         return ask_closed(model, x, advance)
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 from pydantic import JsonValue
-from torch import Tensor
 
 from dubito.models import bayesianize
 from dubito.models.artifact import load
@@ -12,13 +11,11 @@ from dubito.models.errors import ArtifactError
 from dubito.models.manifest import Image, Input, Precision, Provenance, Regression
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
-from dubito.models.parameters import Positive
-from dubito.models.prediction import evaluating
 from dubito.training.config import LAPLACE, Calibrate, Data, Fit, Laplace, Network, Posterior, Recipe
-from dubito.training.data import Examples, Parts, data_recipe, divide, enter, input_of
+from dubito.training.data import Parts, data_recipe, divide, input_of
 from dubito.training.laplace import LaplaceError, check_plain, linearise, said
 from dubito.training.log import remark
-from dubito.training.recipe import build_network, finish, read_parts, task_of
+from dubito.training.recipe import build_network, finish, read_parts, set_noise, task_of
 from dubito.training.sources import read_for
 
 
@@ -108,7 +105,7 @@ def from_weights(
     if isinstance(task_, Regression):
         task_ = Regression(outputs=task_.outputs)
     network = bayesianize(net, "deterministic", task=task_)
-    _set_noise(network, parts.validation, declared)
+    set_noise(network, parts.validation, declared)
     return _made(network, recipe, parts, declared, out, settings, device)
 
 
@@ -124,20 +121,10 @@ def _made(
     network = network.to(torch.device("cpu") if device is None else device)
     fitted = linearise(network, parts.train, parts.validation, declared, settings, recipe.seed)
     remark(said(fitted))
-    return finish(fitted.network, recipe, parts, declared, out)
+    return finish(fitted.network, recipe, parts, declared, out, plain=network)
 
 
 def _fit_of(told: Provenance) -> Fit:
     """As the network was trained, where that is known."""
     fit = (told.recipe or {}).get("fit")
     return Fit.model_validate(fit) if isinstance(fit, dict) else Fit(epochs=1)
-
-
-def _set_noise(network: BayesianNetwork, validation: Examples, declared: Input) -> None:
-    """The root mean squared error on the validation part, output by output."""
-    if network.noise is None:
-        return
-    with evaluating(network), torch.no_grad():
-        f: Tensor = torch.cat([network.net(enter(x, declared)) for x in validation.x.split(1024)])
-        error: Tensor = (f - validation.y).square().mean(0).sqrt()
-    network.noise = Positive(error, 1e-4)

@@ -46,6 +46,7 @@ def prune(
     network = model.network.to(device)
     if epochs:
         of_tuning = {"epochs": epochs, "pretrain_epochs": 0, "likelihood_epochs": 0, "warmup_epochs": 0, "lr": lr}
+        of_tuning["frozen_norm_epochs"] = min(recipe.fit.frozen_norm_epochs, epochs // 2)
         fit = recipe.fit.model_copy(update={**of_tuning, "optimiser": "adam", "schedule": "cosine", "milestones": ()})
         tuned = recipe.model_copy(update={"fit": fit})
         fitting = Fitting(tuned, parts, declared, out, device, fresh, start=f"{model.manifest.sha256} {keep}")

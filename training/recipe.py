@@ -18,8 +18,10 @@ from dubito.models.errors import DubitoError
 from dubito.models.manifest import Card, Classification, Input, Provenance, Regression, Task
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
+from dubito.models.parameters import Positive
 from dubito.models.prediction import evaluating
 from dubito.training.augment import augmentation
+from dubito.training.beside import beside_plain
 from dubito.training.calibrate import calibrate, check_enough
 from dubito.training.checkpoint import draft_of, resume, save_checkpoint
 from dubito.training.config import Fit, Recipe, RecipeError
@@ -68,23 +70,28 @@ def train(
     fitting = Fitting(recipe, parts, declared, out, device, fresh)
     torch.manual_seed(recipe.seed)
     net = build_network(recipe, parts, declared)
-    start: Literal["network", "prior"] = "prior" if recipe.network.weights is None else "network"
+    plain: BayesianNetwork | None = None
+    if recipe.network.weights is not None:
+        plain = bayesianize(net, "deterministic", task=task_of(parts))
+        set_noise(plain, parts.validation, declared)
     if recipe.fit.pretrain_epochs:
         plain = bayesianize(net, "deterministic", task=task_of(parts))
-        net = fitting.fit(plain, recipe.pretraining, "plain").finish().net.cpu()
-        start = "network"
+        plain = fitting.fit(plain, recipe.pretraining, "plain").finish().cpu()
+        net = plain.net
     torch.manual_seed(recipe.seed)
-    run = fitting.fit(make_bayesian(net, recipe, parts, start), recipe.fit, "posterior")
+    network = make_bayesian(net, recipe, parts, "prior" if plain is None else "network")
+    run = fitting.fit(network, recipe.fit, "posterior")
     if run.ranks.index > 0:
         return None
     network = run.finish()
     if recipe.laplace is not None:  # so far it is the plain network at its most likely weights
+        plain = network
         fitted = linearise(network, parts.train, parts.validation, declared, recipe.laplace, recipe.seed)
         remark(said(fitted))
         network = fitted.network
     for sentence in remarks(network, run.log):
         remark(sentence)
-    trained = Trained(finish(network, recipe, parts, declared, out), run.log)
+    trained = Trained(finish(network, recipe, parts, declared, out, plain=plain), run.log)
     fitting.clean()
     return trained
 
@@ -124,6 +131,19 @@ def task_of(parts: Parts) -> Task:
     return Regression(
         outputs=y.shape[1], shift=tuple(y.mean(0).tolist()), scale=tuple(torch.where(scale > 0, scale, 1.0).tolist())
     )
+
+
+@torch.no_grad()
+def set_noise(network: BayesianNetwork, validation: Examples, declared: Input) -> None:
+    """Of a regression network that came trained: the root mean squared error on the validation part, by output."""
+    if network.noise is None:
+        return
+    assert isinstance(network.task, Regression)
+    shift, scale = torch.tensor(network.task.shift), torch.tensor(network.task.scale)
+    with evaluating(network):
+        f: Tensor = torch.cat([network.net(enter(x, declared)) for x in validation.x.split(1024)])
+    error: Tensor = (f - (validation.y - shift) / scale).square().mean(0).sqrt()
+    network.noise = Positive(error, 1e-4)
 
 
 def build_network(recipe: Recipe, parts: Parts, declared: Input) -> nn.Module:
@@ -245,9 +265,18 @@ class Fitting:
 
 
 def finish(
-    network: BayesianNetwork, recipe: Recipe, parts: Parts, declared: Input, out: Path, origin: Provenance | None = None
+    network: BayesianNetwork,
+    recipe: Recipe,
+    parts: Parts,
+    declared: Input,
+    out: Path,
+    origin: Provenance | None = None,
+    plain: BayesianNetwork | None = None,
 ) -> Model:
-    """Saved beside `out`, read back, calibrated and measured as it is stored; `out` then has what was found inside."""
+    """Saved beside `out`, read back, calibrated and measured as it is stored; `out` then has what was found inside.
+
+    Where there is a plain network that it came from, that is measured too, on the same data.
+    """
     device = next(network.parameters()).device
     if origin is None:
         origin = Provenance(
@@ -265,6 +294,9 @@ def finish(
         draft.unlink(missing_ok=True)
     model = calibrate(model, parts.calibration, recipe.calibrate, seed=recipe.seed)
     model = model.with_card(metrics=measure(model, parts.test, seed=recipe.seed))
+    if plain is not None and model.factors.random:
+        own, beside = beside_plain(model, plain, parts.calibration, parts.test, out, recipe.seed)
+        model = model.with_card(metrics={**model.card.metrics, **own}, plain=beside)
     save(model, out)
     return load(out)
 

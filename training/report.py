@@ -63,7 +63,7 @@ def write(evaluation: Evaluation, about: Mapping[str, str], folder: Path) -> Pat
 
 def page(e: Evaluation, about: Mapping[str, str]) -> str:
     sections = [_confidence(e) if isinstance(e.inside, Classified) else _predictions(e)]
-    sections += [_outside(e), _promised(e), _draws(e), _shift(e), gallery.examples(e), _numbers(e, about)]
+    sections += [_beside(e), _outside(e), _promised(e), _draws(e), _shift(e), gallery.examples(e), _numbers(e, about)]
     name = Path(about["model"]).name
     return "\n".join(
         [
@@ -120,6 +120,37 @@ def _cards(e: Evaluation) -> str:
 
 
 # sections: each is empty where it does not apply
+
+
+def _beside(e: Evaluation) -> str:
+    """The plain network as recorded in training, and another model, where there is one."""
+    plain, against = e.figures.get("plain"), e.figures.get("against")
+    parts = []
+    if plain is not None:
+        tempered = plain["temperature"] is not None
+        heads = ["", "plain network", *([f"with its temperature ({plain['temperature']:.3g})"] if tempered else [])]
+        rows = [
+            [NAMES.get(n, n.upper()), number(n, v), *([number(n, plain["tempered"][n])] if tempered else [])]
+            for n, v in plain["metrics"].items()
+        ]
+        parts.append(f"<p>{text(plain['verdict'])}</p>\n{table(heads, rows)}")
+    if against is not None:
+        heads = ["", "this model", Path(against["model"]).name, "difference"]
+        rows = [
+            [
+                NAMES.get(n, n.upper()),
+                number(n, against["mine"][n]),
+                number(n, against["other"][n]),
+                f"{number(n, d['value'])} ± {number(n, d['se'])}",
+            ]
+            for n, d in against["differences"].items()
+        ]
+        parts.append(f"<p>{text(against['verdict'])}</p>\n{table(heads, rows)}")
+    explanation = (
+        "The plain network that this posterior started from, on its own test part, as recorded in training; and the "
+        "model that it was to be compared with, on the inputs of this page."
+    )
+    return section("Beside others", explanation, *parts) if parts else ""
 
 
 def _confidence(e: Evaluation) -> str:

@@ -66,6 +66,12 @@ def show(about: Mapping[str, str], figures: Mapping[str, Any]) -> None:
         console.print("± one standard error of this measurement")
     if figures["calibration"] is None:
         console.print("not calibrated: no OOD flags and no prediction sets")
+    if "plain" in figures:
+        console.print(_plain(figures["plain"]))
+        console.print(figures["plain"]["verdict"])
+    if "against" in figures:
+        console.print(_against(figures["against"]))
+        console.print(figures["against"]["verdict"])
     if "ood" in figures:
         console.print(_outside(figures))
     if "shift" in figures:
@@ -91,6 +97,25 @@ def _quality(figures: Mapping[str, Any]) -> Table:
             promise = calibration[PROMISES[name]] if calibration is not None and name in PROMISES else None
             cells = [] if calibration is None else ["" if promise is None else f"{promise:.0%}"]
             table.add_row(title, with_error(name, figures), *cells)
+    return table
+
+
+def _plain(plain: Mapping[str, Any]) -> Table:
+    """As recorded in training: the network that the posterior started from, on the test part."""
+    table = Table("measure", "plain network", title="the plain network on its test part, as recorded in training")
+    if plain["temperature"] is not None:
+        table.add_column(f"with its temperature ({plain['temperature']:.3g})")
+    for name, value in plain["metrics"].items():
+        cells = [number(name, plain["tempered"][name])] if name in plain["tempered"] else []
+        table.add_row(NAMES.get(name, name.upper()), number(name, value), *cells)
+    return table
+
+
+def _against(found: Mapping[str, Any]) -> Table:
+    table = Table("measure", "this model", "the other", "difference", title=clean(f"against {found['model']}"))
+    for name, d in found["differences"].items():
+        cells = [number(name, found["mine"][name]), number(name, found["other"][name])]
+        table.add_row(NAMES.get(name, name.upper()), *cells, f"{number(name, d['value'])} ± {number(name, d['se'])}")
     return table
 
 

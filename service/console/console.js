@@ -173,6 +173,7 @@ async function choose() {
     metrics.rmse !== undefined ? `RMSE ${figure(metrics.rmse)}` : "",
   ];
   $("about").textContent = known.filter(Boolean).join(" · ");
+  compare(model);
   const most = Math.max(1, model.max_samples);
   const choices = [16, 64, 256].filter((K) => K <= most);
   $("draws").replaceChildren(...(choices.length ? choices : [most]).map((K) => element("option", { value: K }, String(K))));
@@ -183,6 +184,24 @@ async function choose() {
   if (state.model !== model) return;
   offer(groups);
   document.querySelector(".example[data-first]")?.click();
+}
+
+const FIGURES = { accuracy: "accuracy", rmse: "RMSE", nll: "NLL", ece: "ECE", brier: "Brier score", auroc: "AUROC" };
+
+/** What the plain network that the model came from reaches on the same test data, where that is known. */
+function compare({ metrics, plain }) {
+  const box = $("beside");
+  box.hidden = !plain;
+  if (!plain) return;
+  const columns = [["this model", metrics], ["plain", plain.metrics]];
+  if (plain.temperature !== null) columns.push(["plain, with a temperature", plain.tempered]);
+  const show = (name, value) => value === undefined ? "" : ["accuracy", "ece"].includes(name) ? percent(value) : figure(value);
+  const rows = Object.keys(FIGURES).filter((name) => plain.metrics[name] !== undefined);
+  box.querySelector("thead").replaceChildren(
+    element("tr", {}, element("th", {}, "on test data"), ...columns.map(([title]) => element("th", {}, title))));
+  box.querySelector("tbody").replaceChildren(...rows.map((name) =>
+    element("tr", {}, element("th", {}, FIGURES[name]), ...columns.map(([, values]) => element("td", {}, show(name, values[name]))))));
+  box.querySelector("p").textContent = plain.verdict;
 }
 
 function takes({ input }) {

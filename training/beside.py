@@ -1,0 +1,140 @@
+"""Two models on the same inputs: the figures of both, and their differences with standard errors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dubito.models import load, save
+from dubito.models.answers import scores
+from dubito.models.manifest import Card, Difference, Plain
+from dubito.models.model import Model
+from dubito.models.network import BayesianNetwork
+from dubito.models.uncertainty import Classified
+from dubito.models.verdict import verdict
+from dubito.training import metrics
+from dubito.training.calibrate import best_temperature, spoil, with_temperature
+from dubito.training.checkpoint import draft_of
+from dubito.training.config import Calibrate
+from dubito.training.data import Examples
+from dubito.training.evaluate import Summary, Way, default_measure
+
+RESAMPLED = 100  # times, for the standard error of a difference
+SPOILED = 1000  # examples whose spoiled copies stand for data from outside
+SAMPLES = 20  # K
+REQUESTS = 4  # that inputs from outside come in: few are quick, and a mean over inputs needs no more
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of one model: to the examples, and its scores of doubt for inputs from inside and outside, pair by pair."""
+
+    inside: Summary
+    doubts: list[tuple[Tensor, Tensor]]  # (inside, outside), by the model's default measure
+
+
+def answers_of(model: Model, examples: Examples, outside: Mapping[str, Tensor], seed: int, samples: int) -> Answers:
+    way = Way.of(model, samples, None)
+    inside = way.ask(model, examples.x, seed)
+    measure = default_measure(inside, way.rule(model))
+    near = scores(inside)[measure]
+    far = [scores(way.ask(model, x, seed, requests=REQUESTS))[measure] for x in outside.values()]
+    return Answers(inside, [(near, values) for values in far])
+
+
+def spoiled(examples: Examples, seed: int) -> dict[str, Tensor]:
+    """Copies of some examples that keep their values and lose their structure."""
+    rng = torch.Generator().manual_seed(seed)
+    some = examples.x[torch.randperm(len(examples), generator=rng)[:SPOILED]]
+    return {str(i): x for i, x in enumerate(spoil(some, rng))}
+
+
+def figures_of(a: Answers, y: Tensor, rows: Tensor | None = None, others: list[Tensor] | None = None) -> Figures:
+    """Plain numbers; of some rows only, as often as these are named, where they are given."""
+    rows = torch.arange(len(y)) if rows is None else rows
+    y = y[rows]
+    found: Figures = {}
+    if isinstance(a.inside, Classified):
+        p = a.inside.probabilities[rows]
+        found = {f.__name__: f(p, y) for f in (metrics.accuracy, metrics.nll, metrics.ece, metrics.brier)}
+    else:
+        mean = a.inside.mean[rows]
+        variance = (a.inside.epistemic_variance + a.inside.aleatoric_variance)[rows]
+        found = {"rmse": metrics.rmse(mean, y), "nll": metrics.gaussian_nll(mean, variance, y)}
+    if a.doubts:
+        which = others or [torch.arange(len(far)) for _, far in a.doubts]
+        aurocs = [metrics.auroc(near[rows], far[i]) for (near, far), i in zip(a.doubts, which, strict=True)]
+        found["auroc"] = sum(aurocs) / len(aurocs)  # mean over the kinds of data from outside
+    return found
+
+
+def differences(mine: Answers, other: Answers, y: Tensor, seed: int) -> dict[str, Difference]:
+    """Of each figure, mine less the other's; standard errors by drawing the same inputs again for both."""
+    rng = torch.Generator().manual_seed(seed)
+    whole = _less(figures_of(mine, y), figures_of(other, y))
+    again: list[Figures] = []
+    for _ in range(RESAMPLED):
+        rows = torch.randint(len(y), (len(y),), generator=rng)
+        others = [torch.randint(len(far), (len(far),), generator=rng) for _, far in mine.doubts]
+        again.append(_less(figures_of(mine, y, rows, others), figures_of(other, y, rows, others)))
+    errors = {name: float(torch.tensor([a[name] for a in again], dtype=torch.double).std()) for name in whole}
+    return {name: Difference(value=value, se=errors[name]) for name, value in whole.items()}
+
+
+def _less(mine: Figures, other: Figures) -> Figures:
+    return {name: mine[name] - other[name] for name in mine if name in other}
+
+
+def compare(
+    model: Model, other: Model, examples: Examples, outside: Mapping[str, Examples], *, samples: int, seed: int
+) -> dict[str, Any]:
+    """Both models' figures on the same inputs, mine less the other's with standard errors, and what that comes to.
+
+    Without data from outside, spoiled copies of the examples take their place in the AUROC.
+    """
+    far = {name: others.x for name, others in outside.items()} or spoiled(examples, seed)
+    mine, theirs = (answers_of(m, examples, far, seed, samples) for m in (model, other))
+    found = differences(mine, theirs, examples.y, seed)
+    return {
+        "mine": figures_of(mine, examples.y),
+        "other": figures_of(theirs, examples.y),
+        "differences": {name: d.model_dump() for name, d in found.items()},
+        "auroc_against": list(outside) or "spoiled copies of the examples",
+        "verdict": verdict(found, "the other model"),
+    }
+
+
+def beside_plain(
+    model: Model, network: BayesianNetwork, calibration: Examples, test: Examples, out: Path, seed: int
+) -> tuple[Figures, Plain]:
+    """The model's AUROC against spoiled test inputs, and all figures of the plain network on the same test data."""
+    plain = _as_model(network, model.card, out).to(model.device)
+    outside = spoiled(test, seed)
+    mine, theirs = (answers_of(m, test, outside, seed, SAMPLES) for m in (model, plain))
+    as_it_is = figures_of(theirs, test.y)
+    own = {name: value for name, value in figures_of(mine, test.y).items() if name == "auroc"}
+    if not isinstance(mine.inside, Classified):
+        return own, Plain(metrics=as_it_is, differences=differences(mine, theirs, test.y, seed))
+    T = best_temperature(plain, calibration, seed)
+    tempered = answers_of(with_temperature(plain, Calibrate(), T), test, outside, seed, SAMPLES)
+    return own, Plain(
+        metrics=as_it_is,
+        temperature=T,
+        tempered=figures_of(tempered, test.y),
+        differences=differences(mine, tempered, test.y, seed),
+    )
+
+
+def _as_model(network: BayesianNetwork, card: Card, out: Path) -> Model:
+    """A network as a model, by way of a file: what is measured is what would be stored."""
+    draft = draft_of(out)
+    try:
+        save(network, draft, card=Card(input=card.input, labels=card.labels))
+        return load(draft)
+    finally:
+        draft.unlink(missing_ok=True)
