@@ -71,9 +71,9 @@ def export(
         told = f"{made.products} products" if made.products else "no layer multiplies by stored weights: none"
         print(f"activations in int8, by the range of the data: {told}")
     if made.changed:
-        print(f"layers with exact noise, drawn by way 3 here (--exact keeps them): {_some(made.changed)}")
+        print(f"layers whose exact λ-noise is drawn by the factored law here (--exact keeps it): {_some(made.changed)}")
     if model.method == "probit":
-        print("the file answers by draws; the artifact itself, where nobody says how, in closed form")
+        print("the file answers by draws; the artifact itself, by default, in closed form")
     print(f"Next: dubito check-onnx {out} --against {file}")
 
 

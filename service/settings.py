@@ -13,6 +13,7 @@ from dubito.models.errors import DubitoError
 
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 PREFIX, NAMES_FILE = "DUBITO_", "DUBITO_SETTINGS"
+CLIENTS_KEY = "DUBITO_KEY"  # read by `dubito bench http`, and no setting of the server
 Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
 
 
@@ -159,7 +160,7 @@ class Settings(BaseSettings):
 
 def read_settings(file: Path | None = None, **flags: object) -> Settings:
     """Flags over environment over file over defaults; `DUBITO_SETTINGS` names the file where no flag does."""
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | {NAMES_FILE}
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | {NAMES_FILE, CLIENTS_KEY}
     for name in os.environ:
         if name.upper().startswith(PREFIX) and name.upper() not in known:
             raise SettingError(
