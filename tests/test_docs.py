@@ -131,14 +131,37 @@ def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
 def test_commands_parse(page: Path) -> None:
     """Their options exist and have arguments of the right kind; what `--set` sets is a key of a recipe or a setting."""
     for words in commands(page.read_text(), "dubito"):
-        try:
-            name, arguments = parsed(words)
-            if name == "dubito train" and arguments and not arguments["recipe"].endswith(".toml"):
-                read_recipe(arguments["recipe"], arguments["changes"])
-            if name == "dubito serve" and arguments:
-                read_settings(**dict(word.split("=", 1) for word in arguments["change"] or []))
-        except Exception as error:
-            raise AssertionError(f"{page.name}: {shlex.join(words)}: {error}") from error
+        check(words, page.name)
+
+
+def check(words: list[str], where: str) -> None:
+    try:
+        name, arguments = parsed(words)
+        if name == "dubito train" and arguments and not arguments["recipe"].endswith(".toml"):
+            read_recipe(arguments["recipe"], arguments["changes"])
+        if name == "dubito serve" and arguments:
+            read_settings(None, **dict(word.split("=", 1) for word in arguments["change"] or []))
+    except Exception as error:
+        raise AssertionError(f"{where}: {shlex.join(words)}: {error}") from error
+
+
+def helps(command: Any, name: str = "dubito") -> Iterator[tuple[str, str]]:
+    """The name and the help of each command."""
+    if not isinstance(command, typer.core.TyperGroup):
+        yield name, str(command.help)
+    else:
+        for below, one in command.commands.items():
+            yield from helps(one, f"{name} {below}")
+
+
+def test_examples_of_help_texts_parse() -> None:
+    for name, text in helps(typer.main.get_command(app)):
+        lines = [line.strip().removeprefix("Try: ") for line in text.splitlines()]
+        examples = [line for line in lines if line.startswith("dubito ")]
+        assert examples, f"{name} --help has no example"
+        for line in examples:
+            assert line.startswith(f"{name} ")
+            check(shlex.split(line), f"{name} --help")
 
 
 @pytest.mark.parametrize("line", ["dubito bench http URL --rates 10 20 40", "dubito train digits --set fit.epoch=1"])
