@@ -19,7 +19,7 @@ from dubito.models.options import Options
 from dubito.service.openapi import SCHEMAS, STATUSES
 from dubito.service.options import KNOWN, PARAMETERS
 from dubito.service.settings import read_settings
-from dubito.training.config import Calibrate, Data, Fit, Laplace, Network, Posterior, Recipe, read_recipe
+from dubito.training.config import Laplace, Recipe, Strict, read_recipe
 from dubito.training.names import DATA, PARTS, recipes, shipped
 
 REPO = Path(__file__).parents[1]
@@ -242,23 +242,18 @@ def test_the_readme_lists_every_recipe_and_method() -> None:
 
 def test_training_lists_every_key_of_a_recipe() -> None:
     page = text_of("docs/training.md")
-    sections: dict[str, Any] = {
-        "data": Data,
-        "network": Network,
-        "posterior": Posterior,
-        "fit": Fit,
-        "calibrate": Calibrate,
-    }
+    kinds = {name: get_args(field.annotation) or (field.annotation,) for name, field in Recipe.model_fields.items()}
+    sections = {name: one for name, some in kinds.items() for one in some if one in Strict.__subclasses__()}
     assert {*table(page, "key"), *sections} == Recipe.model_fields.keys()
     for name, section in sections.items():
-        part = page.partition(f"\n`[{name}]`\n")[2]
-        assert table(part, "key").keys() == section.model_fields.keys(), name
+        assert table(page.partition(f"\n`[{name}]`")[2], "key").keys() == section.model_fields.keys(), name
     names = set(inline_code(table(page.partition("`[posterior]`")[2], "key")["method"]))
     assert names == {*METHODS, LAPLACE}
     assert set(inline_code(table(page.partition("`[data]`")[2], "key")["name"])) == set(DATA)
     options = set(inline_code(table(page.partition("`[posterior]`")[2], "key")["options"]))
     assert options >= Options.__dataclass_fields__.keys() - {"method", "M_out", "M_in"}
-    assert table(page, "option").keys() <= {*Options.__dataclass_fields__, "spread"}
+    of_whvi = table(page.partition("## Walsh–Hadamard VI")[2], "option")
+    assert of_whvi.keys() <= {*Options.__dataclass_fields__, "spread"}
     architectures = inline_code(table(page.partition("`[network]`")[2], "key")["architecture"])
     assert architectures == [*ARCHITECTURES, "torchvision/NAME"]
 
