@@ -18,6 +18,7 @@ from dubito.service.budget import KINDS
 from dubito.service.metrics import OUTCOMES, REASONS, STAGES
 
 SERVING = Path(__file__).parents[2] / "docs" / "serving.md"
+WORDED = ("outcome", "stage", "reason", "kind")
 Fixture = Any  # the types of conftest.py
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -152,12 +153,12 @@ def test_an_unloaded_model_leaves_no_series(serve: Fixture) -> None:
 def test_the_docs_name_every_metric_its_labels_and_their_words(server: Fixture) -> None:
     predict(server.url, 1)
     exported: dict[str, set[str]] = {}
-    words: dict[str, set[str]] = {}  # of labels other than the model, by metric
+    words: dict[str, set[str]] = {}  # of labels whose words are ours, by metric
     for name, labels in scrape(server.url):
         metric = re.sub(r"_(bucket|count|sum)$", "", name)
         if metric.startswith("dubito_") and not metric.endswith("_created"):  # the library's own, beside each counter
             exported[metric] = {label for label, _ in labels} - {"le"}
-            words.setdefault(metric, set()).update(word for label, word in labels if label not in ("le", "model"))
+            words.setdefault(metric, set()).update(word for label, word in labels if label in WORDED)
     rows = re.findall(r"^\| `(dubito_\w+)\{([\w,]+)\}` \| (.*) \|$", SERVING.read_text(), re.M)
     assert {name: set(labels.split(",")) for name, labels, _ in rows} == exported
     beside = {  # what this server does not export: its device is a CPU, without a limit and without a bank
