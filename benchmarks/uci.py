@@ -29,7 +29,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks._measure import machine
-from dubito.models.options import METHODS
+from dubito.models.names import METHODS
 from dubito.training.config import read_recipe
 from dubito.training.recipe import read_parts, train
 from dubito.training.sources import read_data

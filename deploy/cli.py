@@ -10,7 +10,6 @@ import typer
 app = typer.Typer(rich_markup_mode=None)
 
 Artifact = Annotated[Path, typer.Argument(metavar="FILE", help="An artifact (.safetensors).", show_default=False)]
-Onnx = Annotated[Path, typer.Argument(metavar="OUT.onnx", show_default=False)]
 
 
 class Precision(StrEnum):
@@ -22,23 +21,26 @@ class Precision(StrEnum):
 @app.command()
 def export(
     file: Artifact,
-    out: Onnx,
-    samples: Annotated[int, typer.Option(help="Posterior draws K of each prediction.", min=1)] = 20,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The ONNX file to write.", show_default=False)],
+    samples: Annotated[int, typer.Option(help="Number of posterior draws K of each prediction.", min=1)] = 20,
     precision: Annotated[Precision, typer.Option(help="How numbers are stored.")] = Precision.fp32,
     data: Annotated[
         str | None,
         typer.Option(
-            metavar="D", help="npz:PATH with x and y: the ranges of int8's activations, too.", show_default=False
+            metavar="D",
+            help="For --precision int8: npz:PATH with x and y, by whose range activations are rounded to int8 too.",
+            show_default=False,
         ),
     ] = None,
     image: Annotated[bool, typer.Option("--image", help="The graph takes uint8 pictures of any size.")] = False,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Keep the artifact's exact noise law, forming those layers' weights.")
+        bool,
+        typer.Option("--exact", help="Keep the exact law of the λ-noise where the artifact has it; W is formed."),
     ] = False,
 ) -> None:
     """Write the compact model as ONNX, still Bayesian: K samples, their uncertainty and the OOD flag in one graph.
 
-    The graph draws its noise from its input `seed`. Answers come from onnxruntime alone.
+    The graph draws its noise from its input `seed`. To run it, a device needs onnxruntime and no torch.
 
     Try: dubito export model.safetensors model.onnx --precision fp16
     """
@@ -69,18 +71,23 @@ def export(
         told = f"{made.products} products" if made.products else "no layer multiplies by stored weights: none"
         print(f"activations in int8, by the range of the data: {told}")
     if made.changed:
-        print(f"layers with exact noise, drawn by way 3 here (--exact keeps them): {_some(made.changed)}")
+        print(f"layers whose exact λ-noise is drawn by the factored law here (--exact keeps it): {_some(made.changed)}")
     if model.method == "probit":
-        print("the file answers by draws; the artifact itself, where nobody says how, in closed form")
+        print("the file answers by draws; the artifact itself, by default, in closed form")
     print(f"Next: dubito check-onnx {out} --against {file}")
 
 
 @app.command("check-onnx")
 def check_onnx(
-    out: Onnx,
-    against: Annotated[Path, typer.Option(metavar="FILE", help="The artifact that it was exported from.")],
+    out: Annotated[Path, typer.Argument(metavar="ONNX", help="A file that `dubito export` wrote.", show_default=False)],
+    against: Annotated[
+        Path, typer.Option(metavar="FILE", help="The artifact that it was exported from.", show_default=False)
+    ],
     data: Annotated[
-        str | None, typer.Option(metavar="D", help="npz:PATH with x and y: quality on data, too.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="D", help="npz:PATH with x and y: also accuracy and agreement on these data.", show_default=False
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dubito.models.names import ARCHITECTURES, LAPLACE, METHODS, listed
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,12 +19,13 @@ app = typer.Typer(rich_markup_mode=None)
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
 Samples = Annotated[
     int | None,
-    typer.Option(help="Posterior draws K, 20 unless told; 0 answers with the posterior mean.", min=0),
+    typer.Option(help="Number of posterior draws K; 0: the posterior mean.", min=0, show_default="20"),
 ]
 Method = Annotated[
     str | None,
     typer.Option(
-        help="Of a subnetwork-laplace model: probit (closed form) or sampling; without it, as calibrated.",
+        help=f"For a {LAPLACE} model: probit (closed form) or sampling (K draws). Without it, the model's own default; "
+        "with --samples, sampling.",
         show_default=False,
     ),
 ]
@@ -44,27 +47,27 @@ def count(
         str,
         typer.Argument(
             metavar="ARCH",
-            help="mlp, lenet, cnn, resnet18-cifar, resnet50-cifar, torchvision/NAME, or a plug-in's name.",
+            help=f"{', '.join(ARCHITECTURES)}, torchvision/NAME, or the name of a plug-in.",
             show_default=False,
         ),
     ],
     method: Annotated[
         str,
-        typer.Option(
-            help="ffg-u, fcg-u, ensemble-u, ffg-w, fcg-w, ensemble-w, mc-dropout, whvi, subnetwork-laplace or "
-            "deterministic.",
-            show_default=False,
-        ),
+        typer.Option(help=f"{listed([*METHODS, LAPLACE])}.", show_default=False),
     ],
     inducing: Annotated[int, typer.Option(help="M: each layer's inducing weights are M x M.", min=1)] = 64,
     head: Annotated[
         int | None, typer.Option(help="M_out of the last layer, where it differs from M.", min=1, show_default=False)
     ] = None,
-    members: Annotated[int, typer.Option(help="Ensemble members.", min=1)] = 5,
-    size: Annotated[int, typer.Option(help="S: weights that subnetwork-laplace has a posterior over.", min=1)] = 1000,
-    keep: Annotated[float, typer.Option(help="Share of Z (or of FFG-W's weights) kept by pruning.")] = 1.0,
-    classes: Annotated[int | None, typer.Option(help="Classes of the network.", min=1, show_default=False)] = None,
-    leave: Annotated[bool, typer.Option(help="Leave layers that cannot be converted deterministic.")] = False,
+    members: Annotated[int, typer.Option(help="Number of ensemble members.", min=1)] = 5,
+    size: Annotated[int, typer.Option(help=f"S: number of weights that {LAPLACE} has a posterior over.", min=1)] = 1000,
+    keep: Annotated[
+        float, typer.Option(help="Share of the Z entries (or of FFG-W's weights) that pruning keeps.")
+    ] = 1.0,
+    classes: Annotated[
+        int | None, typer.Option(help="Number of classes of the network.", min=1, show_default=False)
+    ] = None,
+    leave: Annotated[bool, typer.Option(help="Keep layers that cannot be converted as they are.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Count the parameters that a Bayesian network would store, beside the plain network's.
@@ -88,7 +91,7 @@ def count(
 
     net = build(architecture, **({} if classes is None else {"classes": classes}))
     last = [name for name, module in net.named_modules() if isinstance(module, CONVERTIBLE)][-1]
-    linearised = method == "subnetwork-laplace"
+    linearised = method == LAPLACE
     if linearised and size > (D := count_parameters(net)):
         raise ConversionError(f"size is {size:,}, but {architecture} has {D:,} weights; expected no more than those.")
     try:
@@ -127,7 +130,7 @@ def count(
 
 @app.command()
 def inspect(file: Artifact, as_json: AsJson = False) -> None:
-    """Check an artifact and show what is inside: layers, sizes, calibration, metrics, where it came from.
+    """Check an artifact and show its layers, sizes, calibration, metrics and provenance.
 
     Try: dubito inspect model.safetensors
     """
@@ -149,8 +152,8 @@ def predict(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="INPUT...",
-            help="Pictures, or .npy files: uint8 pixels, or numbers in the model's own input space.",
+            metavar="INPUT",
+            help="Image files, or .npy files: uint8 pixels, or numbers in the model's own input space.",
             show_default=False,
         ),
     ],
@@ -163,7 +166,7 @@ def predict(
 ) -> None:
     """Predict, and say how far each answer can be trusted.
 
-    Entropy is all uncertainty, mutual information the part that more training data would remove (both in nats).
+    Entropy measures all uncertainty, mutual information the part that more training data would remove (both in nats).
 
     Try: dubito predict model.safetensors digit.png --samples 20 --seed 0
     """

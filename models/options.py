@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,9 @@ from dubito.models.full_covariance import LIMIT, check_limit
 from dubito.models.geometry import Geometry
 from dubito.models.inducing import Noise
 from dubito.models.manifest import MOST_FLOWS, MOST_MEMBERS, DropoutLayer, InducingLayer, Layer, WeightLayer, WhviLayer
+from dubito.models.names import METHODS, Method
 from dubito.models.plan import factored_is_cheaper
 
-Method = Literal["ffg-u", "fcg-u", "ensemble-u", "ffg-w", "fcg-w", "ensemble-w", "mc-dropout", "whvi", "deterministic"]
-METHODS: tuple[Method, ...] = get_args(Method)
 LEAST_LAM = 1e-5  # of a cap that is not 0
 Override = str | Mapping[str, Any]  # a method, or options
 Overrides = Mapping[str | type[nn.Module], Override]

@@ -13,8 +13,9 @@ def serve(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[PATH...]",
-            help="Artifacts, or model repositories (ROOT/NAME/VERSION/model.safetensors); none: the embedded model.",
+            metavar="PATH",
+            help="Artifacts, or model repositories (PATH/NAME/VERSION/model.safetensors). Without any: the embedded "
+            "model.",
             show_default=False,
         ),
     ] = None,
@@ -27,9 +28,14 @@ def serve(
         Path | None, typer.Option(help="A TOML file of settings; DUBITO_SETTINGS names one too.", show_default=False)
     ] = None,
     change: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other setting.", show_default=False)
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Set any setting: --set samples=64; may be repeated.", show_default=False
+        ),
     ] = None,
-    print_settings: Annotated[bool, typer.Option("--print-settings", help="Show the settings in force.")] = False,
+    print_settings: Annotated[
+        bool, typer.Option("--print-settings", help="Print every setting with its value and meaning as TOML, and exit.")
+    ] = False,
 ) -> None:
     """Serve models over HTTP: predictions with uncertainty, metrics, and a console at /.
 
@@ -59,7 +65,9 @@ def serve(
 
 @app.command()
 def key(
-    name: Annotated[str, typer.Argument(help="Whose key it is; its name stands in logs and settings.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Whose key it is: its name in the settings.", show_default=False)
+    ],
 ) -> None:
     """Make an API key: the key goes to its owner, its hash into the settings.
 
@@ -74,27 +82,31 @@ def key(
     print(f'setting: api_keys = {{ "{name}" = "{hash_key(made)}" }}')
 
 
-bench = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure what is running.")
+bench = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure a running server.")
 app.add_typer(bench, name="bench")
 
 
 @bench.command("http")
 def bench_http(
     url: Annotated[str, typer.Argument(metavar="URL", help="A server: http://localhost:8000.", show_default=False)],
-    model: Annotated[str | None, typer.Option(help="Whom to ask.", show_default="the first")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model to ask.", show_default="the first")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests a second.", show_default="50")] = None,
-    rates: Annotated[str | None, typer.Option(help="Several, one after the other: 50,100,200.")] = None,
-    seconds: Annotated[float, typer.Option(help="How long at each rate.")] = 10.0,
-    samples: Annotated[str | None, typer.Option(help="Draws K, or auto.", show_default="the server's")] = None,
+    rates: Annotated[str | None, typer.Option(help="Several rates, one after the other: 50,100,200.")] = None,
+    seconds: Annotated[float, typer.Option(help="Duration of each rate, in seconds.")] = 10.0,
+    samples: Annotated[
+        str | None, typer.Option(help="Number of posterior draws K, or auto.", show_default="the server's")
+    ] = None,
     rows: Annotated[int, typer.Option(help="Inputs in each request.")] = 1,
     key: Annotated[str | None, typer.Option(help="API key.", envvar="DUBITO_KEY", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also a plot: FILE.png, .svg or .pdf.", show_default=False)] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also write a plot: FILE.png, .svg or .pdf.", show_default=False)
+    ] = None,
 ) -> None:
-    """Put load on a server, and say how long its answers take.
+    """Send requests to a server at a given rate, and report latencies and statuses.
 
-    Requests come as from callers who do not know of each other (Poisson), whether or not earlier ones are answered,
-    and latency counts from when each was due. Ctrl-C shows what there is.
+    Requests leave at random times (Poisson), whether or not earlier ones are answered, and latency counts from the time
+    at which a request was due. Ctrl-C ends the run early and reports what was measured.
 
     Try: dubito bench http http://localhost:8000 --rates 50,100,200 --seconds 5
     """

@@ -13,6 +13,7 @@ from dubito.models.errors import DubitoError
 
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 PREFIX, NAMES_FILE = "DUBITO_", "DUBITO_SETTINGS"
+CLIENTS_KEY = "DUBITO_KEY"  # read by `dubito bench http`, and no setting of the server
 Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
 
 
@@ -29,7 +30,8 @@ class Settings(BaseSettings):
         tuple[Path, ...], Field(description="Artifacts, or model repositories: root/name/version/model.safetensors.")
     ] = ()
     expected: Annotated[
-        tuple[str, ...], Field(description="Models that must answer before the server is ready; empty: those found.")
+        tuple[str, ...],
+        Field(description="Models that must answer before the server is ready; empty: all that are found."),
     ] = ()
     host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
@@ -43,12 +45,12 @@ class Settings(BaseSettings):
         int,
         Field(
             ge=0,
-            description="Most memory of models, draws and passes; what needs more goes in parts. "
-            "0: 80 % of a GPU's, no bound on a CPU.",
+            description="Limit on the memory of models, draws and passes; larger passes are split. "
+            "0: 80 % of a GPU's memory, no limit on a CPU.",
         ),
     ] = 0
 
-    samples: Annotated[int, Field(ge=0, description="Posterior draws K of a request that does not say.")] = 20
+    samples: Annotated[int, Field(ge=0, description="Default number of posterior draws K.")] = 20
     max_samples: Annotated[PositiveInt, Field(description="Most draws that a request may ask for.")] = 1024
     max_requests: Annotated[PositiveInt, Field(description="Predictions under way at once; more get 429.")] = 2048
     max_rows: Annotated[PositiveInt, Field(description="Most inputs of a request.")] = 4096
@@ -56,19 +58,25 @@ class Settings(BaseSettings):
         PositiveInt, Field(description="Most numbers (inputs × draws × outputs) of a reply that lists its draws.")
     ] = 1 << 20
     buckets: Annotated[
-        tuple[PositiveInt, ...], Field(min_length=1, description="Batches are padded to these sizes, each warmed.")
+        tuple[PositiveInt, ...],
+        Field(min_length=1, description="Batches are padded to these sizes; each runs once at the start."),
     ] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
     sample_mode: Annotated[
         Literal["fresh", "bank"],
-        Field(description="Draws of requests without a seed: new ones each time, or out of a bank made ahead."),
+        Field(description="Draws for requests without a seed: fresh ones, or from a bank drawn ahead of time."),
     ] = "fresh"
     bank_sets: Annotated[PositiveInt, Field(description="Seeds in the bank of each model.")] = 8
     bank_samples: Annotated[
-        PositiveInt, Field(description="Draws of each; requests that may need more get new ones.")
+        PositiveInt, Field(description="Draws of each of these seeds; requests for more get fresh ones.")
     ] = 128
-    bank_seconds: Annotated[PositiveFloat, Field(description="How long a seed of the bank may be in use.")] = 60.0
+    bank_seconds: Annotated[PositiveFloat, Field(description="Longest time for which a seed of the bank is used.")] = (
+        60.0
+    )
     plan_seconds: Annotated[
-        Seconds, Field(description="Time to find each layer's fastest way, for each model; remembered. 0: by counting.")
+        Seconds,
+        Field(
+            description="Time to measure each layer's fastest plan, for each model; plans are kept. 0: not measured."
+        ),
     ] = 5.0
     batch_work: Annotated[
         PositiveInt, Field(description="Rows × samples that go to the device together; more is split.")
@@ -76,29 +84,42 @@ class Settings(BaseSettings):
     queue_work: Annotated[
         PositiveInt, Field(description="Rows × samples that a model may have under way; beyond it requests get 429.")
     ] = 1 << 17
-    deadline_ms: Annotated[PositiveInt, Field(description="Queue and compute of a request that does not say.")] = 30_000
-    max_deadline_ms: Annotated[PositiveInt, Field(description="The longest that a request may ask for.")] = 300_000
-    stuck_seconds: Annotated[PositiveFloat, Field(description="A batch that takes longer turns liveness off.")] = 120.0
+    deadline_ms: Annotated[PositiveInt, Field(description="Default deadline of a request: queue and compute.")] = 30_000
+    max_deadline_ms: Annotated[PositiveInt, Field(description="Longest deadline that a request may ask for.")] = 300_000
+    stuck_seconds: Annotated[PositiveFloat, Field(description="A batch that takes longer makes /healthz say 503.")] = (
+        120.0
+    )
 
     body_bytes: Annotated[PositiveInt, Field(description="Largest body, before and after decompression.")] = 32 << 20
-    body_seconds: Annotated[PositiveFloat, Field(description="Time in which a body must have come.")] = 30.0
-    image_pixels: Annotated[PositiveInt, Field(description="Largest picture, seen before it is decoded.")] = 1 << 24
+    body_seconds: Annotated[PositiveFloat, Field(description="Longest time for a body to arrive.")] = 30.0
+    image_pixels: Annotated[
+        PositiveInt, Field(description="Most pixels of a picture, checked before it is decoded.")
+    ] = 1 << 24
     api_keys: Annotated[
-        dict[str, Hash], Field(description="Name and SHA-256 of each key (`dubito key` makes one); empty: none asked.")
+        dict[str, Hash],
+        Field(description="Name and SHA-256 of each key (`dubito key` makes one); empty: no key is needed."),
     ] = {}
     rate_per_second: Annotated[
-        PositiveFloat | None, Field(description="Requests of each key, or of each address where there are no keys.")
+        PositiveFloat | None,
+        Field(description="Limit for each key, or for each address where there are no keys; null: none."),
     ] = None
-    burst: Annotated[PositiveInt, Field(description="Requests that may come at once before the rate bites.")] = 100
-    cors_origins: Annotated[tuple[str, ...], Field(description="Origins of pages that may ask; empty: none.")] = ()
+    burst: Annotated[
+        PositiveInt, Field(description="Requests that may come at once before the rate limit applies.")
+    ] = 100
+    cors_origins: Annotated[
+        tuple[str, ...], Field(description="Origins whose pages may call the server; empty: none.")
+    ] = ()
     repository_api: Annotated[bool, Field(description="Whether models can be loaded and unloaded over HTTP.")] = True
 
     linger_seconds: Annotated[
-        Seconds, Field(description="After SIGTERM: time that readiness is off before the port closes.")
+        Seconds, Field(description="After SIGTERM: time for which /readyz says 503 before the port closes.")
     ] = 0.5
-    drain_seconds: Annotated[PositiveFloat, Field(description="Then: time for accepted requests to end.")] = 30.0
+    drain_seconds: Annotated[
+        PositiveFloat, Field(description="After that: longest time to answer accepted requests.")
+    ] = 30.0
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Field(description="Requests are logged at info.")
+        Literal["debug", "info", "warning", "error"],
+        Field(description="Lowest level that is logged; requests are logged at info."),
     ] = "info"
 
     @field_validator("models", "expected", "cors_origins", "buckets", mode="before")
@@ -139,7 +160,7 @@ class Settings(BaseSettings):
 
 def read_settings(file: Path | None = None, **flags: object) -> Settings:
     """Flags over environment over file over defaults; `DUBITO_SETTINGS` names the file where no flag does."""
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | {NAMES_FILE}
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | {NAMES_FILE, CLIENTS_KEY}
     for name in os.environ:
         if name.upper().startswith(PREFIX) and name.upper() not in known:
             raise SettingError(

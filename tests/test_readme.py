@@ -1,6 +1,7 @@
 """A reader who pastes the README gets what it shows."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,9 +36,17 @@ def script(readme: str, workdir: Path) -> str:
     return "\n".join(lines)
 
 
+def shown(readme: str) -> list[str]:
+    """What the README shows as output: the lines of its ```console blocks that are no commands."""
+    blocks = re.findall(r"^```console\n(.*?)^```", readme, re.S | re.M)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith(("$ ", "> "))]
+
+
 def test_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
     """In one shell and one folder, so that a command finds what the one before it wrote."""
-    commands = script((REPO / "README.md").read_text(), tmp_path)
+    readme = (REPO / "README.md").read_text()
+    commands = script(readme, tmp_path)
     assert commands.strip(), "the README has no commands"
     (tmp_path / ".venv").symlink_to(sys.prefix)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
@@ -49,6 +58,10 @@ def test_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
     command = ["bash", "-euo", "pipefail", "-c", trap + commands]
     answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert answer.returncode == 0, answer.stdout + answer.stderr
+    for line in shown(readme):
+        assert line in answer.stdout, f"the README shows {line!r}, which its commands do not print: {answer.stdout}"
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "ROC against npz:noise.npz" in page, "the README promises a ROC curve"
 
 
 def test_script_keeps_order_and_line_numbers(tmp_path: Path) -> None:
@@ -67,3 +80,4 @@ def test_script_keeps_order_and_line_numbers(tmp_path: Path) -> None:
     kept = {2: f"make --directory '{REPO}' --dry-run test", 3: "dubito a \\", 4: "--b", 7: "python readme_line_7.py"}
     assert script("\n".join(readme), tmp_path).split("\n") == [kept.get(n, "") for n in range(1, len(readme) + 1)]
     assert (tmp_path / "readme_line_7.py").read_text() == "x = 1\n"
+    assert shown("\n".join(readme)) == ["wrote it"]

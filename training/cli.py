@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dubito.models.cli import Artifact, AsJson, Method, Samples, chosen_method
+from dubito.models.names import LAPLACE, listed
+from dubito.training.names import DATA, PARTS, recipes
 
 if TYPE_CHECKING:
     import torch
@@ -23,17 +25,29 @@ DataName = Annotated[
     typer.Option(
         "--data",
         metavar="D",
-        help="digits, mnist, fashion-mnist, cifar10, cifar100, svhn, uci/NAME, folder:PATH, npz:PATH or csv:PATH.",
+        help=f"{listed(DATA)}.",
         show_default=False,
     ),
 ]
 DataRoot = Annotated[
-    Path | None, typer.Option(help="The folder that holds the data sets of torchvision and UCI.", show_default=False)
+    Path | None, typer.Option(help="Folder with the data sets of torchvision and UCI.", show_default=False)
 ]
-Download = Annotated[bool, typer.Option("--download", help="Fetch a torchvision data set that is not there yet.")]
+Download = Annotated[
+    bool, typer.Option("--download", help="Download a torchvision data set that is not in --data-root.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Start anew, whatever checkpoint was left.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Ignore an earlier run's checkpoint and start from the beginning.")
+]
 Seed = Annotated[int, typer.Option(help="Fixes the draws.", min=0, max=1 << 62)]
+Default = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        help=f"How a {LAPLACE} model answers requests that do not say: probit (closed form, the default) or sampling.",
+        show_default=False,
+    ),
+]
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The artifact to write.", show_default=False)]
 
 
@@ -56,18 +70,26 @@ def train(
         str,
         typer.Argument(
             metavar="RECIPE",
-            help="A recipe that comes with dubito (digits, mnist, fashion-mnist, cifar10, cifar10-resnet50, uci), your "
-            "own data as folder:PATH, npz:PATH or csv:PATH, or a .toml file.",
+            help=f"A recipe that comes with dubito ({', '.join(recipes())}; PATH is your own data), or a .toml file.",
             show_default=False,
         ),
     ],
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: --set fit.epochs=20.", show_default=False),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a key of the recipe: --set fit.epochs=20; may be repeated.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="The artifact to write; without it, RECIPE.safetensors here."),
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="The artifact to write; without it, NAME.safetensors here, after the recipe or your data.",
+        ),
     ] = None,
     data_root: DataRoot = None,
     download: Download = False,
@@ -101,17 +123,19 @@ def train(
 @app.command()
 def prune(
     file: Artifact,
-    keep: Annotated[float, typer.Option(help="The share of all Z entries (or FFG-W weights) to keep.")],
+    keep: Annotated[float, typer.Option(help="Share of the Z entries (or of FFG-W's weights) to keep.")],
     out: Out,
-    epochs: Annotated[int, typer.Option(help="Epochs of fine-tuning with the masks fixed; 0: none.", min=0)] = 10,
-    lr: Annotated[float, typer.Option(help="Adam's learning rate for them; it falls to zero by a cosine.")] = 1e-4,
+    epochs: Annotated[int, typer.Option(help="Epochs of fine-tuning with the masks fixed.", min=0)] = 10,
+    lr: Annotated[
+        float, typer.Option(help="Adam's learning rate in fine-tuning; it falls to zero along a cosine.")
+    ] = 1e-4,
     data_root: DataRoot = None,
     download: Download = False,
     device: Device = "auto",
     fresh: Fresh = False,
     as_json: AsJson = False,
 ) -> None:
-    """Set the least of the Z entries to zero, fine-tune the rest on the model's own data, calibrate, store sparse.
+    """Set the smallest Z entries to zero, fine-tune the rest on the model's own data, calibrate, and store it sparse.
 
     Try: dubito prune digits.safetensors --keep 0.5 --out half.safetensors
     """
@@ -145,25 +169,34 @@ def laplace(
     ],
     data: DataName,
     out: Out,
-    size: Annotated[int | None, typer.Option(help="S weights; without it, 1,000.", min=1, show_default=False)] = None,
-    select: Annotated[str, typer.Option(help="variance, random, magnitude or last-layer.")] = "variance",
+    size: Annotated[
+        int | None,
+        typer.Option(
+            help="S: number of weights in the posterior; without it, 1,000, or all where there are fewer.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    select: Annotated[
+        str, typer.Option(help="How the weights are chosen: variance, random, magnitude or last-layer.")
+    ] = "variance",
     prior_precision: Annotated[
         float | None,
-        typer.Option(help="Of the weights; without it, a grid on the validation part's log-likelihood."),
+        typer.Option(help="Prior precision of the weights; without it, the best of a grid on the validation part."),
     ] = None,
-    method: Method = None,
+    method: Default = None,
     arch: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The architecture of a state dict.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="FILE is a state dict of this architecture.", show_default=False)
     ] = None,
-    task: Annotated[str, typer.Option(help="Of a state dict: classification or regression.")] = "classification",
+    task: Annotated[str, typer.Option(help="For a state dict: classification or regression.")] = "classification",
     target: Annotated[
-        str | None, typer.Option(help="Of a state dict and csv:PATH: the column to predict.", show_default=False)
+        str | None, typer.Option(help="For a state dict with csv:PATH: the column to predict.", show_default=False)
     ] = None,
     mean: Annotated[
         list[float] | None,
         typer.Option(
-            help="Of a state dict: pixels in [0, 1] were normalised by this mean, once per channel; without it, "
-            "by the data's own.",
+            help="For a state dict: the mean by which pixels in [0, 1] were normalised, once per channel; without it, "
+            "that of the data.",
             show_default=False,
         ),
     ] = None,
@@ -171,7 +204,11 @@ def laplace(
         list[float] | None, typer.Option(help="The standard deviation that goes with --mean.", show_default=False)
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="float32, float16, bfloat16 or int8; without it, as FILE.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Of the numbers in the artifact: float32, float16, bfloat16 or int8; without it, as in FILE.",
+            show_default=False,
+        ),
     ] = None,
     seed: Seed = 0,
     data_root: DataRoot = None,
@@ -179,13 +216,13 @@ def laplace(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Give a trained network a posterior over some of its weights: subnetwork Laplace, calibrated and measured.
+    """Give a trained network a posterior over some of its weights (subnetwork Laplace), calibrate and measure it.
 
-    Nothing is trained. Try:
+    The network's own weights stay as they are. Try:
 
         dubito laplace plain.safetensors --data digits --size 500 --out laplace.safetensors
 
-        dubito laplace resnet18.safetensors --arch resnet18-cifar --data cifar10 --out laplace.safetensors
+        dubito laplace weights.safetensors --arch resnet18-cifar --data cifar10 --data-root DIR --out out.safetensors
     """
     from pydantic import ValidationError
 
@@ -242,23 +279,27 @@ def calibrate(
     part: Annotated[
         str | None,
         typer.Option(
-            help="train, validation, calibration, test or all. Without it: the calibration part of the model's own "
-            "data, all of any other.",
+            help=f"{listed([*PARTS, 'all'])}. Without it: the calibration part of the model's own data, all of any "
+            "other.",
             show_default=False,
         ),
     ] = None,
-    false_positive_rate: Annotated[float, typer.Option(help="Share of such inputs that are flagged as OOD.")] = 0.05,
-    coverage: Annotated[float, typer.Option(help="Share of prediction sets that hold the true answer.")] = 0.9,
-    directions: Annotated[int, typer.Option(help="R: directions with their own noise in factored layers.", min=0)] = 4,
+    false_positive_rate: Annotated[float, typer.Option(help="Share of these inputs that are flagged as OOD.")] = 0.05,
+    coverage: Annotated[
+        float, typer.Option(help="Share of prediction sets (or intervals) that hold the true answer.")
+    ] = 0.9,
+    directions: Annotated[
+        int, typer.Option(help="R: input directions of each factored layer that get their own noise.", min=0)
+    ] = 4,
     temperature: Annotated[bool, typer.Option("--temperature", help="Also fit a temperature of the logits.")] = False,
-    method: Method = None,
+    method: Default = None,
     seed: Seed = 0,
     data_root: DataRoot = None,
     download: Download = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Set OOD thresholds and prediction sets on data that the model has not seen, and write them into the artifact.
+    """Set OOD thresholds and prediction sets on data that the model has not seen, and write an artifact with them.
 
     Try: dubito calibrate digits.safetensors --data digits --coverage 0.95 --out digits95.safetensors
     """
@@ -361,13 +402,17 @@ def evaluate(
     part: Annotated[
         str | None,
         typer.Option(
-            help="train, validation, calibration, test or all. Without it: test where there is one, else all.",
+            help=f"{listed([*PARTS, 'all'])}. Without it: the test part where there is one, else all.",
             show_default=False,
         ),
     ] = None,
     ood: Annotated[
         list[str] | None,
-        typer.Option(metavar="D", help="Data from outside, to be told apart; may be given again.", show_default=False),
+        typer.Option(
+            metavar="D",
+            help="Out-of-distribution data (as for --data) for AUROC and ROC curves; may be repeated.",
+            show_default=False,
+        ),
     ] = None,
     against: Annotated[
         Path | None,
@@ -376,7 +421,7 @@ def evaluate(
         ),
     ] = None,
     shift: Annotated[
-        bool, typer.Option("--shift", help="Also on rotated (grey) or corrupted (colour) pictures.")
+        bool, typer.Option("--shift", help="Also measure on rotated (grey) or corrupted (colour) pictures.")
     ] = False,
     samples: Samples = None,
     method: Method = None,
@@ -389,7 +434,7 @@ def evaluate(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model on data that it was not trained on: how good its answers are, and how good its doubt.
+    """Measure a model on data that it was not trained on: the quality of its answers and of its uncertainty.
 
     The model's own data set is divided as in training, and its test part used. Try:
 

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Precision, Predictive, Selection
+from dubito.models.names import LAPLACE
+from dubito.training.names import OWN_DATA, recipes, shipped
 
 # strict: true, "20" and 20.0 are no whole numbers
 Whole = Annotated[int, Field(strict=True, ge=0)]
@@ -17,10 +19,8 @@ NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, gt=0, lt=1)]
 
-OWN_DATA = ("folder", "npz", "csv")  # `dubito train npz:PATH` follows the recipe npz with that data
 WORDS = {"True": True, "False": False, "None": None, "none": None}  # read by `--set` too; TOML has no none
 EXPECTED = {"model_type": "expected a table", "dict_type": "expected a table", "tuple_type": "expected a list"}
-LAPLACE = "subnetwork-laplace"
 NO_KL = {  # what the plain network's training has none of
     "pretrain_epochs": 0,
     "likelihood_epochs": 0,
@@ -213,11 +213,6 @@ def _first(error: ValidationError, section: type[BaseModel]) -> str:
     return f"{place} is {found['input']!r}; {found['msg'].replace('Input should be', 'expected')}"
 
 
-def shipped() -> list[str]:
-    names = (file.name for file in files("dubito.training").joinpath("recipes").iterdir())
-    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
-
-
 def read_recipe(source: str, changes: list[str] | None = None) -> Recipe:
     """A shipped recipe by name, `npz:PATH` and the like, or a TOML file; `changes` are `key=value` with dotted keys."""
     table = _read(source)
@@ -263,8 +258,7 @@ def _read(source: str) -> dict[str, Any]:
         except UnicodeDecodeError as error:
             raise RecipeError(f"{source} is no text in UTF-8: {error.reason} at byte {error.start}.") from None
     else:
-        known = [*(n for n in shipped() if n not in OWN_DATA), *(f"{n}:PATH" for n in OWN_DATA)]
-        raise RecipeError(f"no recipe {source!r}; there are: {', '.join(known)}, or give a .toml file of your own.")
+        raise RecipeError(f"no recipe {source!r}; there are: {', '.join(recipes())}, or give a .toml file of your own.")
     try:
         table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:

@@ -13,8 +13,7 @@ from dubito.models.errors import DubitoError
 from dubito.models.images import prepare
 from dubito.models.manifest import Card, Image, Input
 from dubito.training.config import Data
-
-PARTS = ("train", "validation", "calibration", "test")
+from dubito.training.names import PARTS
 
 
 class DataError(DubitoError):

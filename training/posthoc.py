@@ -10,8 +10,9 @@ from dubito.models.artifact import load
 from dubito.models.errors import ArtifactError
 from dubito.models.manifest import Image, Input, Precision, Provenance, Regression
 from dubito.models.model import Model
+from dubito.models.names import LAPLACE
 from dubito.models.network import BayesianNetwork
-from dubito.training.config import LAPLACE, Calibrate, Data, Fit, Laplace, Network, Posterior, Recipe
+from dubito.training.config import Calibrate, Data, Fit, Laplace, Network, Posterior, Recipe
 from dubito.training.data import Parts, data_recipe, divide, input_of
 from dubito.training.laplace import LaplaceError, check_plain, linearise, said
 from dubito.training.log import remark

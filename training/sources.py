@@ -16,15 +16,8 @@ from torch import Tensor
 from dubito.models.images import read_pixels
 from dubito.models.manifest import Manifest
 from dubito.training.data import DataError, DataSet, Examples, data_recipe
+from dubito.training.names import DATA, OWN_DATA, TORCHVISION
 
-TORCHVISION = {
-    "mnist": "MNIST",
-    "fashion-mnist": "FashionMNIST",
-    "cifar10": "CIFAR10",
-    "cifar100": "CIFAR100",
-    "svhn": "SVHN",
-}
-NAMES = ("digits", *TORCHVISION, "uci/NAME", "folder:PATH", "npz:PATH", "csv:PATH")
 ARRAYS = ("x", "y", "x_test", "y_test")  # of an .npz file
 MOST_CLASSES = 1 << 16  # beyond it, whole numbers are something else than classes
 MOST_BYTES = 1 << 34  # of pictures at the size of the first, which nobody asked for
@@ -96,8 +89,8 @@ def read_data(
         return _torchvision(name, root, download)
     if name.startswith("uci/"):
         return _uci(name.removeprefix("uci/"), root, split)
-    if not colon or kind not in ("folder", "npz", "csv"):
-        raise DataError(f"no data set {name!r}; there are: {', '.join(NAMES)}.")
+    if not colon or kind not in OWN_DATA:
+        raise DataError(f"no data set {name!r}; there are: {', '.join(DATA)}.")
     path = Path(os.path.expanduser(place))  # Path.expanduser and .exists raise where these do not
     if not place or not os.path.exists(path):
         raise DataError(f"{name}: there is no file or folder {place!r}; expected {kind}:PATH.")

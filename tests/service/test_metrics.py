@@ -1,6 +1,7 @@
 """What Prometheus sees after what happened."""
 
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -13,7 +14,11 @@ from torch import nn
 
 from dubito.models import load
 from dubito.models.embedded import embedded
+from dubito.service.budget import KINDS
+from dubito.service.metrics import OUTCOMES, REASONS, STAGES
 
+SERVING = Path(__file__).parents[2] / "docs" / "serving.md"
+WORDED = ("outcome", "stage", "reason", "kind")
 Fixture = Any  # the types of conftest.py
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -143,3 +148,27 @@ def test_an_unloaded_model_leaves_no_series(serve: Fixture) -> None:
     assert httpx.post(f"{server.url}/v2/repository/models/digits/load").status_code == 200
     predict(server.url, 1)
     assert value(scrape(server.url), "dubito_inputs_total", model="digits") == 1
+
+
+def test_the_docs_name_every_metric_its_labels_and_their_words(server: Fixture) -> None:
+    predict(server.url, 1)
+    exported: dict[str, set[str]] = {}
+    words: dict[str, set[str]] = {}  # of labels whose words are ours, by metric
+    for name, labels in scrape(server.url):
+        metric = re.sub(r"_(bucket|count|sum)$", "", name)
+        if metric.startswith("dubito_") and not metric.endswith("_created"):  # the library's own, beside each counter
+            exported[metric] = {label for label, _ in labels} - {"le"}
+            words.setdefault(metric, set()).update(word for label, word in labels if label in WORDED)
+    rows = re.findall(r"^\| `(dubito_\w+)\{([\w,]+)\}` \| (.*) \|$", SERVING.read_text(), re.M)
+    assert {name: set(labels.split(",")) for name, labels, _ in rows} == exported
+    beside = {  # what this server does not export: its device is a CPU, without a limit and without a bank
+        "dubito_model_bytes": {"bank"},
+        "dubito_device_memory_bytes": {"reserved", "limit", *KINDS},
+        "dubito_request_seconds": set(OUTCOMES),
+        "dubito_stage_seconds": set(STAGES),
+        "dubito_rejected_total": set(REASONS),
+    }
+    for name, _, meaning in rows:
+        if words[name]:
+            named = set(re.findall(r"`(\w+)`", meaning))
+            assert named == words[name] | beside.get(name, set()), name

@@ -63,6 +63,12 @@ def test_mistakes_are_one_sentence(flags: dict[str, object], said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_the_key_of_a_client_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dubito bench http` reads it there, perhaps in the shell that starts the server."""
+    monkeypatch.setenv("DUBITO_KEY", "secret")
+    assert read_settings() == Settings()
+
+
 def test_a_misspelt_variable_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUBITO_PROT", "1")
     with pytest.raises(SettingError, match="DUBITO_PROT"):

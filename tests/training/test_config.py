@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dubito.models import build
 from dubito.models.architectures import sizes_of
-from dubito.models.options import METHODS
-from dubito.training.config import OWN_DATA, Recipe, RecipeError, read_recipe, shipped
-from dubito.training.sources import NAMES
+from dubito.models.names import METHODS
+from dubito.training.config import Recipe, RecipeError, read_recipe
+from dubito.training.names import DATA, OWN_DATA, shipped
 
 RECIPE = """
 seed = 3
@@ -80,7 +80,7 @@ def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in shipped() if name not in OWN_DATA])
 def test_every_shipped_recipe_can_be_followed(name: str) -> None:
     recipe = read_recipe(name)
-    assert recipe.data.name in NAMES or recipe.data.name.startswith("uci/")
+    assert recipe.data.name in DATA or recipe.data.name.startswith("uci/")
     followable(recipe)
 
 

@@ -24,9 +24,10 @@ from dubito.models.manifest import Regression
 from dubito.models.parameters import Free, count
 from dubito.models.pruning import prune as prune_network
 from dubito.training.augment import augmentation
-from dubito.training.config import Recipe, read_recipe, shipped
+from dubito.training.config import Recipe, read_recipe
 from dubito.training.data import Examples, Parts, divide, input_of
 from dubito.training.fit import Epoch, Run, Told
+from dubito.training.names import shipped
 from dubito.training.recipe import build_network, make_bayesian, task_of
 from dubito.training.sources import read_data
 

@@ -1,0 +1,14 @@
+"""Names of methods and architectures. Nothing heavy is imported, so that `--help` can list them at once."""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+Method = Literal["ffg-u", "fcg-u", "ensemble-u", "ffg-w", "fcg-w", "ensemble-w", "mc-dropout", "whvi", "deterministic"]
+METHODS: tuple[Method, ...] = get_args(Method)  # of `bayesianize`, layer by layer
+LAPLACE = "subnetwork-laplace"  # of a whole network that is trained already
+ARCHITECTURES = ("mlp", "lenet", "cnn", "resnet18-cifar", "resnet50-cifar")  # each has its builder in architectures.py
+
+
+def listed(names: Sequence[str]) -> str:
+    """a, b or c."""
+    return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
