@@ -1,0 +1,162 @@
+"""Does a device compute right in a type of numbers? A few convolutions and products say so, and those of a pass.
+
+It cannot be taken for granted. On CPUs with AMX, torch 2.15 (its oneDNN) gives wrong bfloat16 convolutions, without any
+sign, where the stride along the width exceeds 1: patches (the kernel is the stride), and outputs one column wide
+(pytorch/pytorch#169688). A list of CPUs would soon be out of date, so each is tried.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dubito.models.errors import NumericsError
+
+TF32 = 2.0**-10  # machine epsilon: GPUs may round the factors of float32 products so
+ROUNDINGS = 4  # machine epsilons of the largest value that one product may be off: it is rounded once, at its end
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+Convolve = Callable[..., Tensor]  # x, W, stride, padding, dilation, groups
+
+# shapes of x and W, and options: those known to go wrong somewhere, and usual ones beside them
+CONVOLUTIONS: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...] = (
+    ((2, 16, 16, 16), (32, 16, 4, 4), {"stride": 4}),
+    ((2, 16, 12, 12), (32, 16, 6, 6), {"stride": 6}),
+    ((2, 16, 28, 28), (32, 16, 14, 14), {"stride": 14}),
+    ((2, 8, 16, 16), (16, 8, 8, 8), {"stride": 8}),
+    ((2, 8, 32, 32), (16, 8, 16, 16), {"stride": 16}),
+    ((2, 3, 32, 32), (64, 3, 16, 16), {"stride": 16}),
+    ((2, 8, 32), (16, 8, 8), {"stride": 8}),
+    ((2, 64, 13, 2), (48, 64, 3, 3), {"stride": 2, "padding": 1}),
+    ((2, 2, 5, 6), (2, 2, 1, 3), {"stride": (1, 2), "dilation": (1, 2)}),
+    ((2, 8, 3, 4, 2), (16, 8, 3, 3, 3), {"stride": 2, "padding": 1}),
+    ((2, 32, 16, 4), (48, 32, 1, 1), {"stride": (3, 1)}),
+    ((2, 16, 16, 16), (32, 16, 3, 3), {"stride": 2, "padding": 1}),
+    ((2, 32, 8, 8), (48, 16, 3, 3), {"padding": 1, "groups": 2}),
+    ((2, 3, 9, 9), (24, 3, 3, 3), {"padding": 1}),
+)
+PRODUCTS = (((33, 77), (77, 65)), ((3, 17, 40), (3, 40, 24)))
+CHECKED = {  # operators that a pass spends its time on, as they come with and without autograd
+    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    *("convolution", "convolution_backward", "linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum"),
+    "scaled_dot_product_attention",
+}
+
+
+def check(device: torch.device, dtype: torch.dtype) -> None:
+    """Before a pass: raises where the device computes wrongly in a type narrower than float32, autocast's too."""
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    if dtype.is_floating_point and dtype.itemsize < 4 and (fault := fault_of(device, dtype)) is not None:
+        raise NumericsError(
+            f"this {device.type} cannot be trusted with {name_of(dtype)} (torch {torch.__version__}): {fault}. "
+            "Compute in float32: `network.float()`, and without autocast."
+        )
+
+
+@cache
+def fault_of(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What `probe` found, once for each process."""
+    return probe(device, dtype)
+
+
+def convolve(x: Tensor, W: Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Tensor:
+    return (F.conv1d, F.conv2d, F.conv3d)[x.dim() - 3](x, W, None, stride, padding, dilation, groups)
+
+
+@torch.inference_mode()
+def probe(device: torch.device, dtype: torch.dtype, convolve: Convolve = convolve) -> str | None:
+    """What the device gets wrong in this type, against float64 on the host; None where all is right within rounding."""
+    rng = torch.Generator("cpu").manual_seed(0)
+
+    def random(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=rng, device="cpu").to(dtype)
+
+    with torch.autocast(device.type, enabled=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a type has no units of its own here, and is slow
+        for *shapes, options in CONVOLUTIONS:
+            x, W = map(random, shapes)
+            expected = _exactly(x, W, **options)
+            for last in (False, True):
+                a, b = (_channels_last(t) if last else t for t in (x.to(device), W.to(device)))
+                what = f"a convolution of {tuple(x.shape)} by {tuple(W.shape)} with {options}"
+                if fault := _compare(what, lambda a=a, b=b, o=options: convolve(a, b, **o), expected, device, dtype):
+                    return fault
+        for shapes in PRODUCTS:
+            x, W = map(random, shapes)
+            what = f"a product of {tuple(x.shape)} by {tuple(W.shape)}"
+            expected = x.double() @ W.double()
+            if fault := _compare(what, lambda x=x, W=W: x.to(device) @ W.to(device), expected, device, dtype):
+                return fault
+    return None
+
+
+def _exactly(x: Tensor, W: Tensor, **options: Any) -> Tensor:
+    return convolve(x.double(), W.double(), **options)
+
+
+def _channels_last(t: Tensor) -> Tensor:
+    return t.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def _compare(
+    what: str, run: Callable[[], Tensor], expected: Tensor, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    torch.full((1 << 17,), math.nan, device=device)  # freed at once: who reads memory that he has not written gets this
+    try:
+        found = run()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError as error:
+        return f"{what} cannot be computed: {str(error).splitlines()[0][:200]}"
+    return fault_in(what, found, expected, ROUNDINGS * epsilon(dtype))
+
+
+def epsilon(dtype: torch.dtype) -> float:
+    return max(torch.finfo(dtype).eps, TF32)
+
+
+def fault_in(what: str, found: Tensor, expected: Tensor, tolerance: float) -> str | None:
+    """A sentence where they differ by more than a part of the largest value expected; infinite ones tell nothing."""
+    fine = expected.isfinite()
+    exact = torch.where(fine, expected, 0).double()
+    error = torch.where(fine, found.to(expected.device).double() - exact, 0).abs().max()
+    size = exact.abs().max()
+    if bool(error <= tolerance * size):  # false for NaN
+        return None
+    return f"{what} is off by {float(error / size):.2g} times its largest value, where rounding is {tolerance:.2g}"
+
+
+class Checked(TorchDispatchMode):
+    """Computes each product of a pass once more in a wider type, whichever layer or function asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fault: str | None = None  # the first
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if self.fault is None and name in CHECKED:
+            again = func(*tree_map(_wider, args), **tree_map(_wider, kwargs))
+            shapes = [tuple(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            for found, expected in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(found, Tensor) and found.dtype in WIDER and self.fault is None:
+                    what = f"{name} of {', '.join(map(str, shapes))} in {name_of(found.dtype)}"
+                    self.fault = fault_in(what, found, expected, ROUNDINGS * epsilon(found.dtype))
+        return out
+
+
+def _wider(value: Any) -> Any:
+    return value.to(WIDER[value.dtype]) if isinstance(value, Tensor) and value.dtype in WIDER else value
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
