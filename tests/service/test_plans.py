@@ -112,7 +112,7 @@ def test_rounding_is_no_fault(method: str, dtype: torch.dtype) -> None:
     """Every way of every method is right, alone and as a unit, in each type that this CPU computes right in."""
     need(dtype)
     torch.manual_seed(0)
-    options = {"inducing": 6, "noise": "factored", "lam_max": 0.5} if method == "ffg-u" else {}
+    options = {"ffg-u": {"inducing": 6, "noise": "factored", "lam_max": 0.5}, "fcg-u": {"inducing": 6}}.get(method, {})
     network = bayesianize(Residual(), method, layers={"plain": "deterministic"}, **options).eval()
     model = Model(network, Manifest.model_construct(card=Card(input=Input(shape=(3, 6, 6))), subnetwork=None))
     kept = reside(model, CPU, dtype)
