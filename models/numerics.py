@@ -115,22 +115,29 @@ def _compare(
         raise
     except RuntimeError as error:
         return f"{what} cannot be computed: {str(error).splitlines()[0][:200]}"
-    return fault_in(what, found, expected, ROUNDINGS * epsilon(dtype))
+    return fault_in(what, found, expected, ROUNDINGS)
 
 
-def epsilon(dtype: torch.dtype) -> float:
-    return max(torch.finfo(dtype).eps, TF32)
+def fault_in(
+    what: str, found: Tensor, expected: Tensor, roundings: int, bound: Callable[[], Tensor] | None = None
+) -> str | None:
+    """A sentence where they differ by more than so many machine epsilons of the largest value expected.
 
-
-def fault_in(what: str, found: Tensor, expected: Tensor, tolerance: float) -> str | None:
-    """A sentence where they differ by more than a part of the largest value expected; infinite ones tell nothing."""
+    `bound` is the same sum without signs, asked for where terms may have cancelled. Infinite values tell nothing.
+    """
+    if not expected.numel():
+        return None
+    eps, tiny = max(torch.finfo(found.dtype).eps, TF32), torch.finfo(found.dtype).tiny
     fine = expected.isfinite()
     exact = torch.where(fine, expected, 0).double()
-    error = torch.where(fine, found.to(expected.device).double() - exact, 0).abs().max()
-    size = exact.abs().max()
-    if bool(error <= tolerance * size):  # false for NaN
+    error = float(torch.where(fine, found.to(expected.device).double() - exact, 0).abs().max())
+    size = float(exact.abs().max())
+    if error <= roundings * eps * size + tiny:  # false for NaN
         return None
-    return f"{what} is off by {float(error / size):.2g} times its largest value, where rounding is {tolerance:.2g}"
+    if bound is not None and error <= roundings * eps * size + eps * float(bound().abs().nan_to_num(0, 0, 0).max()):
+        return None
+    times = f"{error / size:.2g} times its largest value" if size else f"{error:.2g}"
+    return f"{what} is off by {times}, where rounding is {roundings * eps:.2g}"
 
 
 class Checked(TorchDispatchMode):
@@ -141,21 +148,34 @@ class Checked(TorchDispatchMode):
         self.fault: str | None = None  # the first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if self.fault is None and name in CHECKED:
-            again = func(*tree_map(_wider, args), **tree_map(_wider, kwargs))
-            shapes = [tuple(t.shape) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            for found, expected in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                if isinstance(found, Tensor) and found.dtype in WIDER and self.fault is None:
-                    what = f"{name} of {', '.join(map(str, shapes))} in {name_of(found.dtype)}"
-                    self.fault = fault_in(what, found, expected, ROUNDINGS * epsilon(found.dtype))
+        given = (args, kwargs or {})
+        out = func(*given[0], **given[1])
+        if self.fault is None and func.overloadpacket.__name__ in CHECKED:
+            self.fault = _fault_of_call(func, given, out)
         return out
 
 
-def _wider(value: Any) -> Any:
-    return value.to(WIDER[value.dtype]) if isinstance(value, Tensor) and value.dtype in WIDER else value
+def _wider(t: Tensor) -> Tensor:
+    return t.to(WIDER[t.dtype])
+
+
+def _unsigned(t: Tensor) -> Tensor:
+    return t.to(WIDER[t.dtype]).abs()
+
+
+def _fault_of_call(func: Any, given: tuple[Any, Any], out: Any) -> str | None:
+    def again(change: Callable[[Tensor], Tensor]) -> list[Any]:
+        args, kwargs = tree_map(lambda t: change(t) if isinstance(t, Tensor) and t.dtype in WIDER else t, given)
+        return tree_leaves(func(*args, **kwargs))
+
+    shapes = ", ".join(str(tuple(t.shape)) for t in tree_leaves(given) if isinstance(t, Tensor))
+    expected = again(_wider)
+    for i, found in enumerate(tree_leaves(out)):
+        if isinstance(found, Tensor) and found.dtype in WIDER:
+            what = f"{func.overloadpacket.__name__} of {shapes} in {name_of(found.dtype)}"
+            if fault := fault_in(what, found, expected[i], ROUNDINGS, lambda i=i: again(_unsigned)[i]):
+                return fault
+    return None
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -87,7 +87,13 @@ class Plans:
             for hook in hooks:
                 hook.remove()
         self.known[job.B, K] = MappingProxyType(found)
+        if self.wrong:  # at one size, so nowhere else either
+            self.usual = self._without_wrong(self.usual, found)
+            self.known = {size: self._without_wrong(plan, found) for size, plan in self.known.items()}
         self._at.cache_clear()
+
+    def _without_wrong(self, plan: Plan, right: Plan) -> Plan:
+        return MappingProxyType({name: right[name] if (name, way) in self.wrong else way for name, way in plan.items()})
 
     def _fastest(self, name: str, reached: Reached) -> How | None:
         """Of the ways that are right; None where there is nothing to choose. Without time to measure, the usual one."""

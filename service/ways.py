@@ -1,8 +1,9 @@
 """The ways in which a layer can be computed where a pass reaches it, and whether one of them is right."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from dubito.models.geometry import Conv, Geometry, How, apply
 from dubito.models.layers import BayesianLayer
-from dubito.models.numerics import WIDER, epsilon, fault_in, name_of
+from dubito.models.numerics import WIDER, fault_in, name_of
 from dubito.models.posterior import Dense, Factored, Operand
 from dubito.service.fusion import Unit
 
@@ -55,12 +56,19 @@ class Reached:
             return self.unit.compute(self.x, self.residual, self.operand, self.K, how, self.channels_last)
         return apply(self.geometry, self.x, self.operand, self.K, how, self.channels_last)
 
-    def expected(self) -> Tensor:
-        """A few rows of the first and of the last sample, without plans: dense weights, one by one, in a wider type."""
+    def expected(self, *, unsigned: bool = False) -> Tensor:
+        """A few rows of the first and of the last sample, without plans: dense weights, one by one, in a wider type.
+
+        `unsigned`: all numbers without their signs, so that nothing cancels.
+        """
         wide = WIDER.get(self.x.dtype, self.x.dtype)
-        rows = [x.to(wide) for x in _seen(self.x, self.K)]
-        added = [None, None] if self.residual is None else [r.to(wide) for r in _seen(self.residual, self.K)]
-        operands = [_to(self.operand.part(k, 1), wide) for k in (0, self.K - 1)]
+
+        def change(t: Tensor) -> Tensor:
+            return t.to(wide).abs() if unsigned else t.to(wide)
+
+        rows = [change(x) for x in _seen(self.x, self.K)]
+        added = [None, None] if self.residual is None else [change(r) for r in _seen(self.residual, self.K)]
+        operands = [_each(self.operand.part(k, 1), change) for k in (0, self.K - 1)]
         alone = [Reached(self.unit, *each, 1, False) for each in zip(rows, added, operands, strict=True)]
         return torch.cat([one.compute("loop") for one in alone])
 
@@ -68,7 +76,7 @@ class Reached:
         """What is wrong with those rows, where anything is."""
         found = torch.cat(_seen(self.compute(how), self.K))
         what = f"{how!r} in {name_of(found.dtype)}"
-        return fault_in(what, found, expected, ROUNDINGS * epsilon(found.dtype))
+        return fault_in(what, found, expected, ROUNDINGS, partial(self.expected, unsigned=True))
 
 
 def _seen(rows: Tensor, K: int) -> list[Tensor]:
@@ -76,9 +84,9 @@ def _seen(rows: Tensor, K: int) -> list[Tensor]:
     return [rows[k * n : k * n + min(n, SEEN)] for k in (0, K - 1)]
 
 
-def _to(operand: Operand, dtype: torch.dtype) -> Operand:
+def _each(operand: Operand, change: Callable[[Tensor], Tensor]) -> Operand:
     parts = {f.name: getattr(operand, f.name) for f in fields(operand)}
-    return replace(operand, **{name: t.to(dtype) for name, t in parts.items() if isinstance(t, Tensor)})
+    return replace(operand, **{name: change(t) for name, t in parts.items() if isinstance(t, Tensor)})
 
 
 def ways_of(geometry: Geometry, operand: Operand, K: int) -> tuple[How, ...]:

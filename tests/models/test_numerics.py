@@ -169,6 +169,23 @@ def test_each_product_of_a_pass_is_seen_whatever_asks_for_it(dtype: torch.dtype)
     assert checked.fault.startswith("conv2d of (2, 3, 8, 8), (8, 3, 2, 2) in ")
 
 
+@pytest.mark.parametrize("dtype", [FLOAT, BRAIN, HALF])
+@torch.inference_mode()
+def test_what_cancels_is_no_fault(dtype: torch.dtype) -> None:
+    """Sums of 0 but for rounding, which is as large as they are."""
+    need(dtype)
+    x = torch.randn(4, 1000).to(dtype)
+    x = torch.cat([x, -x], 1)[:, torch.randperm(2000)]
+    W = torch.full((1, 2000), 1 / 3).to(dtype)
+    with Checked() as checked:
+        out = F.linear(x, W)
+    print(f"{dtype}: {out.flatten().tolist()}")
+    assert checked.fault is None
+    with Checked() as checked:
+        F.linear(x[:0], W)  # no rows at all
+    assert checked.fault is None
+
+
 @torch.inference_mode()
 def test_what_is_infinite_in_any_type_is_no_fault() -> None:
     x = torch.tensor([[1.0, float("inf")], [2.0, 3.0]])

@@ -92,6 +92,18 @@ def test_a_way_that_is_wrong_is_never_taken(model: Model, monkeypatch: pytest.Mo
                 np.testing.assert_allclose(column, expected[name], atol=1e-5)
 
 
+def test_a_way_that_is_wrong_at_one_size_is_taken_at_none(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_once", lambda run: 1.0 if run.args[-1] == "batch" else 2.0)
+    engine = Engine(model, BUCKETS, Memory(None, CPU), 60.0)
+    with Faulty(lambda told: grouped(told) and len(told["input"]) > 1, torch.float32):
+        engine.plans.measure(engine._job(torch.randn(1, 1, 8, 8), 0, None), 4)
+        small = engine.plans.at(1, 4)
+        engine.plans.measure(engine._job(torch.randn(4, 1, 8, 8), 0, None), 4)
+    convolutions = {name for name, layer in model.network.layers.items() if isinstance(layer.geometry, Conv)}
+    assert {small[name] for name in convolutions} == {"batch"}
+    assert "batch" not in {engine.plans.at(B, 4)[name] for B in (1, 2, 4) for name in convolutions}
+
+
 class Residual(nn.Module):
     """Layers with what a GPU would make units of, and one that stays as it is."""
 
