@@ -141,18 +141,26 @@ def fault_in(
 
 
 class Checked(TorchDispatchMode):
-    """Computes each product of a pass once more in a wider type, whichever layer or function asks for it."""
+    """Computes products of a pass once more in a wider type, one of each shape, whichever layer or function asks."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fault: str | None = None  # the first
+        self._seen: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
         out = func(*given[0], **given[1])
         if self.fault is None and func.overloadpacket.__name__ in CHECKED:
-            self.fault = _fault_of_call(func, given, out)
+            case = str((func, tree_map(_layout, given)))
+            if case not in self._seen:
+                self._seen.add(case)
+                self.fault = _fault_of_call(func, given, out)
         return out
+
+
+def _layout(value: Any) -> Any:
+    return (value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else value
 
 
 def _wider(t: Tensor) -> Tensor:

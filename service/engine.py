@@ -228,7 +228,7 @@ class Engine:
         return torch.randn(self._zeros(rows).shape, generator=torch.Generator().manual_seed(0))
 
     def _prove(self) -> None:
-        """Every product of a pass of draws, and of one of the mean, is right within rounding, whichever layer asks."""
+        """The products of a pass of draws, and of one of the mean, are right within rounding, whichever layer asks."""
         job = replace(self._job(self._normals(PROVEN), 0, None, TRIED), captured=nothing_captured)
         checked = Checked()
         with evaluating(job.network), torch.inference_mode(), checked:
