@@ -121,10 +121,9 @@ def test_on_a_faulty_cpu_no_pass_is_run_in_that_type(such: Callable[[Any], bool]
     """Predictions by draws, by the mean and until they settle; a training step; and under autocast."""
     network = bayesianize(nn.Sequential(nn.Conv2d(3, 4, 4, 4), nn.Flatten(), nn.Linear(16, 5)), "ffg-u", inducing=3)
     factors, x = network.factors(), torch.randn(2, 3, 8, 8)
-    with known_anew(), Faulty(such) as faulty:
+    with known_anew(), Faulty(such):
         assert probe(CPU, FLOAT) is None
         predict(network, factors, x, 3, 0)
-        met = faulty.met
         with pytest.raises(NumericsError, match="cannot be trusted with bfloat16"), torch.autocast("cpu", BRAIN):
             predict(network, factors, x, 3, 0)
         with pytest.raises(NumericsError, match="without autocast"), torch.autocast("cpu", BRAIN):
@@ -135,7 +134,6 @@ def test_on_a_faulty_cpu_no_pass_is_run_in_that_type(such: Callable[[Any], bool]
                 predict(narrow, narrow.factors(), x, samples, 0)
         with pytest.raises(NumericsError):
             narrow(x.to(BRAIN))
-        assert faulty.met > met  # by the probe
         predict(network, factors, x, 3, 0)
 
 
