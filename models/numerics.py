@@ -8,7 +8,7 @@ sign, where the stride along the width exceeds 1: patches (the kernel is the str
 import math
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ CONVOLUTIONS: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...
     ((2, 32, 8, 8), (48, 16, 3, 3), {"padding": 1, "groups": 2}),
     ((2, 3, 9, 9), (24, 3, 3, 3), {"padding": 1}),
 )
-PRODUCTS = (((33, 77), (77, 65)), ((3, 17, 40), (3, 40, 24)))
+PRODUCTS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((33, 77), (77, 65)), ((3, 17, 40), (3, 40, 24)))
 CHECKED = {  # operators that a pass spends its time on, as they come with and without autograd
     *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     *("convolution", "convolution_backward", "linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum"),
@@ -86,13 +86,14 @@ def probe(device: torch.device, dtype: torch.dtype, convolve: Convolve = convolv
             for last in (False, True):
                 a, b = (_channels_last(t) if last else t for t in (x.to(device), W.to(device)))
                 what = f"a convolution of {tuple(x.shape)} by {tuple(W.shape)} with {options}"
-                if fault := _compare(what, lambda a=a, b=b, o=options: convolve(a, b, **o), expected, device, dtype):
+                if fault := _compare(what, partial(convolve, a, b, **options), expected, device):
                     return fault
-        for shapes in PRODUCTS:
-            x, W = map(random, shapes)
-            what = f"a product of {tuple(x.shape)} by {tuple(W.shape)}"
-            expected = x.double() @ W.double()
-            if fault := _compare(what, lambda x=x, W=W: x.to(device) @ W.to(device), expected, device, dtype):
+        for left, right in PRODUCTS:
+            x, W = random(left), random(right)
+            what = f"a product of {left} by {right}"
+            if fault := _compare(
+                what, partial(torch.matmul, x.to(device), W.to(device)), x.double() @ W.double(), device
+            ):
                 return fault
     return None
 
@@ -105,9 +106,7 @@ def _channels_last(t: Tensor) -> Tensor:
     return t.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
-def _compare(
-    what: str, run: Callable[[], Tensor], expected: Tensor, device: torch.device, dtype: torch.dtype
-) -> str | None:
+def _compare(what: str, run: Callable[[], Tensor], expected: Tensor, device: torch.device) -> str | None:
     torch.full((1 << 17,), math.nan, device=device)  # freed at once: who reads memory that he has not written gets this
     try:
         found = run()
@@ -186,7 +185,7 @@ def _fault_of_call(func: Any, given: tuple[Any, Any], out: Any) -> str | None:
     for i, found in enumerate(tree_leaves(out)):
         if isinstance(found, Tensor) and found.dtype in WIDER:
             what = f"{func.overloadpacket.__name__} of {shapes} in {name_of(found.dtype)}"
-            if fault := fault_in(what, found, expected[i], ROUNDINGS, lambda i=i: again(_unsigned)[i]):
+            if fault := fault_in(what, found, expected[i], ROUNDINGS, lambda: again(_unsigned)[i]):  # noqa: B023
                 return fault
     return None
 

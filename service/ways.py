@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,8 @@ def _seen(rows: Tensor, K: int) -> list[Tensor]:
 
 def _each(operand: Operand, change: Callable[[Tensor], Tensor]) -> Operand:
     parts = {f.name: getattr(operand, f.name) for f in fields(operand)}
-    return replace(operand, **{name: change(t) for name, t in parts.items() if isinstance(t, Tensor)})
+    changed: dict[str, Any] = {name: change(t) for name, t in parts.items() if isinstance(t, Tensor)}
+    return replace(operand, **changed)
 
 
 def ways_of(geometry: Geometry, operand: Operand, K: int) -> tuple[How, ...]:

@@ -50,7 +50,8 @@ def known_anew() -> Iterator[None]:
 def one_convolution(W_shape: tuple[int, ...], options: Told, method: str) -> BayesianNetwork:
     torch.manual_seed(0)
     layer = nn.Conv2d(W_shape[1], W_shape[0], W_shape[2:], **options)  # type: ignore[arg-type]
-    return bayesianize(nn.Sequential(layer, nn.Flatten()), method, **({"inducing": 3} if method == "ffg-u" else {}))
+    chosen: Told = {"inducing": 3} if method == "ffg-u" else {}
+    return bayesianize(nn.Sequential(layer, nn.Flatten()), method, **chosen)
 
 
 class Faulty(TorchDispatchMode):

@@ -67,7 +67,7 @@ def huge(found: Tensor) -> Tensor:
 
 
 def is_patch(x: Tensor, W: Tensor, stride: Any = 1, **_: Any) -> bool:
-    return stride == W.shape[-1] == W.shape[-2]
+    return bool(stride == W.shape[-1] == W.shape[-2])
 
 
 def is_one_column(x: Tensor, W: Tensor, **options: Any) -> bool:
@@ -75,7 +75,7 @@ def is_one_column(x: Tensor, W: Tensor, **options: Any) -> bool:
 
 
 def dilates(x: Tensor, W: Tensor, dilation: Any = 1, **_: Any) -> bool:
-    return dilation != 1
+    return bool(dilation != 1)
 
 
 def lies_channels_last(x: Tensor, W: Tensor, **_: Any) -> bool:

@@ -4,7 +4,7 @@ import json
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -124,7 +124,8 @@ def test_rounding_is_no_fault(method: str, dtype: torch.dtype) -> None:
     """Every way of every method is right, alone and as a unit, in each type that this CPU computes right in."""
     need(dtype)
     torch.manual_seed(0)
-    options = {"ffg-u": {"inducing": 6, "noise": "factored", "lam_max": 0.5}, "fcg-u": {"inducing": 6}}.get(method, {})
+    options: dict[str, Any] = {"inducing": 6} if method in ("ffg-u", "fcg-u") else {}
+    options |= {"noise": "factored", "lam_max": 0.5} if method == "ffg-u" else {}
     network = bayesianize(Residual(), method, layers={"plain": "deterministic"}, **options).eval()
     model = Model(network, Manifest.model_construct(card=Card(input=Input(shape=(3, 6, 6))), subnetwork=None))
     kept = reside(model, CPU, dtype)
