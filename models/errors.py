@@ -23,3 +23,7 @@ class PredictionError(DubitoError):
 
 class InputError(DubitoError):
     """Inputs or options of a prediction that do not fit the model."""
+
+
+class NumericsError(DubitoError):
+    """A device that computes wrongly in the type of numbers it was asked for."""

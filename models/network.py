@@ -18,6 +18,7 @@ from dubito.models.inducing import Inducing, TrainableInducing, kl_together, tra
 from dubito.models.laplace import Subnetwork, SubnetworkFactors
 from dubito.models.layers import BayesianLayer, MemberLayer, Run, Structure, layer_by_layer, running
 from dubito.models.manifest import Classification, Task
+from dubito.models.numerics import check
 from dubito.models.parameters import Positive, alike
 from dubito.models.plan import Plan
 from dubito.models.posterior import Dense, Dropped, Factored, Factors, Operand, Posterior
@@ -161,6 +162,8 @@ class BayesianNetwork(nn.Module):
 
     def sample(self, x: Tensor, K: int) -> Tensor:
         """K joint draws from torch's own generator, with gradients: (B, ...) -> (K, B, ...)."""
+        if x.device.type == "cpu":
+            check(x.device, x.dtype)
         layers = self._by_shape()
         kinds = [[layers[i] for i in at] for at in alike([_kind(layer) for layer in layers])]
         if self.hierarchy is not None:

@@ -20,6 +20,7 @@ from dubito.models.layers import FoldError
 from dubito.models.manifest import Predictive
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors, Stock
 from dubito.models.normals import Normals
+from dubito.models.numerics import check
 from dubito.models.plan import Plan, Planner, cheapest
 from dubito.models.stopwatch import Stopwatch
 from dubito.models.uncertainty import (
@@ -391,6 +392,8 @@ def _checked(
         raise InputError(f"inputs came as {type(x).__name__}; expected a torch tensor (torch.as_tensor makes one).")
     like = None if finite else next(network.net.parameters(), None)
     device, dtype = (factors.device, factors.dtype) if like is None else (like.device, like.dtype)
+    if not finite:
+        check(device, dtype)
     indices = not x.is_floating_point() and any(isinstance(m, nn.Embedding) for m in network.net.modules())
     dtype = x.dtype if indices else dtype
     if x.dim() < 2 or len(x) == 0:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from starlette.middleware.cors import CORSMiddleware
 
+from dubito.models.numerics import name_of
 from dubito.service.budget import KINDS
-from dubito.service.device import device_of, dtype_of
+from dubito.service.device import device_of, dtype_of, trusted
 from dubito.service.http import ClientGone, Out, Pairs, Receive, Scope, Send, body_of
 from dubito.service.logs import write_line
 from dubito.service.metrics import Metrics, Sizes, device_bytes
@@ -39,6 +40,7 @@ class Server:
         self.guard = Guard(settings)
         self.repository: Repository | None = None
         self.predictor: Predictor | None = None
+        self.asked = torch.float32  # type of activations, before the device was tried
         self.started = self.draining = False
         self.under_way = 0  # predictions
         self.routes = routes(self)
@@ -107,10 +109,11 @@ class Server:
     async def start(self) -> None:
         """Every model loaded and warmed; raises what is wrong with the first that cannot be."""
         device = device_of(self.settings.device)
-        dtype, why = dtype_of(self.settings.dtype, device)
+        self.asked, why = dtype_of(self.settings.dtype, device)
+        dtype, fault = await asyncio.to_thread(trusted, self.asked, device)
         self.repository = Repository(self.settings, device, dtype, self.metrics)
-        told = {"device": str(device), "dtype": str(dtype).removeprefix("torch."), "why": why}
-        log.info("models run", extra=told)
+        told = {"device": str(device), "asked": name_of(self.asked), "dtype": name_of(dtype), "why": fault or why}
+        log.log(logging.WARNING if fault else logging.INFO, "models run", extra=told)
         self.predictor = Predictor(self.settings, self.repository)
         await self.repository.load_all()
         self.started = True
@@ -156,6 +159,19 @@ class Server:
                 "Bytes of a model: its file, in memory, as the plain network, and of draws made ahead.",
                 ("model", "kind"),
             ): bytes_,
+            (
+                "dubito_device_proven",
+                "1 where the device computes right in the type of numbers asked for; 0 where another is taken.",
+                ("model", "device", "asked", "dtype"),
+            ): {
+                (name, str(one.model.device), name_of(self.asked), name_of(one.model.factors.dtype)): float(
+                    one.model.factors.dtype == self.asked
+                )
+                for name, one in served.items()
+            },
+            ("dubito_ways_excluded", "Ways of computing a layer that gave wrong answers: not taken.", ("model",)): {
+                (name,): len(one.engine.plans.wrong) for name, one in served.items()
+            },
             ("dubito_factor_cache_bytes", "Bytes of a model's factors.", ("model",)): {
                 (name,): one.bytes["factors"] for name, one in served.items()
             },

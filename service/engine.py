@@ -15,10 +15,11 @@ from torch import Tensor
 
 from dubito.models.adaptive import CHUNK, answer_each
 from dubito.models.answers import Columns, Rule, Rulebook, columns_of
-from dubito.models.errors import DubitoError, InputError
+from dubito.models.errors import DubitoError, InputError, NumericsError
 from dubito.models.manifest import Predictive
 from dubito.models.model import Model
 from dubito.models.network import Draws, Stock
+from dubito.models.numerics import Checked
 from dubito.models.plan import cheapest
 from dubito.models.prediction import (
     Fits,
@@ -39,6 +40,7 @@ from dubito.service.programs import Program, Programs, for_gpu
 
 log = logging.getLogger("dubito")
 UNFIT = "input {} holds NaN, infinity or a number too large for float32; expected none."
+PROVEN = 2  # inputs of the passes whose every product is computed twice
 WEIGHED = (1, 4, 16, 64, 256)  # inputs of passes that are measured for what they take, beside the buckets
 
 
@@ -185,13 +187,17 @@ class Engine:
     def warm(self, samples: int, device: AbstractContextManager[object]) -> None:
         """Every bucket planned and run once, with draws as a request would have them; raises what a request would.
 
+        Where the device computes wrongly, that is a NumericsError.
+
         `device` is entered for each anew: others who answer on it wait for one bucket, not for all.
         """
         if self.share.limited:
             self._fit(device)
+        with device:
+            self._prove()
         for rows in self.buckets:
             x = self._zeros(rows)
-            job = self._job(torch.from_numpy(x), 0, None)
+            job = self._job(self._normals(rows), 0, None)
             once = job.samples_at_once(rows)
             K = min(samples, once + samples % once)  # whole passes, and what is left over
             asks = [Ask(x, K, None, max(1, K), 0.5)]
@@ -216,6 +222,23 @@ class Engine:
         declared = self.model.card.input
         assert declared is not None
         return np.zeros((rows, *declared.shape), np.float32)
+
+    def _normals(self, rows: int) -> Tensor:
+        """Inputs that no product is trivial for, the same each time."""
+        return torch.randn(self._zeros(rows).shape, generator=torch.Generator().manual_seed(0))
+
+    def _prove(self) -> None:
+        """The products of a pass of draws, and of one of the mean, are right within rounding, whichever layer asks."""
+        job = replace(self._job(self._normals(PROVEN), 0, None, TRIED), captured=nothing_captured)
+        checked = Checked()
+        with evaluating(job.network), torch.inference_mode(), checked:
+            job.outputs(Draws(1, None, 0))
+            if self.model.factors.random:
+                job.outputs(job.draws(0, TRIED, job.B))
+            if self.model.factors.subnetwork is not None:
+                job.moments()
+        if checked.fault is not None:
+            raise NumericsError(f"this {self.model.device.type} computes the network wrongly: {checked.fault}.")
 
     def _fit(self, device: AbstractContextManager[object]) -> None:
         """Only buckets whose passes fit are kept; larger requests are worked off in parts."""

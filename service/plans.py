@@ -1,6 +1,5 @@
 """Execution plans: for each size of batch the fastest way of each layer, measured on this device and remembered."""
 
-import hashlib
 import json
 import logging
 import math
@@ -10,8 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, partial
-from importlib.util import find_spec
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -19,14 +17,16 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from dubito.models.geometry import Conv, Geometry, How, apply
+from dubito.models.errors import NumericsError
+from dubito.models.geometry import How
 from dubito.models.layers import BayesianLayer, FoldError, current
 from dubito.models.network import Draws
 from dubito.models.normals import Normals
+from dubito.models.numerics import name_of
 from dubito.models.plan import Plan
-from dubito.models.posterior import Dense, Factored, Operand
 from dubito.models.prediction import Job, evaluating
 from dubito.service.fusion import Unit
+from dubito.service.ways import Reached
 
 log = logging.getLogger("dubito")
 RUNS = 3  # of each way that is not out of the question after one
@@ -42,6 +42,7 @@ class Plans:
         """Measuring takes about so many seconds in all; what is not measured is done the usual way."""
         self.usual, self.memory, self.left = usual, memory, seconds
         self.bytes = 0  # that plans keep on the device, beside the factors
+        self.wrong: set[tuple[str, How]] = set()  # ways that gave wrong answers, by layer: never taken
         self.known: dict[tuple[int, int], Plan] = {}
         self._at = lru_cache(maxsize=4096)(self._nearest)
 
@@ -67,10 +68,11 @@ class Plans:
         def choose(unit: nn.Module, inputs: tuple[Any, ...]) -> None:
             layer = unit.layer if isinstance(unit, Unit) else unit
             assert isinstance(layer, BayesianLayer)
-            run = current(layer, inputs[0])
-            operand = run.operands[layer]()
-            if (way := self._fastest(unit, inputs, operand, run.K, run.channels_last)) is not None:
-                found[structure.names[layer]] = way
+            run, name = current(layer, inputs[0]), structure.names[layer]
+            residual = inputs[1] if len(inputs) > 1 else None
+            reached = Reached(unit, inputs[0], residual, run.operands[layer](), run.K, run.channels_last)
+            if (way := self._fastest(name, reached)) is not None:
+                found[name] = way
 
         form = job.network.net if job.factors.form is None else job.factors.form
         units: list[nn.Module] = [m for m in form.modules() if isinstance(m, Unit)]
@@ -85,94 +87,70 @@ class Plans:
             for hook in hooks:
                 hook.remove()
         self.known[job.B, K] = MappingProxyType(found)
+        if self.wrong:  # at one size, so nowhere else either
+            self.usual = self._without_wrong(self.usual, found)
+            self.known = {size: self._without_wrong(plan, found) for size, plan in self.known.items()}
         self._at.cache_clear()
 
-    def _fastest(
-        self, unit: nn.Module, inputs: tuple[Any, ...], operand: Operand, K: int, channels_last: bool
-    ) -> How | None:
-        """None where there is nothing to choose, or no time is left to measure."""
-        x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
-        if isinstance(unit, Unit):
-            geometry, follows = unit.geometry, (unit.norm is not None, residual is not None, unit.relu)
-            ways = ways_of(geometry, operand, K) + kernel_ways(geometry, operand, x)
-            compute: Callable[[How], Tensor] = partial(_of_unit, unit, x, residual, operand, K, channels_last)
-        else:
-            assert isinstance(unit, BayesianLayer)
-            geometry, follows = unit.geometry, None
-            ways = ways_of(geometry, operand, K)
-            compute = partial(_of_layer, geometry, x, operand, K, channels_last)
-        if len(ways) < 2:
+    def _without_wrong(self, plan: Plan, right: Plan) -> Plan:
+        return MappingProxyType({name: right[name] if (name, way) in self.wrong else way for name, way in plan.items()})
+
+    def _fastest(self, name: str, reached: Reached) -> How | None:
+        """Of the ways that are right; None where there is nothing to choose. Without time to measure, the usual one."""
+        if len(reached.ways) < 2:
             return None
-        case = _case(geometry, x, operand, K, channels_last, follows)
-        if (remembered := self.memory.ways.get(case)) in ways:
+        expected = reached.expected()
+        remembered = self.memory.ways.get(reached.case)
+        if remembered in reached.ways and self._right(name, reached, remembered, expected):
             return remembered
+        began, on_gpu = time.perf_counter(), reached.x.is_cuda
+        ways = reached.ways if self.left > 0 else (self.usual.get(name, "loop"), *reached.ways)
+        right = (way for way in ways if self._right(name, reached, way, expected))
+        chosen = list(right if self.left > 0 else islice(right, 1))
+        if not chosen:
+            told = name_of(reached.x.dtype)
+            raise NumericsError(f"layer {name!r} is computed wrongly in {told}, in each of the ways {reached.ways}.")
         if self.left <= 0:
-            return None
-        if x.is_cuda:  # kernels are compiled first: that is not what takes the time
-            for way in ways:
-                with suppress(Exception):  # seen again when it is timed
-                    compute(way)
-        began, times = time.perf_counter(), dict[How, float]()
-        for way in ways:
+            return chosen[0]
+        if on_gpu:  # kernels have been compiled: that is not what takes the time
+            began = time.perf_counter()
+        times = dict[How, float]()
+        for way in chosen:
             limit = HOPELESS * min(times.values(), default=math.inf)
             try:
-                times[way] = _seconds(partial(compute, way), x.device, limit)
+                times[way] = _seconds(partial(reached.compute, way), reached.x.device, limit)
             except torch.OutOfMemoryError:  # another way may need less
                 times[way] = math.inf
         self.left -= time.perf_counter() - began
         best = min(times, key=times.__getitem__)
-        self.memory.ways[case] = best
+        self.memory.ways[reached.case] = best
         return best
 
-
-def ways_of(geometry: Geometry, operand: Operand, K: int) -> tuple[How, ...]:
-    """In which the operand can be applied, all to the same result."""
-    dense: tuple[How, ...] = ("loop",)
-    if K > 1:
-        dense = ("loop", "batch", "unfold") if isinstance(geometry, Conv) else ("loop", "batch")
-    match operand:
-        case Factored():
-            return ("factored", *dense)
-        case Dense(W) if len(W) > 1:
-            return dense
-    return ()
-
-
-def kernel_ways(geometry: Geometry, operand: Operand, x: Tensor) -> tuple[How, ...]:
-    """Those of a GPU's kernels, in half precision: in float32 they would not use its matrix units."""
-    if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16) or find_spec("triton") is None:
-        return ()
-    from dubito.service.kernels import suits
-
-    if not suits(geometry):
-        return ()
-    match operand:
-        case Factored(_, _, e) if geometry.taps_first:
-            return ("fused", "parted", "grouped") if e is None else ("fused", "parted")
-        case Dense(W) if len(W) > 1:
-            return ("grouped",)
-    return ()
-
-
-def _of_unit(
-    unit: Unit, x: Tensor, residual: Tensor | None, operand: Operand, K: int, channels_last: bool, how: How
-) -> Tensor:
-    return unit.compute(x, residual, operand, K, how, channels_last)
-
-
-def _of_layer(geometry: Geometry, x: Tensor, operand: Operand, K: int, channels_last: bool, how: How) -> Tensor:
-    return apply(geometry, x, operand, K, how, channels_last)
+    def _right(self, name: str, reached: Reached, way: How, expected: Tensor) -> bool:
+        """Runs it once; what is wrong at one size is never taken at another."""
+        if (name, way) in self.wrong:
+            return False
+        try:
+            fault = reached.fault(way, expected)
+        except torch.OutOfMemoryError:  # seen again when it is timed
+            return True
+        except Exception as error:
+            if not reached.x.is_cuda or isinstance(error, torch.AcceleratorError):
+                raise
+            log.info("a way is left out", extra={"why": str(error)[:200]})  # a kernel that does not fit this GPU
+            return False
+        if fault is not None:
+            self.wrong.add((name, way))
+            log.warning("a way is left out", extra={"layer": name, "why": fault})
+        return fault is None
 
 
 def _seconds(run: Callable[[], object], device: torch.device, limit: float) -> float:
-    """The shortest of a few runs after one; of that one alone where it takes longer than the limit."""
+    """The shortest of a few runs, of what has run before; of the first alone where it takes longer than the limit."""
     if device.type == "cuda":
         return _as_graph(run, device)
     first = _once(run)
-    second = _once(run)
-    if min(first, second) > limit:
-        return min(first, second)
-    return min(second, *(_once(run) for _ in range(RUNS - 1)))
+    return first if first > limit else min(first, *(_once(run) for _ in range(RUNS - 1)))
 
 
 def _as_graph(run: Callable[[], object], device: torch.device) -> float:
@@ -204,15 +182,6 @@ def _once(run: Callable[[], object]) -> float:
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
-
-
-def _case(
-    geometry: Geometry, x: Tensor, operand: Operand, K: int, channels_last: bool, follows: tuple[bool, ...] | None
-) -> str:
-    """What decides which way is fastest, in few letters."""
-    r = (operand.B.shape[1], operand.e is not None) if isinstance(operand, Factored) else None
-    told = (str(geometry), tuple(x.shape), str(x.dtype), r, K, channels_last, follows)
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 
 class Memory:

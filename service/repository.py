@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from dubito.models.artifact import load
-from dubito.models.errors import ArtifactError, DubitoError, InputError
+from dubito.models.errors import ArtifactError, DubitoError, InputError, NumericsError
 from dubito.models.manifest import Input
 from dubito.models.model import Model
+from dubito.models.numerics import name_of
 from dubito.models.report import report
 from dubito.models.resident import bytes_of, reside
 from dubito.service.bank import Bank, bytes_of_sample
@@ -213,7 +214,17 @@ class Repository:
                 "save it with a card that has an input."
             )
         known = report(model.manifest, model.network, source.path.stat().st_size)
-        model = reside(model, self.device, self.dtype)
+        try:
+            return self._warmed(model, source, self.dtype), declared, known
+        except NumericsError as error:
+            if self.dtype.itemsize >= torch.float32.itemsize:
+                raise
+            told = {"model": source.name, "asked": name_of(self.dtype), "why": str(error)}
+            log.warning("model runs in float32", extra=told)
+        return self._warmed(model, source, torch.float32), declared, known
+
+    def _warmed(self, model: Model, source: Source, dtype: torch.dtype) -> Engine:
+        model = reside(model, self.device, dtype)
         memory = Memory(plan_file() if self.settings.plan_seconds else None, self.device)
         share = self.budget.share()
         engine = Engine(model, self.settings.buckets, memory, self.settings.plan_seconds, share=share)
@@ -229,9 +240,11 @@ class Repository:
             raise
         except Exception as error:
             self.budget.release(share)
-            log.exception("the model fails on zeros")
-            raise ArtifactError(f"{source.path} fails on an input of zeros: {type(error).__name__}.") from error
-        return engine, declared, known
+            log.exception("the model fails before any request")
+            raise ArtifactError(
+                f"{source.path} fails on inputs of zeros or of random numbers: {type(error).__name__}."
+            ) from error
+        return engine
 
     def _enter(self, engine: Engine) -> None:
         """What the model takes of the device's memory, by kind."""

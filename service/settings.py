@@ -38,7 +38,10 @@ class Settings(BaseSettings):
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="Where models run.")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Field(description="Type of activations; auto: bfloat16 on a GPU that has it natively, else float32."),
+        Field(
+            description="Type of activations; auto: bfloat16 on a GPU that has it natively, else float32. "
+            "Where the device computes wrongly in it, float32 is taken."
+        ),
     ] = "auto"
 
     memory_bytes: Annotated[

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dubito.models.geometry import Conv, Geometry, How, Linear, apply
 from dubito.models.posterior import Dense, Factored
+from tests.faulty import those_right
 
 HOWS: tuple[How, ...] = get_args(How)
 MODES = {"zeros": "constant", "reflect": "reflect", "circular": "wrap", "replicate": "edge"}  # torch's names, numpy's
@@ -55,7 +56,8 @@ class Case:
 
 
 sizes = st.integers(1, 3)
-dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+# torch alone gets some bfloat16 convolutions wrong on CPUs with AMX: see models/numerics.py
+dtypes = st.sampled_from([torch.float32, torch.float64, *those_right(torch.bfloat16)])
 
 
 @st.composite
@@ -280,7 +282,7 @@ def test_half_precision_never_takes_the_root_of_less_than_nothing() -> None:
     B = torch.linalg.qr(torch.randn(64, 16, generator=rng))[0]
     x = 100 * (torch.randn(200, 16, generator=rng) @ B.T)
     f = Factored(B, torch.zeros(1, 3, 16), torch.ones(1, 3))
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in those_right(torch.float32, torch.bfloat16, torch.float16):
         rounded = x.to(dtype)
         squares = rounded.float().square().sum(1) - (rounded @ B.to(dtype)).float().square().sum(1)
         assert squares.min() < 0  # or the clamp was not needed, and this test is idle

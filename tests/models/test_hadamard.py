@@ -12,6 +12,7 @@ from scipy.linalg import hadamard
 from torch import Tensor
 
 from dubito.models.hadamard import BY_PRODUCT, by_steps, matrix, transform
+from tests.faulty import need
 
 SIDES = [2**n for n in range(12)]
 
@@ -33,6 +34,7 @@ def test_it_is_the_orthonormal_product_along_the_last_axis(D: int, shape: tuple[
 
 @pytest.mark.parametrize("D", [64, 512])
 def test_in_half_precision_it_is_rounded_once(D: int) -> None:
+    need(torch.bfloat16)
     x = torch.randn(20, D).bfloat16()
     found = by_steps(x)
     assert found.dtype == transform(x).dtype == torch.bfloat16

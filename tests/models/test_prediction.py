@@ -21,6 +21,7 @@ from dubito.models.normals import Normals
 from dubito.models.posterior import Dense, Factored
 from dubito.models.pruning import prune
 from dubito.models.uncertainty import Classified, Regressed
+from tests.faulty import need
 
 
 class Residual(nn.Module):
@@ -379,6 +380,7 @@ def test_a_layer_answers_for_its_sizes_but_has_no_weight_to_show(residual: Resid
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16
 def test_autocast_trains_even_where_M_exceeds_d(residual: Residual) -> None:
+    need(torch.bfloat16)
     network = bayesianize(residual, "ffg-u", inducing=20).train()
     with torch.autocast("cpu", torch.bfloat16):
         out = network(INPUTS)
@@ -545,6 +547,7 @@ def test_regression_answers_in_the_targets_units() -> None:
 
 
 def test_bfloat16_runs_and_stays_close(residual: Residual) -> None:
+    need(torch.bfloat16)
     for noise in ("exact", "factored"):
         network = bayesianize(residual, "ffg-u", inducing=6, noise=noise, lam_max=0.5)
         factors = network.factors()

@@ -19,6 +19,7 @@ from dubito.models.resident import bytes_of, reside
 from dubito.models.together import gather
 from dubito.models.uncertainty import Classified
 from dubito.service.fusion import fuse
+from tests.faulty import need
 
 CPU = torch.device("cpu")
 METHODS: dict[str, dict[str, Any]] = {
@@ -128,6 +129,7 @@ def test_answers_are_those_of_the_whole_model(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_runs_on_a_cpu_and_stays_close(method: str, dtype: torch.dtype) -> None:
+    need(dtype)
     model, x = small(method), torch.randn(4, 3, 6, 6)
     kept = reside(model, CPU, dtype)
     told, expected = kept.predict(x, 16, seed=3).summary, model.predict(x, 16, seed=3).summary
@@ -154,6 +156,7 @@ def test_the_projection_of_columns_is_stored_once_and_in_the_type_of_activations
 @pytest.mark.parametrize("lam_max", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_drawn_together_are_each_drawn_alone(lam_max: float, dtype: torch.dtype) -> None:
+    need(dtype)
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Conv2d(c, d, 3) for c, d in ((3, 8), (8, 8), (8, 12), (12, 8))))
     network = bayesianize(net, "ffg-u", inducing=6, noise="factored", lam_max=lam_max)
@@ -178,13 +181,15 @@ def test_layers_drawn_together_are_each_drawn_alone(lam_max: float, dtype: torch
         assert layer.geometry.shape[0] == a.G.shape[1]
 
 
-def test_a_network_without_a_parameter_left_runs_all_the_same() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_network_without_a_parameter_left_runs_all_the_same(dtype: torch.dtype) -> None:
+    need(dtype)
     network = bayesianize(build("mlp", inputs=4, hidden=[8], outputs=3), "ffg-u", inducing=3)
-    kept, x = reside(model_of(network), CPU, torch.bfloat16), torch.randn(2, 4)
+    kept, x = reside(model_of(network), CPU, dtype), torch.randn(2, 4)
     assert not list(kept.network.parameters())
     outputs = kept.predict(x, 4, seed=0, keep_outputs=True).outputs
     assert outputs is not None
-    assert outputs.dtype == torch.bfloat16
+    assert outputs.dtype == dtype
 
 
 def test_the_noise_of_a_regression_is_not_rounded() -> None:

@@ -29,10 +29,10 @@ from dubito.service.batcher import Batcher
 from dubito.service.engine import Answer, Answered, Ask, Engine
 from dubito.service.fusion import Unit
 from dubito.service.metrics import Metrics
-from dubito.service.plans import kernel_ways
 from dubito.service.programs import for_gpu
 from dubito.service.repository import Repository
 from dubito.service.settings import Settings
+from dubito.service.ways import kernel_ways
 from tests.models import test_agreement as agreement
 from tests.service import interpreted
 from tests.service.test_repository import nothing_collected

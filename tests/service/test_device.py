@@ -1,8 +1,12 @@
 """Where models run and in what: every fallback runs, and says why in one line."""
 
+import asyncio
 import json
+import logging
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -10,8 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from dubito.models.errors import DubitoError
-from dubito.service.device import device_of, dtype_of
+from dubito.models.embedded import embedded
+from dubito.models.errors import DubitoError, NumericsError
+from dubito.models.manifest import Card, Input, Manifest
+from dubito.models.model import Model
+from dubito.models.resident import reside
+from dubito.service.app import Server
+from dubito.service.device import device_of, dtype_of, trusted
+from dubito.service.engine import Answered, Ask, Engine
+from dubito.service.settings import Settings
+from tests.faulty import FOUR, Faulty, known_anew, one_column, one_convolution, patches, those_right
 from tests.service.conftest import Serve
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -58,17 +70,82 @@ def said(log: str) -> dict[str, Any]:
 
 @here
 def test_a_server_says_in_one_line_what_it_runs_in_and_bfloat16_runs_on_a_cpu(serve: Serve) -> None:
+    """Where the CPU computes right in it: elsewhere the line says that it does not, and float32 is what runs."""
     answers = {}
-    for dtype, why in (("auto", "there is no GPU here"), ("bfloat16", "the settings say so")):
+    trusts = bool(those_right(torch.bfloat16))
+    doubt = "the settings say so" if trusts else trusted(torch.bfloat16, CPU)[1]
+    for dtype, why in (("auto", "there is no GPU here"), ("bfloat16", doubt)):
         server = serve("--set", f"dtype={dtype}", "--set", "buckets=1,4")
         told = said(server.log.read_text())
         assert told["device"] == "cpu"
-        assert told["dtype"] == {"auto": "float32", "bfloat16": "bfloat16"}[dtype]
+        assert told["asked"] == {"auto": "float32", "bfloat16": "bfloat16"}[dtype]
+        assert told["dtype"] == (told["asked"] if trusts else "float32")
         assert told["why"] == why
         ask = {"inputs": X.tolist(), "samples": 32, "seed": 1}
         reply = httpx.post(f"{server.url}/v1/models/digits/predict", json=ask, timeout=60).json()
         answers[dtype] = np.array([row["probabilities"] for row in reply["predictions"]])
-    assert 0 < np.abs(answers["auto"] - answers["bfloat16"]).max() < 0.05
+    assert (0 if trusts else -1) < np.abs(answers["auto"] - answers["bfloat16"]).max() < 0.05
+
+
+def test_a_type_that_this_device_gets_wrong_is_not_trusted() -> None:
+    for such in (patches, one_column):
+        with known_anew(), Faulty(such):
+            dtype, fault = trusted(torch.bfloat16, CPU)
+            assert dtype == torch.float32
+            assert fault is not None
+            assert fault.startswith("this cpu computes wrongly in bfloat16: a convolution of (2, ")
+            assert trusted(torch.float32, CPU) == (torch.float32, None)
+        with known_anew(), Faulty(such, torch.float32), pytest.raises(NumericsError, match="wrongly even in float32"):
+            trusted(torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize("method", ["deterministic", "ffg-u", "ffg-w"])
+@pytest.mark.parametrize("asked", [torch.bfloat16, torch.float16])
+def test_what_would_be_served_gives_right_answers(asked: torch.dtype, method: str) -> None:
+    """Networks of the four convolutions in the type that the server would take, plans measured; against float32 without
+    any. On a CPU with AMX this fails where `trusted` says nothing."""
+    dtype, _ = trusted(asked, CPU)
+    for x_shape, W_shape, options in FOUR:
+        network = one_convolution(W_shape, options, method)
+        model = Model(network, Manifest.model_construct(card=Card(input=Input(shape=x_shape[1:])), subnetwork=None))
+        engine = Engine(reside(model, CPU, dtype), (1, 2), plan_seconds=0.2)
+        engine.warm(4, threading.Lock())
+        x = torch.randn(x_shape)
+        (found,) = engine.answer([Ask(x.numpy(), 4, 0, 4, 0.5, keep=True)])
+        assert isinstance(found, Answered), found
+        expected = model.predict(x, 4, 0, keep_outputs=True).outputs
+        assert found.outputs is not None
+        assert expected is not None
+        error = (found.outputs.double() - expected.double()).abs().max() / expected.abs().max()
+        assert error < 16 * max(torch.finfo(dtype).eps, 1e-5)
+
+
+def test_a_server_on_a_faulty_cpu_says_so_once_and_computes_in_float32(caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings.model_validate(
+        {"models": [embedded()], "dtype": "bfloat16", "buckets": (1, 4), "plan_seconds": 0.1, "device": "cpu"}
+    )
+
+    async def body() -> tuple[Server, torch.dtype]:
+        faulty = ThreadPoolExecutor(1, initializer=Faulty(patches).__enter__)  # the thread that loads models
+        asyncio.get_running_loop().set_default_executor(faulty)
+        server = Server(settings)
+        await server.start()
+        assert server.repository is not None
+        dtype = server.repository.get("digits").model.factors.dtype
+        seen = {"model": "digits", "device": "cpu", "asked": "bfloat16", "dtype": "float32"}
+        assert server.metrics.registry.get_sample_value("dubito_device_proven", seen) == 0
+        assert server.metrics.registry.get_sample_value("dubito_ways_excluded", {"model": "digits"}) == 0
+        await server.stop()
+        return server, dtype
+
+    with known_anew(), caplog.at_level(logging.INFO, "dubito"):
+        _, dtype = asyncio.run(body())
+    assert dtype == torch.float32
+    (line,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert line.getMessage() == "models run"
+    told = vars(line)
+    assert (told["asked"], told["dtype"]) == ("bfloat16", "float32")
+    assert told["why"].startswith("this cpu computes wrongly in bfloat16: a convolution of (2, 16, 16, 16)")
 
 
 WITHOUT_TRITON = """

@@ -89,6 +89,9 @@ def test_sizes_are_those_of_the_model(server: Fixture) -> None:
     assert memory["draws"] >= 20 * 4 * model.factors.normals  # of the largest pass: all buckets were warmed
     assert memory["bank"] == 0
     assert value(found, "dubito_queue_depth", model="digits") == 0
+    proven = {"device": "cpu", "asked": "float32", "dtype": "float32"}
+    assert value(found, "dubito_device_proven", model="digits", **proven) == 1
+    assert value(found, "dubito_ways_excluded", model="digits") == 0
     assert value(found, "dubito_device_memory_bytes", kind="total") > value(
         found, "dubito_device_memory_bytes", kind="used"
     )

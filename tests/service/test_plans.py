@@ -4,7 +4,7 @@ import json
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,14 +13,19 @@ from torch import Tensor, nn
 
 from dubito.models import bayesianize, load
 from dubito.models.embedded import embedded
+from dubito.models.errors import NumericsError
 from dubito.models.geometry import Conv, How, Linear, apply
 from dubito.models.manifest import Card, Input, Manifest
 from dubito.models.model import Model
 from dubito.models.plan import cheapest
 from dubito.models.posterior import Dense, Factored
+from dubito.models.resident import reside
 from dubito.service import plans
 from dubito.service.engine import Answered, Ask, Engine
-from dubito.service.plans import Memory, Plans, plan_file, ways_of
+from dubito.service.plans import Memory, Plans, plan_file
+from dubito.service.programs import for_gpu
+from dubito.service.ways import ways_of
+from tests.faulty import Faulty, grouped, need
 
 CPU = torch.device("cpu")
 BUCKETS = (1, 4)
@@ -63,6 +68,80 @@ def test_the_fastest_way_is_taken(model: Model, monkeypatch: pytest.MonkeyPatch)
             operand = model.factors.layers[name].draw(torch.zeros(4, model.factors.layers[name].normals), None)
             ways = ways_of(layer.geometry, operand, 4)
             assert engine.plans.at(4, 4)[name] == (quick if quick in ways else ways[0])
+
+
+def test_a_way_that_is_wrong_is_never_taken(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is the quickest, though it is remembered, and though it is the usual one."""
+    monkeypatch.setattr(plans, "_once", lambda run: 1.0 if run.args[-1] == "batch" else 2.0)
+    first = warmed(model, Memory(None, CPU))
+    quick = {name for name, way in first.plans.at(4, 4).items() if way == "batch"}
+    convolutions = {name for name, layer in model.network.layers.items() if isinstance(layer.geometry, Conv)}
+    assert quick & convolutions  # or this test is idle
+    remembers = Memory(None, CPU)
+    remembers.ways = dict(first.plans.memory.ways)
+    as_usual = Engine(model, BUCKETS)
+    as_usual.plans.usual = dict.fromkeys(model.factors.layers, "batch")
+    expected = answered(first, 4).columns
+    with Faulty(grouped, torch.float32):
+        as_usual.plans.measure(as_usual._job(torch.randn(4, 1, 8, 8), 0, None), 4)
+        for found in (warmed(model, Memory(None, CPU)), warmed(model, remembers), as_usual):
+            assert found.plans.wrong == {(name, "batch") for name in convolutions}
+            plan = found.plans.at(4, 4)
+            assert {name for name, way in plan.items() if way == "batch"} == quick - convolutions
+            for name, column in answered(found, 4).columns.items():
+                np.testing.assert_allclose(column, expected[name], atol=1e-5)
+
+
+def test_a_way_that_is_wrong_at_one_size_is_taken_at_none(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_once", lambda run: 1.0 if run.args[-1] == "batch" else 2.0)
+    engine = Engine(model, BUCKETS, Memory(None, CPU), 60.0)
+    with Faulty(lambda told: grouped(told) and len(told["input"]) > 1, torch.float32):
+        engine.plans.measure(engine._job(torch.randn(1, 1, 8, 8), 0, None), 4)
+        small = engine.plans.at(1, 4)
+        engine.plans.measure(engine._job(torch.randn(4, 1, 8, 8), 0, None), 4)
+    convolutions = {name for name, layer in model.network.layers.items() if isinstance(layer.geometry, Conv)}
+    assert {small[name] for name in convolutions} == {"batch"}
+    assert "batch" not in {engine.plans.at(B, 4)[name] for B in (1, 2, 4) for name in convolutions}
+
+
+class Residual(nn.Module):
+    """Layers with what a GPU would make units of, and one that stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.second, self.plain, self.fc = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 6, 2, 2), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x)).relu()
+        x = (self.second(x) + x).relu()
+        return self.fc(self.plain(x).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", ["ffg-u", "ffg-w", "fcg-u", "mc-dropout", "ensemble-w", "whvi"])
+def test_rounding_is_no_fault(method: str, dtype: torch.dtype) -> None:
+    """Every way of every method is right, alone and as a unit, in each type that this CPU computes right in."""
+    need(dtype)
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"inducing": 6} if method in ("ffg-u", "fcg-u") else {}
+    options |= {"noise": "factored", "lam_max": 0.5} if method == "ffg-u" else {}
+    network = bayesianize(Residual(), method, layers={"plain": "deterministic"}, **options).eval()
+    model = Model(network, Manifest.model_construct(card=Card(input=Input(shape=(3, 6, 6))), subnetwork=None))
+    kept = reside(model, CPU, dtype)
+    for one in (kept, for_gpu(kept)):
+        assert warmed(one, Memory(None, CPU)).plans.wrong == set()
+
+
+def test_a_layer_without_a_right_way_is_refused(model: Model) -> None:
+    engine = Engine(model, BUCKETS, Memory(None, CPU), 1.0)
+    x = torch.randn(4, 1, 8, 8)
+    with Faulty(lambda told: True, torch.float32):
+        with pytest.raises(NumericsError, match="this cpu computes the network wrongly: conv2d of"):
+            engine.warm(4, threading.Lock())
+        engine.plans.wrong = {(name, way) for name in model.network.layers for way in get_args(How)}
+        with pytest.raises(NumericsError, match=r"layer '.*' is computed wrongly in float32, in each of the ways \("):
+            engine.plans.measure(engine._job(x, 0, None), 4)
 
 
 @pytest.fixture

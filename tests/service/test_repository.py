@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import logging
 import shutil
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,12 +15,13 @@ import pytest
 import torch
 
 from dubito.models.embedded import embedded
-from dubito.models.errors import InputError
+from dubito.models.errors import InputError, NumericsError
 from dubito.service.engine import Ask
 from dubito.service.metrics import Metrics
 from dubito.service.problems import Late
 from dubito.service.repository import Repository, Served
 from dubito.service.settings import Settings
+from tests.faulty import Faulty, Told
 
 
 @contextmanager
@@ -84,3 +87,43 @@ def test_a_stuck_device_does_not_keep_who_unloads(caplog: pytest.LogCaptureFixtu
 
     asyncio.run(body())
     assert "the device is stuck" in caplog.text
+
+
+def loads_on(faulty: Faulty, dtype: torch.dtype) -> Repository:
+    """The embedded model, loaded by a thread whose device is faulty."""
+    settings = Settings.model_validate({"models": [embedded()], "buckets": (1, 2), "plan_seconds": 0})
+    repository = Repository(settings, torch.device("cpu"), dtype, Metrics())
+
+    async def body() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, initializer=faulty.__enter__))
+        try:
+            await repository.load("digits")
+        finally:
+            await repository.close()
+
+    asyncio.run(body())
+    return repository
+
+
+def of_the_model(told: Told) -> bool:
+    """A fault that the probe does not know: the embedded model has such a convolution."""
+    return bool(told["weight"].shape[1] == 1 and told["weight"].shape[-1] == 3)
+
+
+def test_a_model_that_a_device_gets_wrong_is_served_in_float32(caplog: pytest.LogCaptureFixture) -> None:
+    faulty = Faulty(of_the_model)
+    with caplog.at_level(logging.INFO, "dubito"):
+        repository = loads_on(faulty, torch.bfloat16)
+    assert faulty.met
+    assert repository.get("digits").model.factors.dtype == torch.float32
+    assert len(repository.budget.shares) == 1
+    (line,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert line.getMessage() == "model runs in float32"
+    told = vars(line)
+    assert (told["model"], told["asked"]) == ("digits", "bfloat16")
+    assert told["why"].startswith("this cpu computes the network wrongly: conv2d of ")
+
+
+def test_a_model_that_is_wrong_in_float32_is_not_served() -> None:
+    with pytest.raises(NumericsError, match=r"this cpu computes the network wrongly: conv2d of .* in float32"):
+        loads_on(Faulty(of_the_model, torch.float32), torch.float32)
