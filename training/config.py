@@ -138,6 +138,19 @@ class Pretrain(Strict):
     clip: Positive | None = None
 
 
+class Tune(Strict):
+    """Short runs with other options of the posterior, judged by the NLL of the validation part, before the real one."""
+
+    trials: tuple[dict[str, JsonValue], ...]  # options of each, over `posterior.options`; the best are taken
+    epochs: Count  # of each; the phases of `fit` are shortened alike
+
+    @model_validator(mode="after")
+    def _some(self) -> "Tune":
+        if not self.trials:
+            raise ValueError("trials is empty; expected at least one table of options, such as {sigma_max = 0.2}")
+        return self
+
+
 class Laplace(Strict):
     """`posterior.options` of the method subnetwork-laplace."""
 
@@ -169,6 +182,7 @@ class Recipe(Strict):
     posterior: Posterior
     fit: Fit
     pretrain: Pretrain = Pretrain()
+    tune: Tune | None = None
     calibrate: Calibrate = Calibrate()
     precision: Precision = "float32"
 
@@ -178,6 +192,19 @@ class Recipe(Strict):
         changes = {"epochs": max(1, self.fit.pretrain_epochs), **NO_KL, **self.pretrain.model_dump(exclude_none=True)}
         return Fit.model_validate(self.fit.model_dump() | changes)
 
+    def trial(self, options: dict[str, JsonValue]) -> "Recipe":
+        """This recipe with other options of its posterior, as short as `tune` says."""
+        assert self.tune is not None
+        share = self.tune.epochs / self.fit.epochs
+        phases = ("likelihood_epochs", "warmup_epochs", "frozen_norm_epochs")
+        shorter = {name: int(getattr(self.fit, name) * share) for name in phases}
+        fit = self.fit.model_copy(update={**shorter, "epochs": self.tune.epochs, "patience": None})
+        return self.model_copy(update={"fit": fit, "posterior": self.with_options(options).posterior})
+
+    def with_options(self, options: dict[str, JsonValue]) -> "Recipe":
+        chosen = self.posterior.model_copy(update={"options": {**self.posterior.options, **options}})
+        return self.model_copy(update={"posterior": chosen})
+
     @property
     def laplace(self) -> "Laplace | None":
         """How the trained network is made Bayesian afterwards, where that is the method."""
@@ -186,6 +213,8 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
         if self.posterior.method == LAPLACE:
+            if self.tune is not None:
+                raise ValueError(f"tune belongs to methods that are fitted; {LAPLACE} has a grid of its own")
             if self.posterior.layers:
                 raise ValueError(f"posterior.layers belongs to methods that work layer by layer; it is {LAPLACE}")
             try:

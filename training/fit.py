@@ -205,7 +205,7 @@ class Run:
         bad = [name for name, p in self.network.named_parameters() if not p.isfinite().all()]
         if bad:
             raise FitError(_no_longer_finite(number, len(self.batches), f"parameter {bad[0]!r}", self._too_high()))
-        found = self._validated()
+        found = self.validated()
         now = number + 1 - 1 / len(self.batches)  # at the last step
         weight, lr = kl_weight(self.fit, now), rate(self.fit, now)
         self.log.append(Epoch(number, told.loss, told.nll, told.kl, weight, told.accuracy, *found, lr, seconds))
@@ -226,18 +226,18 @@ class Run:
         best = min(settled, key=lambda e: e.validation_nll)
         return settled[-1].epoch - best.epoch >= self.fit.patience
 
-    def _validated(self) -> tuple[float, float | None, float | None]:
+    def validated(self, samples: int = VALIDATION_SAMPLES) -> tuple[float, float | None, float | None]:
         """Of the first rank, for all: those that found something else might lose patience at another time."""
-        found = self.validate()
+        found = self.validate(samples)
         told = self.ranks.of_first([math.nan if v is None else v for v in found], self.device)
         nll, accuracy, rmse = (None if v is None else t for v, t in zip(found, told, strict=True))
         assert nll is not None
         return nll, accuracy, rmse
 
-    def validate(self) -> tuple[float, float | None, float | None]:
+    def validate(self, samples: int = VALIDATION_SAMPLES) -> tuple[float, float | None, float | None]:
         """NLL, accuracy and RMSE of the predictive mean over a few draws."""
         x, y = enter(self.validation.x.to(self.device), self.declared), self.validation.y
-        found = predict(self.network, self.network.factors(), x, VALIDATION_SAMPLES, self.seed).summary
+        found = predict(self.network, self.network.factors(), x, samples, self.seed).summary
         if isinstance(found, Classified):
             p = found.probabilities.cpu()
             return nll(p, y), accuracy(p, y), None

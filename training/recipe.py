@@ -1,9 +1,10 @@
 """A recipe followed from start to end: data, network, fit, calibration, and the measured quality in the artifact."""
 
+import copy
 import time
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from dubito.training.ranks import Ranks
 from dubito.training.remarks import remarks
 from dubito.training.sources import read_data
 from dubito.training.stop import stoppable
+from dubito.training.tune import tune
 
 REMEMBERED = 1024  # training inputs whose hashes stay in the artifact, to know them again
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch
@@ -70,6 +72,7 @@ def train(
     fitting = Fitting(recipe, parts, declared, out, device, fresh)
     torch.manual_seed(recipe.seed)
     net = build_network(recipe, parts, declared)
+    _check_posteriors(net, recipe, parts)
     plain: BayesianNetwork | None = None
     if recipe.network.weights is not None:
         plain = bayesianize(net, "deterministic", task=task_of(parts))
@@ -78,9 +81,19 @@ def train(
         plain = bayesianize(net, "deterministic", task=task_of(parts))
         plain = fitting.fit(plain, recipe.pretraining, "plain").finish().cpu()
         net = plain.net
-    torch.manual_seed(recipe.seed)
-    network = make_bayesian(net, recipe, parts, "prior" if plain is None else "network")
-    run = fitting.fit(network, recipe.fit, "posterior")
+    start: Literal["network", "prior"] = "prior" if plain is None else "network"
+
+    def fit_posterior(net: nn.Module, changed: Recipe, phase: str) -> Run:
+        torch.manual_seed(recipe.seed)
+        return fitting.fit(make_bayesian(net, changed, parts, start), changed.fit, phase)
+
+    if recipe.tune is not None:
+        first = Ranks.here().index == 0
+        if fresh and first:
+            fitting.trials.unlink(missing_ok=True)
+        recipe = tune(recipe, net, fit_posterior, fitting.trials, parts.hash, first=first)
+        fitting = replace(fitting, recipe=recipe)
+    run = fit_posterior(net, recipe, "posterior")
     if run.ranks.index > 0:
         return None
     network = run.finish()
@@ -187,6 +200,13 @@ def _load_weights(net: nn.Module, path: str) -> None:
         raise RecipeError(f"network.weights: {path} cannot be loaded into the network: {first}.") from None
 
 
+def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts) -> None:
+    """Options that no posterior can have are refused before anything is trained; nothing is filled with numbers."""
+    blank = copy.deepcopy(net).to("meta")
+    for options in ({}, *(recipe.tune.trials if recipe.tune is not None else ())):
+        make_bayesian(blank, recipe.with_options(options), parts, "prior")
+
+
 def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["network", "prior"]) -> BayesianNetwork:
     if recipe.laplace is not None:
         check_size(net, recipe.laplace)  # before the work, not after it
@@ -214,14 +234,20 @@ class Fitting:
     def checkpoint(self, phase: str) -> Path:
         return self.out.with_name(f"{self.out.stem}.{phase}.checkpoint.safetensors")
 
+    @property
+    def trials(self) -> Path:
+        """What the trials of `tune` came to so far."""
+        return self.out.with_name(f"{self.out.stem}.trials.json")
+
     def clean(self) -> None:
         """Away with the checkpoints, and with what a killed process left of one."""
-        for phase in ("plain", "posterior"):
-            path = self.checkpoint(phase)
+        trials = () if self.recipe.tune is None else range(1, len(self.recipe.tune.trials) + 1)
+        paths = [self.checkpoint(phase) for phase in ("plain", *(f"trial-{i}" for i in trials), "posterior")]
+        for path in (*paths, self.trials):
             for file in (path, draft_of(path)):
                 file.unlink(missing_ok=True)
 
-    def fit(self, network: BayesianNetwork, fit: Fit, phase: Literal["plain", "posterior"]) -> Run:
+    def fit(self, network: BayesianNetwork, fit: Fit, phase: str) -> Run:
         """To the end, or until somebody asks to stop: then the checkpoint holds every step that was done."""
         parts, path, origin = self.parts, self.checkpoint(phase), f"{self.parts.hash} {self.start}"
         augment = augmentation(self.recipe.data, parts.train)

@@ -1,0 +1,73 @@
+"""Options of the posterior chosen by short trials on the validation part; a stopped run goes on with the next."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from dubito.models.errors import ConversionError
+from dubito.training.config import Recipe, RecipeError, read_recipe
+from dubito.training.recipe import Fitting, read_parts, train
+
+TRIALS = "tune={trials=[{sigma_max=0.9, spread=0.8}, {sigma_max=0.2, spread=0.1}], epochs=2}"
+SMALL = [
+    "network={architecture='mlp', arguments={hidden=[16]}}",
+    "posterior.options={inducing=8}",
+    "fit={epochs=2, pretrain_epochs=3, batch=128, lr=0.003, likelihood_epochs=1}",
+]
+
+
+def recipe(*changes: str) -> Recipe:
+    return read_recipe("digits", [*SMALL, *changes])
+
+
+def test_the_trial_with_the_lowest_validation_nll_is_chosen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each trial is the run that the recipe would be with its options and epochs."""
+    trained = train(recipe(TRIALS), tmp_path / "m.safetensors")
+    assert trained is not None
+    said = [float(n) for n in re.findall(r"validation NLL ([\d.]+)", capfd.readouterr().err.replace("\n", " "))]
+    assert len(said) == 2
+    told = trained.model.card.provenance.recipe
+    assert told is not None
+    options = {"sigma_max": 0.9, "spread": 0.8} if said[0] < said[1] else {"sigma_max": 0.2, "spread": 0.1}
+    assert told["posterior"]["options"] == {"inducing": 8, **options}  # type: ignore[index,call-overload]
+    assert [f.name for f in tmp_path.glob("*.json")] == []
+    assert list(tmp_path.glob("*.checkpoint.safetensors")) == []
+
+
+def test_trials_that_were_made_are_not_made_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    chosen = recipe(TRIALS)
+    parts = read_parts(chosen, None)
+    out = tmp_path / "m.safetensors"
+    key = {"recipe": chosen.model_dump(mode="json"), "origin": parts.hash, "nll": [0.5]}
+    file = Fitting(chosen, parts, None, out, torch.device("cpu")).trials  # type: ignore[arg-type]
+    file.write_text(json.dumps(key))
+    train(chosen, out)
+    assert re.findall(r"trial (\d) of 2,", capfd.readouterr().err) == ["2"]
+    file.write_text(json.dumps(key | {"origin": "other data"}))
+    train(chosen, out)
+    assert re.findall(r"trial (\d) of 2,", capfd.readouterr().err) == ["1", "2"]
+
+
+def test_a_trial_is_as_short_as_asked_in_all_its_phases() -> None:
+    whole = read_recipe("cifar10", ["fit.epochs=40", "fit.likelihood_epochs=4", "fit.warmup_epochs=20", TRIALS])
+    fit = whole.model_copy(update={"tune": whole.tune and whole.tune.model_copy(update={"epochs": 10})}).trial({}).fit
+    assert (fit.epochs, fit.likelihood_epochs, fit.warmup_epochs) == (10, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [("tune={trials=[], epochs=2}", "trials is empty"), ("tune={trials=[{}]}", "tune.epochs is missing")],
+)
+def test_what_cannot_be_tuned_is_refused(change: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        recipe(change)
+
+
+def test_options_that_no_posterior_has_are_refused_by_name(tmp_path: Path) -> None:
+    chosen = recipe("tune={trials=[{sigma=0.1}], epochs=1}")
+    with pytest.raises(ConversionError, match="unknown option 'sigma'"):
+        train(chosen, tmp_path / "m.safetensors")
+    assert list(tmp_path.iterdir()) == []  # before the plain network was trained
