@@ -67,7 +67,7 @@ def test_out_of_memory_is_halved_and_tried_again(server: Fixture) -> None:
 def test_deadline_covers_queue_and_compute(server: Fixture) -> None:
     assert ask(server.url, codes.SLOW, timeout_ms=50).status_code == 504  # while computing
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        slow, behind = pool.submit(ask, server.url, codes.SLOW), set()
+        slow, behind = pool.submit(ask, server.url, codes.SLOW), set[int]()
         while not slow.done():  # whoever comes while it computes waits in the queue
             behind.add(ask(server.url, 0.0, timeout_ms=20).status_code)
         assert behind & {504, 429}  # refused at once, where others wait already
@@ -105,7 +105,7 @@ def test_a_stuck_batch_turns_liveness_off(serve: Fixture, fragile: tuple[Path, d
     path, environment = fragile
     server = serve(path, "--set", "stuck_seconds=0.05", **environment)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url) as client:
-        slow, seen = pool.submit(ask, server.url, codes.SLOW), set()
+        slow, seen = pool.submit(ask, server.url, codes.SLOW), set[int]()
         while not slow.done():
             seen.add(client.get("/healthz").status_code)
         assert 503 in seen

@@ -240,7 +240,8 @@ def test_loading_and_unloading_leaves_memory_as_it_was(tmp_path: Path, serve: Fi
     server = serve(tmp_path, "--set", "buckets=1,16")
     process = psutil.Process(server.process.pid)
     inputs = np.zeros((16, 64)).tolist()
-    seen, threads = [], []
+    seen: list[int] = []
+    threads: list[int] = []
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for _ in range(20):
             assert client.post("/v2/repository/models/comes/unload").status_code == 200
