@@ -77,15 +77,15 @@ def test_no_seed_is_in_use_for_longer_than_was_said(digits: Model) -> None:
     bank = Bank(digits, sets=2, samples=2, seconds=0.2)
     last: dict[int, float] = {}
     first: dict[int, float] = {}
-    end = time.monotonic() + 1.0
-    while time.monotonic() < end:
+    end = time.monotonic() + 30
+    while len(first) <= 8 and time.monotonic() < end:
         before = time.monotonic()
         taken = bank.take(2)
         assert taken is not None
         first.setdefault(taken.seed, time.monotonic())
         last[taken.seed] = before
         time.sleep(0.002)
-    assert len(first) > 4
+    assert len(first) > 8  # soon: each of two is replaced after 0.2 s at the latest
     assert max(last[seed] - first[seed] for seed in first) <= 0.2
     bank.close()
 

@@ -289,12 +289,15 @@ class Turns:
     def __init__(self) -> None:
         self.mine, self.theirs = threading.Lock(), threading.Event()
         self.theirs.set()  # not yet
+        self.taken = 0
 
     def acquire(self, blocking: bool = True) -> bool:
         if not blocking and not self.theirs.is_set():
             return False
         self.theirs.wait()
-        return self.mine.acquire()
+        self.mine.acquire()
+        self.taken += 1
+        return True
 
     def release(self) -> None:
         self.mine.release()
@@ -307,10 +310,10 @@ def test_answers_do_not_wait_for_the_next_batch_to_get_the_device(model: Model) 
         turns = Turns()
         batcher.device = turns  # type: ignore[assignment]
         first = batcher.put(ask(rows(1), 8), 30)
-        while not batcher.running:
+        while not turns.taken:
             await asyncio.sleep(0.001)
+        turns.theirs.clear()  # before the second comes, whose batch might have the device by then
         second = batcher.put(ask(rows(2), 8), 30)
-        turns.theirs.clear()
         try:
             async with asyncio.timeout(10):
                 assert same(await batcher.answered(first), rows(1), 8, model)

@@ -66,11 +66,11 @@ def test_out_of_memory_is_halved_and_tried_again(server: Fixture) -> None:
 
 def test_deadline_covers_queue_and_compute(server: Fixture) -> None:
     assert ask(server.url, codes.SLOW, timeout_ms=50).status_code == 504  # while computing
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        slow = pool.submit(ask, server.url, codes.SLOW)
-        time.sleep(0.05)
-        late = pool.submit(ask, server.url, 0.0, timeout_ms=20)  # in the queue
-        assert late.result().status_code in (504, 429)  # refused at once, where others wait already
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        slow, behind = pool.submit(ask, server.url, codes.SLOW), set[int]()
+        while not slow.done():  # whoever comes while it computes waits in the queue
+            behind.add(ask(server.url, 0.0, timeout_ms=20).status_code)
+        assert behind & {504, 429}  # refused at once, where others wait already
         assert slow.result().status_code == 200
 
 
@@ -91,7 +91,7 @@ def test_a_dead_loop_turns_liveness_off(serve: Fixture, fragile: tuple[Path, dic
     server = serve(path, **environment)
     assert httpx.get(f"{server.url}/healthz").status_code == 200
     assert ask(server.url, codes.DIES).status_code == 503
-    until = time.monotonic() + 2
+    until = time.monotonic() + 30
     while time.monotonic() < until and httpx.get(f"{server.url}/healthz").status_code == 200:
         time.sleep(0.02)
     assert httpx.get(f"{server.url}/healthz").status_code == 503
@@ -104,9 +104,10 @@ def test_a_dead_loop_turns_liveness_off(serve: Fixture, fragile: tuple[Path, dic
 def test_a_stuck_batch_turns_liveness_off(serve: Fixture, fragile: tuple[Path, dict[str, str]]) -> None:
     path, environment = fragile
     server = serve(path, "--set", "stuck_seconds=0.05", **environment)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(ask, server.url, codes.SLOW)
-        time.sleep(0.15)
-        assert httpx.get(f"{server.url}/healthz").status_code == 503
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url) as client:
+        slow, seen = pool.submit(ask, server.url, codes.SLOW), set[int]()
+        while not slow.done():
+            seen.add(client.get("/healthz").status_code)
+        assert 503 in seen
         assert slow.result().status_code == 200
     assert httpx.get(f"{server.url}/healthz").status_code == 200

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -239,22 +240,30 @@ def test_a_batch_is_shared_by_ranks_without_remainder() -> None:
 
 
 def test_the_log_says_what_the_network_does(parts: Parts) -> None:
-    run = finish(start(parts, small("deterministic"), 400, epochs=25, lr=1e-2))
-    x = enter(parts.validation.x, run.declared)
-    with torch.no_grad():
-        log_p = run.finish().net(x).log_softmax(-1)
-    right = (log_p.argmax(-1) == parts.validation.y).float().mean()
-    last = run.log[-1]
-    assert last.validation_nll == pytest.approx(float(F.nll_loss(log_p, parts.validation.y)), rel=1e-4)
-    assert last.validation_accuracy == pytest.approx(float(right))
-    assert last.validation_rmse is None
-    assert last.accuracy is not None
-    assert last.accuracy > 0.95 > 0.5 > (run.log[0].accuracy or 0)
-    assert [e.epoch for e in run.log] == list(range(25))
+    """One batch an epoch: its NLL and accuracy are those of the network before the step, validation's of that after."""
+    run = start(parts, small("deterministic"), 400, batch=400, epochs=4, lr=1e-2)
+    x, held = enter(parts.train.x[:400], run.declared), enter(parts.validation.x, run.declared)
+    for epoch in range(4):
+        before = run.network.eval().net(x).log_softmax(-1).detach()
+        run.epoch()
+        after = run.network.eval().net(held).log_softmax(-1).detach()
+        told = run.log[-1]
+        assert told.epoch == epoch
+        assert told.nll == told.loss == pytest.approx(float(F.nll_loss(before, parts.train.y[:400])), rel=1e-4)
+        assert told.accuracy == pytest.approx(right(before, parts.train.y[:400]), abs=1.5 / 400)  # a tie may be broken
+        assert told.validation_nll == pytest.approx(float(F.nll_loss(after, parts.validation.y)), rel=1e-4)
+        assert told.validation_accuracy == pytest.approx(right(after, parts.validation.y), abs=1.5 / len(held))
+        assert told.validation_rmse is None
+
+
+def right(log_p: Tensor, y: Tensor) -> float:
+    return float((log_p.argmax(-1) == y).double().mean())
 
 
 @pytest.mark.parametrize("method", ["fcg-u", "ensemble-u", "ffg-w", "ensemble-w", "mc-dropout"])
 def test_every_method_trains(parts: Parts, method: str) -> None:
+    """Of eleven seeds the worst left 0.47 of the NLL (fcg-u), 0.54 (ensemble-u), 0.36 (ffg-w), 0.45 (ensemble-w) and
+    0.39 (mc-dropout)."""
     options: dict[str, Any] = {"members": 2} if method.startswith("ensemble") else {}
     if method.endswith("-u"):
         options["inducing"] = 12
@@ -272,20 +281,24 @@ def test_a_network_that_came_evaluating_is_trained_whole(parts: Parts) -> None:
 
 
 def test_patience_stops_and_goes_back_to_the_best(parts: Parts) -> None:
-    """A rate that is too high for fine work: the validation NLL has its best long before the end."""
+    """Every label of the validation part is wrong: the more is learned, the worse it looks there.
+
+    Over eleven seeds the validation NLL rose by at least 0.27 from each of these epochs to the next.
+    """
+    wrong = Examples(parts.validation.x, (parts.validation.y + 1) % 10)
     run = start(
-        parts, small("deterministic"), 300, epochs=60, lr=0.03, patience=3, schedule="constant", warmup_epochs=8
+        replace(parts, validation=wrong), small("deterministic"), 300, epochs=20, patience=3, lr=0.02, warmup_epochs=2
     )
     states: list[dict[str, Tensor]] = []
     while not run.done:
         run.epoch()
         states.append({k: v.clone() for k, v in run.network.state_dict().items()})
     nll = [e.validation_nll for e in run.log]
-    best = min(range(8, len(nll)), key=nll.__getitem__)  # the warm-up does not count
-    assert min(nll[:8]) < nll[best]
-    assert len(nll) == best + 4 < 60
+    assert nll == sorted(nll)
+    assert len(nll) == 6  # two of the warm-up, which do not count, the best, and three that were worse
     final = run.finish().state_dict()
-    assert all(torch.equal(final[k], v) for k, v in states[best].items())
+    assert all(torch.equal(final[k], v) for k, v in states[2].items())
+    assert not torch.equal(final["net.1.weight"], states[-1]["net.1.weight"])
     assert not run.network.training
 
 
@@ -303,22 +316,32 @@ def line(noise: float, n: int = 600) -> Examples:
 
 
 def test_regression_learns_the_noise_in_the_targets_units() -> None:
+    """As large as what least squares leave of the same targets: there the likelihood is greatest.
+
+    Over eleven seeds it was from 0.6 % less to 0.8 % more, where 4 % are allowed. It starts above, where gradients
+    are small: those at a start far below are so large that Adam, which remembers them, needs thousands of steps.
+    """
     train, validation = line(0.5), line(0.5, 700)[600:]
     shift, scale = float(train.y.mean()), float(train.y.std())
     task = Regression(shift=(shift,), scale=(scale,))
     torch.manual_seed(0)
     network = bayesianize(build("mlp", inputs=1, outputs=1, hidden=[8]), "ffg-u", inducing=4, task=task)
-    fit = Fit(epochs=20, batch=30, lr=5e-2, likelihood_epochs=20)
-    run = finish(Run(network, train, validation, Input(shape=(1,)), fit, 0, CPU))
     assert network.noise is not None
+    with torch.no_grad():
+        network.noise.raw.fill_(0.5)
+    assert float(network.noise().detach()) > 0.9
+    fit = Fit(epochs=20, batch=60, lr=5e-2, likelihood_epochs=20)
+    run = finish(Run(network, train, validation, Input(shape=(1,)), fit, 0, CPU))
     found = float(network.noise().detach()) * scale
-    assert found == pytest.approx(15, rel=4 / math.sqrt(2 * 600))  # four standard errors of a standard deviation
+    terms = torch.cat([train.x, torch.ones_like(train.x)], 1)
+    left = train.y - terms @ torch.linalg.lstsq(terms, train.y).solution
+    assert found == pytest.approx(float(left.square().mean().sqrt()), rel=0.04)
     last = run.log[-1]
     assert last.accuracy is None
     assert last.validation_accuracy is None
-    assert last.validation_rmse == pytest.approx(15, rel=0.4)
-    at_best = math.log(15) + math.log(2 * math.pi) / 2 + (last.validation_rmse or 0) ** 2 / 2 / 15**2
-    assert last.validation_nll == pytest.approx(at_best, rel=0.03)
+    assert last.validation_rmse == pytest.approx(15, rel=4 / math.sqrt(2 * 100))  # four standard errors of 100 targets
+    expected = math.log(found) + math.log(2 * math.pi) / 2 + (last.validation_rmse or 0) ** 2 / 2 / found**2
+    assert last.validation_nll == pytest.approx(expected, abs=0.02)
 
 
 # augmentation

@@ -115,15 +115,22 @@ def test_whatever_the_network(parts: Parts, tmp_path: Path, architecture: str, m
 
 
 def test_a_checkpoint_of_a_finished_run_is_finished(parts: Parts, tmp_path: Path) -> None:
-    done = start(parts, patience=1, epochs=6, lr=0.3, schedule="constant")
+    """A rate that moves no weight: no epoch is better than the first that counts, so patience ends the run."""
+    still: dict[str, Any] = {"patience": 1, "epochs": 6, "lr": 1e-30, "schedule": "constant"}
+    done = start(parts, **still)
     while not done.done:
         done.epoch()
+    assert len(done.log) == 3  # one of the likelihood alone, the best, and one that is no better
+    with torch.no_grad():
+        for p in done.network.parameters():
+            p.add_(1)  # what the run ends with is not its best, which `finish` must bring back
     save_checkpoint(done, RECIPE, tmp_path / "c")
-    other = start(parts, patience=1, epochs=6, lr=0.3, schedule="constant")
+    other = start(parts, **still)
+    best = {k: v.clone() for k, v in other.network.state_dict().items()}
     resume(other, RECIPE, tmp_path / "c")
     assert other.done
-    assert len(other.log) < 6
     same(finish(other), finish(done))
+    torch.testing.assert_close(other.network.state_dict(), best, rtol=0, atol=1e-25)
 
 
 def test_a_checkpoint_is_safetensors_and_json_and_nothing_is_left_beside_it(parts: Parts, tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ def found(method: str) -> Answer:
 
 @pytest.mark.parametrize("method", [pytest.param("fcg-u", marks=pytest.mark.slow), "ensemble-u"])
 def test_inducing_weights_doubt_between_the_clusters_where_mean_field_does_not(method: str) -> None:
+    """Seeds 0 to 10: RMSE up to 0.092 (ensemble-u) and 0.103 (ffg-w); both ratios of ensemble-u to ffg-w are above 1.8.
+
+    Of fcg-u, which takes longer, seed 1 was tried: RMSE 0.054, ratios of 1.6 and 1.9.
+    """
     ours, mean_field = found(method), found("ffg-w")
     assert ours.rmse < 0.12
     assert mean_field.rmse < 0.2

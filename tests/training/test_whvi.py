@@ -46,14 +46,14 @@ def test_a_recipe_becomes_an_artifact_that_knows_digits(trained: Path, tmp_path:
     told = answered("inspect", trained)
     assert {row["method"] for row in told["layers"]} == {"whvi"}
     assert told["parameters"] < 0.2 * told["deterministic"]
-    assert told["metrics"]["accuracy"] > 0.8  # of ten classes
+    assert told["metrics"]["accuracy"] > 0.6  # of ten classes; eleven seeds gave 0.82 to 0.94
     again = tmp_path / "calibrated.safetensors"
     run("calibrate", trained, "--data", "digits", "--coverage", "0.8", "--out", again)
     calibration = load(again).card.calibration
     assert calibration is not None
     assert calibration.coverage == 0.8
     found = answered("evaluate", again, "--data", "digits")
-    assert found["accuracy"] == pytest.approx(told["metrics"]["accuracy"], abs=0.05)
+    assert found["accuracy"] == pytest.approx(told["metrics"]["accuracy"], abs=0.002)  # the same draws, temperature 1
     refusal = run("prune", trained, "--keep", "0.5", "--out", tmp_path / "pruned.safetensors").exception
     assert isinstance(refusal, ConversionError)
     assert "whvi layers have no Z" in str(refusal)
