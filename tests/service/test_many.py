@@ -189,7 +189,7 @@ def test_sigterm_under_load_loses_no_accepted_request(serve: Fixture) -> None:
 
             callers = [asyncio.create_task(caller(i)) for i in range(16)]
             await asyncio.sleep(0.7)
-            server.process.send_signal(signal.SIGTERM)
+            server.send(signal.SIGTERM)
             while not all(task.done() for task in callers):
                 try:
                     unready |= (await client.get("/readyz")).status_code == 503
@@ -200,7 +200,7 @@ def test_sigterm_under_load_loses_no_accepted_request(serve: Fixture) -> None:
         return answered, statuses, unready
 
     answered, statuses, unready = asyncio.run(until_the_end())
-    assert server.process.wait(60) == 0
+    assert server.wait() == 0
     assert statuses == {200}
     assert unready
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]
@@ -211,7 +211,7 @@ def test_sigterm_under_load_loses_no_accepted_request(serve: Fixture) -> None:
 
 def test_ctrl_c_and_no_orphans(serve: Fixture) -> None:
     server = serve()
-    children = psutil.Process(server.process.pid).children(recursive=True)
+    children = psutil.Process(server.pid).children(recursive=True)
     assert server.stop(signal.SIGINT) == 0
     assert not any(child.is_running() for child in children)
 
@@ -222,7 +222,7 @@ def test_loading_and_unloading_leaves_memory_as_it_was(tmp_path: Path, serve: Fi
         (tmp_path / name / "1").mkdir(parents=True)
         shutil.copy(embedded(), tmp_path / name / "1" / "model.safetensors")
     server = serve(tmp_path, "--set", "buckets=1,16")
-    process = psutil.Process(server.process.pid)
+    process = psutil.Process(server.pid)
     inputs = np.zeros((16, 1, 8, 8)).tolist()
     seen = []
     with httpx.Client(base_url=server.url, timeout=60) as client:
@@ -250,7 +250,7 @@ def test_ready_only_with_every_expected_model(serve: Fixture, tmp_path: Path) ->
 def test_soak(serve: Fixture) -> None:
     """Ten minutes of everything at once, mistakes included: memory stays where it was after the first minute."""
     server = serve("--set", "log_level=warning")
-    process = psutil.Process(server.process.pid)
+    process = psutil.Process(server.pid)
     seen: list[int] = []
 
     async def soak() -> None:

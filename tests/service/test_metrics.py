@@ -87,7 +87,7 @@ def test_sizes_are_those_of_the_model(server: Fixture) -> None:
     assert value(found, "dubito_device_memory_bytes", kind="total") > value(
         found, "dubito_device_memory_bytes", kind="used"
     )
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    status = Path(f"/proc/{server.pid}/status").read_text()
     resident = 1024 * int(status.partition("VmRSS:")[2].split()[0])
     assert value(found, "process_resident_memory_bytes") == pytest.approx(resident, rel=0.1)
 
