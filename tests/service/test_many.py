@@ -242,7 +242,7 @@ def test_ready_only_with_every_expected_model(serve: Fixture, tmp_path: Path) ->
     assert httpx.post(f"{server.url}/v2/repository/models/digits/unload").status_code == 200
     assert httpx.get(f"{server.url}/readyz").status_code == 503  # a server without models is not ready
     assert httpx.get(f"{server.url}/v2/health/ready").json() == {"ready": False, "live": True}
-    assert httpx.post(f"{server.url}/v2/repository/models/digits/load").status_code == 200
+    assert httpx.post(f"{server.url}/v2/repository/models/digits/load", timeout=60).status_code == 200
     assert httpx.post(f"{server.url}/v1/models/digits/predict", json={"inputs": [[[[0.0] * 8] * 8]][0]}).is_success
 
 

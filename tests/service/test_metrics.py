@@ -140,6 +140,6 @@ def test_an_unloaded_model_leaves_no_series(serve: Fixture) -> None:
     predict(server.url, 1)
     assert httpx.post(f"{server.url}/v2/repository/models/digits/unload").status_code == 200
     assert not [key for key in scrape(server.url) if ("model", "digits") in key[1]]
-    assert httpx.post(f"{server.url}/v2/repository/models/digits/load").status_code == 200
+    assert httpx.post(f"{server.url}/v2/repository/models/digits/load", timeout=60).status_code == 200
     predict(server.url, 1)
     assert value(scrape(server.url), "dubito_inputs_total", model="digits") == 1
