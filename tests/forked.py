@@ -1,4 +1,4 @@
-"""The command `dubito` in a process of its own, forked from one that has imported torch: the import takes seconds.
+"""Python, or the command `dubito`, in a process forked from one that has imported torch, which takes seconds.
 
 From there on it is a process like any other, with its own arguments, environment, folder, output, signals and exit
 code. The tests of the README, of `make serve` and of `tests/test_cli.py` start the command as a user does.
@@ -6,8 +6,9 @@ code. The tests of the README, of `make serve` and of `tests/test_cli.py` start 
 
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -16,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 LIMIT = 90.0  # seconds that a command takes at most on a busy machine
+DUBITO = "from dubito.cli import main; main()"
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["dubito.cli", "dubito.service.run", __name__])
 
@@ -27,49 +29,62 @@ class Ended:
     stderr: str
 
 
-def clean() -> dict[str, str]:
-    """Our environment without dubito's settings."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
-
-
 def start(
-    *arguments: str | Path, stdout: IO[str], stderr: IO[str], folder: Path, environment: Mapping[str, str] | None = None
+    code: str,
+    arguments: Sequence[str | Path],
+    *,
+    stdout: IO[str],
+    stderr: IO[str],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
 ) -> BaseProcess:
-    """`dubito ARGUMENTS`; a PYTHONPATH of the environment is heeded, what torch reads while it is imported is not."""
+    """`python -c CODE ARGUMENTS` in this environment less dubito's settings, changed as given.
+
+    PYTHONPATH is heeded; what torch reads as it is imported, such as OMP_NUM_THREADS, is not.
+    """
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
     streams = [Connection(os.dup(stream.fileno()), readable=False) for stream in (stdout, stderr)]
     words = [str(word) for word in arguments]
-    process = forks.Process(target=_run, args=(words, clean() | dict(environment or {}), folder, *streams))
+    process = forks.Process(target=_run, args=(code, words, clean | dict(environment or {}), folder, *streams))
     process.start()
     for stream in streams:
         stream.close()
     return process
 
 
-def run(*arguments: str | Path) -> Ended:
+def run(*arguments: str | Path, code: str = DUBITO, environment: Mapping[str, str] | None = None) -> Ended:
+    """`dubito ARGUMENTS`, to its end."""
     with TemporaryDirectory() as folder:
         out, error = Path(folder) / "out", Path(folder) / "error"
         with out.open("w") as stdout, error.open("w") as stderr:
-            process = start(*arguments, stdout=stdout, stderr=stderr, folder=Path(folder))
-        process.join(LIMIT)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        code = process.exitcode
+            process = start(code, arguments, stdout=stdout, stderr=stderr, folder=Path(folder), environment=environment)
+        returncode = wait(process)
         process.close()
-        assert code is not None
-        return Ended(code, out.read_text(), error.read_text())
+        return Ended(returncode, out.read_text(), error.read_text())
 
 
-def _run(words: list[str], environment: dict[str, str], folder: Path, stdout: Connection, stderr: Connection) -> None:
-    from dubito.cli import main
+def wait(process: BaseProcess) -> int:
+    """Its exit code; one that does not end is killed."""
+    process.join(LIMIT)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    assert process.exitcode is not None
+    return process.exitcode
 
+
+def _run(
+    code: str, words: list[str], environment: dict[str, str], folder: Path, stdout: Connection, stderr: Connection
+) -> None:
     os.dup2(stdout.fileno(), 1)
     os.dup2(stderr.fileno(), 2)
     stdout.close()
     stderr.close()
+    # a shell that runs the tests in the background has its children ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.argv = ["dubito", *words]
-    main()
+    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})

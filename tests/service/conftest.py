@@ -69,7 +69,12 @@ class Starter:
         stdout = os.fdopen(reader)
         with log.open("w") as file, os.fdopen(writer, "w") as out:
             process = forked.start(
-                "serve", *arguments, "--port", "0", stdout=out, stderr=file, folder=self.folder, environment=environment
+                forked.DUBITO,
+                ["serve", *arguments, "--port", "0"],
+                stdout=out,
+                stderr=file,
+                folder=self.folder,
+                environment=environment,
             )
         self.running.append(Live(process, _greeting(process, stdout, log), log, stdout))
         return self.running[-1]
