@@ -52,25 +52,48 @@ def start(
     return process
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A process whose output goes to files."""
+
+    process: BaseProcess
+    stdout: Path
+    stderr: Path
+
+    @property
+    def runs(self) -> bool:
+        return self.process.exitcode is None
+
+    def send(self, number: int) -> None:
+        if self.runs and self.process.pid is not None:
+            os.kill(self.process.pid, number)
+
+    def end(self) -> Ended:
+        """Once it has ended; one that does not is killed."""
+        self.process.join(LIMIT)
+        if self.runs:
+            self.process.kill()
+            self.process.join()
+        assert self.process.exitcode is not None
+        ended = Ended(self.process.exitcode, self.stdout.read_text(), self.stderr.read_text())
+        self.process.close()
+        return ended
+
+
+def begin(
+    code: str, arguments: Sequence[str | Path], folder: Path, logs: Path, environment: Mapping[str, str] | None = None
+) -> Begun:
+    """`python -c CODE ARGUMENTS` in a folder; its output goes to two files in `logs`."""
+    out, error = logs / "stdout", logs / "stderr"
+    with out.open("w") as stdout, error.open("w") as stderr:
+        process = start(code, arguments, stdout=stdout, stderr=stderr, folder=folder, environment=environment)
+    return Begun(process, out, error)
+
+
 def run(*arguments: str | Path, code: str = DUBITO, environment: Mapping[str, str] | None = None) -> Ended:
     """`dubito ARGUMENTS`, to its end."""
     with TemporaryDirectory() as folder:
-        out, error = Path(folder) / "out", Path(folder) / "error"
-        with out.open("w") as stdout, error.open("w") as stderr:
-            process = start(code, arguments, stdout=stdout, stderr=stderr, folder=Path(folder), environment=environment)
-        returncode = wait(process)
-        process.close()
-        return Ended(returncode, out.read_text(), error.read_text())
-
-
-def wait(process: BaseProcess) -> int:
-    """Its exit code; one that does not end is killed."""
-    process.join(LIMIT)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-    assert process.exitcode is not None
-    return process.exitcode
+        return begin(code, arguments, Path(folder), Path(folder), environment).end()
 
 
 def _run(
