@@ -7,7 +7,7 @@ BENCH ?= $(filter-out _% $(NEED_DATA),$(basename $(notdir $(wildcard benchmarks/
 DATA ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve wasm lint test test-slow bench embedded reference lock clean
+.PHONY: help setup serve wasm lint test test-slow test-soak bench embedded reference lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -37,6 +37,9 @@ test: lint wasm ## lint, then every test that takes seconds
 
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/pytest -m slow --durations=10
+
+test-soak: $(READY) ## ten minutes of load on a server, mistakes included
+	$(BIN)/pytest -m soak --durations=10
 
 bench: $(READY) ## every benchmark that needs no data, or one: make bench BENCH=fashion DATA=folder
 	@set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name \

@@ -246,7 +246,7 @@ def test_ready_only_with_every_expected_model(serve: Fixture, tmp_path: Path) ->
     assert httpx.post(f"{server.url}/v1/models/digits/predict", json={"inputs": [[[[0.0] * 8] * 8]][0]}).is_success
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_soak(serve: Fixture) -> None:
     """Ten minutes of everything at once, mistakes included: memory stays where it was after the first minute."""
     server = serve("--set", "log_level=warning")
