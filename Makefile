@@ -1,6 +1,7 @@
 # Needs make and Python 3.11 or later (on Debian: apt install make python3-venv). Each target makes .venv itself.
 PYTHON ?= python3
 BIN := .venv/bin
+MYPY = $(BIN)/mypy .types/dubito tests $(wildcard benchmarks) docs/reference.py
 READY := .venv/.ready
 NEED_DATA := fashion rotated_mnist uci
 BENCH ?= $(filter-out _% $(NEED_DATA),$(basename $(notdir $(wildcard benchmarks/*.py))))
@@ -30,10 +31,15 @@ serve: $(READY) wasm ## serve the embedded model with its console: make serve AR
 lint: $(READY) ## ruff and strict mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy .types/dubito tests $(wildcard benchmarks) docs/reference.py
+	$(MYPY)
 
-test: lint wasm ## lint, then every test that takes seconds
-	$(BIN)/pytest -n 2 --dist worksteal --durations=10 -rs
+# mypy has one core to itself for a minute: beside the tests it costs half of that
+test: $(READY) wasm ## lint and every test that takes seconds; mypy runs beside the tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	@said=$$(mktemp); $(MYPY) >$$said 2>&1 & types=$$!; \
+	$(BIN)/pytest -n 2 --dist worksteal --durations=10 -rs; tests=$$?; \
+	wait $$types; types=$$?; echo "$(MYPY)"; cat $$said; rm -f $$said; exit $$((tests + types))
 
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/pytest -m slow --durations=10
