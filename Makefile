@@ -1,13 +1,14 @@
 # Needs make and Python 3.11 or later (on Debian: apt install make python3-venv). Each target makes .venv itself.
 PYTHON ?= python3
 BIN := .venv/bin
+MYPY = $(BIN)/mypy .types/dubito tests $(wildcard benchmarks) docs/reference.py
 READY := .venv/.ready
 NEED_DATA := fashion rotated_mnist uci
 BENCH ?= $(filter-out _% $(NEED_DATA),$(basename $(notdir $(wildcard benchmarks/*.py))))
 DATA ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve wasm lint test test-slow bench embedded reference lock clean
+.PHONY: help setup serve wasm lint test test-slow test-soak bench embedded reference lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -30,13 +31,21 @@ serve: $(READY) wasm ## serve the embedded model with its console: make serve AR
 lint: $(READY) ## ruff and strict mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy .types/dubito tests $(wildcard benchmarks) docs/reference.py
+	$(MYPY)
 
-test: lint wasm ## lint, then every test that takes seconds
-	$(BIN)/pytest -n 2 --dist worksteal --durations=10 -rs
+# mypy has one core to itself for a minute: beside the tests it costs half of that
+test: $(READY) wasm ## lint and every test that takes seconds; mypy runs beside the tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	@said=$$(mktemp); $(MYPY) >$$said 2>&1 & types=$$!; \
+	$(BIN)/pytest -n 2 --dist worksteal --durations=10 -rs; tests=$$?; \
+	wait $$types; types=$$?; echo "$(MYPY)"; cat $$said; rm -f $$said; exit $$((tests + types))
 
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/pytest -m slow --durations=10
+
+test-soak: $(READY) ## ten minutes of load on a server, mistakes included
+	$(BIN)/pytest -m soak --durations=10
 
 bench: $(READY) ## every benchmark that needs no data, or one: make bench BENCH=fashion DATA=folder
 	@set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name \

@@ -78,9 +78,11 @@ def count(
 
         dubito count resnet50-cifar --method ffg-u --keep 0.5
     """
+    from contextlib import nullcontext
+
     import torch
 
-    from dubito.models.architectures import build
+    from dubito.models.architectures import build, on_meta
     from dubito.models.conversion import bayesianize
     from dubito.models.errors import ConversionError
     from dubito.models.laplace import Subnetwork
@@ -89,26 +91,31 @@ def count(
     from dubito.models.pruning import prune
     from dubito.models.start import CONVERTIBLE
 
-    net = build(architecture, **({} if classes is None else {"classes": classes}))
-    last = [name for name, module in net.named_modules() if isinstance(module, CONVERTIBLE)][-1]
-    linearised = method == LAPLACE
-    if linearised and size > (D := count_parameters(net)):
-        raise ConversionError(f"size is {size:,}, but {architecture} has {D:,} weights; expected no more than those.")
-    try:
-        network = bayesianize(
-            net,
-            "deterministic" if linearised else method,
-            inducing=inducing,
-            members=members,
-            start="prior",
-            unsupported="leave" if leave else "error",
-            layers=None if head is None else {last: {"M_out": head}},
-        )
-    except ConversionError as error:
-        raise ConversionError(str(error).replace('unsupported="leave"', "--leave")) from None
+    # it is counted, not filled: only pruning asks which weights are the least
+    without_storage = keep == 1.0 and on_meta(architecture)
+    with torch.device("meta") if without_storage else nullcontext():
+        net = build(architecture, **({} if classes is None else {"classes": classes}))
+        last = [name for name, module in net.named_modules() if isinstance(module, CONVERTIBLE)][-1]
+        linearised = method == LAPLACE
+        if linearised and size > (D := count_parameters(net)):
+            raise ConversionError(
+                f"size is {size:,}, but {architecture} has {D:,} weights; expected no more than those."
+            )
+        try:
+            network = bayesianize(
+                net,
+                "deterministic" if linearised else method,
+                inducing=inducing,
+                members=members,
+                start="prior",
+                unsupported="leave" if leave else "error",
+                layers=None if head is None else {last: {"M_out": head}},
+            )
+        except ConversionError as error:
+            raise ConversionError(str(error).replace('unsupported="leave"', "--leave")) from None
     if linearised:
         entry = SubnetworkEntry(size=size, select="variance", prior_precision=1.0, examples=1)
-        with torch.device("meta"):  # it is counted, not filled
+        with torch.device("meta"):
             network.subnetwork = Subnetwork.blank(entry)
     if keep != 1.0:
         prune(network, keep)

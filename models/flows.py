@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dubito.models.normals import normals
 from dubito.models.posterior import Frozen, Value
 
 KL_DRAWS = 8  # of the part of the KL that has no closed form, in each training step
@@ -59,7 +60,7 @@ class Planar(nn.Module):
     def __init__(self, law: nn.Module, flows: int, like: Tensor) -> None:
         super().__init__()
         self.law = law
-        w = like.new_empty(flows, *like.shape).normal_() / math.sqrt(like.shape[-1])
+        w = normals(like, flows, *like.shape, divisor=math.sqrt(like.shape[-1]))
         self.w = nn.Parameter(w)
         self.u = nn.Parameter(math.log(math.e - 1) * w / w.square().sum(-1, keepdim=True))  # where û is 0
         self.b = nn.Parameter(like.new_zeros(flows, *like.shape[:-1]))

@@ -77,7 +77,7 @@ class BlockCovariance(nn.Module):
         super().__init__()
         blocks, n = centre.shape
         self.centre = Free(centre)
-        self.spread = Positive(torch.zeros_like(centre) + std, FLOOR)
+        self.spread = Positive(centre.new_full(centre.shape, std), FLOOR)
         self.below = nn.Parameter(centre.new_zeros(blocks, n * (n - 1) // 2))
 
     def freeze(self) -> FrozenFullCovariance:

@@ -202,9 +202,9 @@ class Inducing(Optional):
     ) -> None:
         super().__init__()
         self.Z_r, self.Z_c = Free(Z_r), Free(Z_c)
-        self.D_r = Positive(torch.zeros_like(Z_r[:, 0]) + D, FLOOR_D)
-        self.D_c = Positive(torch.zeros_like(Z_c[:, 0]) + D, FLOOR_D)
-        self.lam = None if lam_max == 0 else Positive(torch.zeros_like(Z_r[0, 0]) + lam, FLOOR_LAM, lam_max)
+        self.D_r = Positive(Z_r.new_full((len(Z_r),), D), FLOOR_D)
+        self.D_c = Positive(Z_c.new_full((len(Z_c),), D), FLOOR_D)
+        self.lam = None if lam_max == 0 else Positive(Z_r.new_full((), lam), FLOOR_LAM, lam_max)
         self.law = law
         self.sigma = sigma
         self.noise: Noise = noise

@@ -34,7 +34,8 @@ class MeanField(nn.Module):
     def __init__(self, centre: Tensor, std: float | Tensor, sigma_max: float | None) -> None:
         super().__init__()
         self.centre = Free(centre)
-        self.spread = Positive(torch.zeros_like(centre) + std, FLOOR, sigma_max)
+        spread = std if isinstance(std, Tensor) else centre.new_full(centre.shape, std)
+        self.spread = Positive(spread, FLOOR, sigma_max)
 
     def freeze(self) -> FrozenMeanField:
         return FrozenMeanField(self.centre(), self.spread())

@@ -52,3 +52,9 @@ class Normals:
 def counted(device: torch.device) -> bool:
     """Whether rows are made by their number: a GPU with triton."""
     return device.type == "cuda" and find_spec("triton") is not None
+
+
+def normals(like: Tensor, *shape: int, divisor: float = 1.0) -> Tensor:
+    """To start from, by torch's global generator; on the meta device there is nothing to draw."""
+    empty = like.new_empty(shape)
+    return empty if empty.is_meta else empty.normal_().div_(divisor)

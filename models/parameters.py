@@ -18,7 +18,8 @@ class Optional(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         there = state_dict.get(prefix + self.optional)
         like = next(self.parameters())
-        setattr(self, self.optional, None if there is None else torch.empty_like(there, device=like.device))
+        blank = None if there is None else torch.empty(there.shape, dtype=there.dtype, device=like.device)
+        setattr(self, self.optional, blank)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -52,7 +53,7 @@ class Positive(Optional):
         if cap is not None and cap <= floor:
             raise ValueError(f"the cap {cap} must be above the floor {floor}")
         self.floor, self.cap = floor, cap
-        self.raw = nn.Parameter(self._unbound(value.double()).to(value.dtype))
+        self.raw = nn.Parameter(value if value.is_meta else self._unbound(value.double()).to(value.dtype))
         self.register_buffer("keep", None)
 
     def forward(self) -> Tensor:

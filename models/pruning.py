@@ -60,9 +60,13 @@ def _keep_largest(parts: list[Free] | list[Positive], scores: list[Tensor], n: i
         if isinstance(part.keep, Tensor):
             score[~part.keep] = -1
     n = min(n, sum(int((s >= 0).sum()) for s in scores))
-    kept = torch.zeros(sum(s.numel() for s in scores), dtype=torch.bool)
     flat = torch.cat([s.flatten() for s in scores]).cpu()
-    kept[flat.topk(n, sorted=False).indices] = True
+    kept = torch.zeros(len(flat), dtype=torch.bool)
+    if n:
+        least = flat.kthvalue(len(flat) - n + 1).values  # the n-th largest
+        kept = flat > least
+        ties = (flat == least).nonzero()[:, 0]
+        kept[ties[: n - int(kept.sum())]] = True
     for part, mask in zip(parts, kept.split([s.numel() for s in scores]), strict=True):
         value = next(part.parameters()).data
         part.keep = mask.view(value.shape).to(value.device)

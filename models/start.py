@@ -18,6 +18,7 @@ from dubito.models.manifest import DropoutLayer, InducingLayer, Layer, WeightLay
 from dubito.models.matheron import regularise
 from dubito.models.mean_field import MeanField
 from dubito.models.mixture import Mixture
+from dubito.models.normals import normals
 from dubito.models.posterior import Law
 from dubito.models.weight_space import WeightSpace
 from dubito.models.whvi import Whvi, nearest
@@ -53,7 +54,11 @@ def weight_of(module: nn.Module) -> Tensor:
     """W (d_out, d_in) of a Linear or Conv layer, its bias as the last column."""
     assert isinstance(module, CONVERTIBLE)
     W = module.weight.detach().flatten(1)
-    return W if module.bias is None else torch.cat([W, module.bias.detach()[:, None]], 1)
+    if module.bias is None:
+        return W
+    if W.is_meta:  # joined or drawn without storage, torch would load its compiler, which takes seconds
+        return W.new_empty(len(W), W.shape[1] + 1)
+    return torch.cat([W, module.bias.detach()[:, None]], 1)
 
 
 def posterior_for(
@@ -84,7 +89,7 @@ def whvi_for(entry: WhviLayer, geometry: Geometry, W: Tensor, start: Start, spre
     bias = MeanField(W[:, -1].clone(), W_STD, None) if geometry.bias else None
     W = W[:, : W.shape[1] - geometry.bias]
     grid = Grid(W.shape[0], W.shape[1], entry.D)
-    g = W.new_empty(grid.rows * grid.columns, entry.D).normal_()
+    g = normals(W, grid.rows * grid.columns, entry.D)
     std = V_STD if spread is None else spread
     q = Whvi(grid, nn.Identity(), bias, entry.sigma, W)
     if start == "network" and not W.is_meta:
@@ -139,10 +144,10 @@ def inducing_for(
     std, distance = (V_STD, SPREAD_U) if spread is None else (spread, spread)
     if spread is not None and entry.sigma_max is not None and spread >= entry.sigma_max:
         raise ConversionError(f"spread is {spread} and sigma_max {entry.sigma_max}; expected a spread below its cap.")
-    Z_r = like.new_empty(entry.M_out, d_out).normal_() / math.sqrt(entry.M_out)
-    Z_c = like.new_empty(entry.M_in, d_in).normal_() / math.sqrt(entry.M_in)
-    V = like.new_empty(entry.M_out, entry.M_in).normal_()
-    apart = like.new_empty(entry.members or 0, *V.shape).normal_()
+    Z_r = normals(like, entry.M_out, d_out, divisor=math.sqrt(entry.M_out))
+    Z_c = normals(like, entry.M_in, d_in, divisor=math.sqrt(entry.M_in))
+    V = normals(like, entry.M_out, entry.M_in)
+    apart = normals(like, entry.members or 0, *V.shape)
     blank = Inducing(Z_r, Z_c, None, entry.sigma, lam_max=entry.lam_max, noise=entry.noise)
     if W is not None:
         V = fit(blank, W)

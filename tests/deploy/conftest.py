@@ -1,44 +1,35 @@
 """A real server, and the page of our own that asks the dashboard's queries."""
 
 import importlib.util
-import os
-import re
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-LIMIT = 90.0  # seconds to start on a busy machine
+from tests.service.conftest import Starter
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def operators_read_once() -> Iterator[None]:
+    """torch's exporter reads its library of operators anew for each export, which takes half of an export's time."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
+        yield
 
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of `dubito serve` with the embedded model."""
-    folder = tmp_path_factory.mktemp("served")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
-    command = [sys.executable, "-m", "dubito", "serve", "--port", "0"]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=clean, cwd=folder)
-    assert process.stdout is not None
-    watchdog = threading.Timer(LIMIT, process.kill)
-    watchdog.start()
-    try:
-        greeting = next(
-            (found for line in process.stdout if (found := re.search(r"console (http://\S+)/", line))), None
-        )
-        assert greeting, f"the server did not start: {(folder / 'log').read_text()}"
-        watchdog.cancel()
-        yield greeting[1]
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    starter = Starter(tmp_path_factory.mktemp("served"))
+    yield starter().url
+    starter.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """Networks by name, and by other packages' names."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from dubito.models import build
 from dubito.models.architectures import architecture_of, input_of, names
 from dubito.models.errors import ArchitectureError
 from dubito.models.parameters import count
+from tests import forked
 
 
 @pytest.mark.parametrize(
@@ -98,9 +97,8 @@ except ArchitectureError as error:
 else:
     raise SystemExit("the plug-in's mistake went unnoticed")
 """
-    subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": ""}, check=True
-    )
+    ended = forked.begin(script, [], tmp_path, tmp_path, {"PYTHONPATH": str(tmp_path)}).end()
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_network_of_nobodys_is_custom() -> None:

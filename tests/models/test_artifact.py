@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +36,7 @@ from dubito.models.network import BayesianNetwork
 from dubito.models.normalisation import ScaleShift
 from dubito.models.parameters import count
 from dubito.models.pruning import prune
+from tests import forked
 
 # what comes back
 
@@ -557,9 +556,7 @@ def test_a_disk_that_is_full_half_way(tmp_path: Path) -> None:
         "except ArtifactError as error:\n"
         "    print(error)\n"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "model"], capture_output=True, text=True, timeout=120
-    )
+    answer = forked.run(tmp_path / "model", code=code)
     assert answer.stdout == f"cannot write {tmp_path / 'model'}: File too large.\n", answer.stderr
     assert left(tmp_path) == before
 

@@ -3,8 +3,6 @@
 import json
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from dubito.models.errors import ArtifactError
 from dubito.models.inducing import Inducing
 from dubito.models.manifest import Calibration, Card, Image, InducingLayer, Input
 from dubito.models.network import BayesianNetwork
+from tests import forked
 
 
 @pytest.mark.parametrize("change", ["activation", "head"])
@@ -140,11 +139,10 @@ def test_an_artifact_of_ones_own_network_can_be_inspected_and_cannot_command_the
     manifest, tensors = examine(path)
     assert manifest.architecture.name == "custom"
     assert tensors
-    command = [sys.executable, "-m", "dubito", "inspect", str(path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    said = forked.run("inspect", path).stdout
     assert "a network of your own" in said
     assert "\x1b[31m" not in said
-    found = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    found = json.loads(forked.run("inspect", path, "--json").stdout)
     assert found["members"] == 4
     assert found["layers"][0]["M_in"] == 2
 

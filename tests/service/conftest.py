@@ -3,39 +3,55 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
 
 from dubito.models import bayesianize, build, save
 from dubito.models.manifest import Calibration, Card, Image, Input, Measure, Regression
-
-LIMIT = 90.0  # seconds to start or to stop on a busy machine
+from tests import forked
+from tests.forked import LIMIT
 
 
 @dataclass
 class Live:
     """A server in a process of its own."""
 
-    process: "subprocess.Popen[str]"
+    process: BaseProcess
     url: str
     log: Path
+    stdout: IO[str]  # open as long as the server may write to it
 
     @property
     def address(self) -> str:
         return self.url.removeprefix("http://")
 
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def send(self, number: int) -> None:
+        if self.process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """Its exit code."""
+        self.process.join(LIMIT)
+        assert self.process.exitcode is not None, f"the server still runs: {self.log.read_text()}"
+        return self.process.exitcode
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Its exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        return self.process.wait(LIMIT)
+        self.send(number)
+        return self.wait()
 
 
 Serve = Callable[..., Live]
@@ -49,38 +65,41 @@ class Starter:
     def __call__(self, *arguments: str | Path, **environment: str) -> Live:
         """`dubito serve ARGUMENTS --port 0`, once it is ready."""
         log = self.folder / f"serve-{len(self.running)}.log"
-        command = [sys.executable, "-m", "dubito", "serve", *map(str, arguments), "--port", "0"]
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=file, text=True, env=clean | environment, cwd=self.folder
+        reader, writer = os.pipe()
+        stdout = os.fdopen(reader)
+        with log.open("w") as file, os.fdopen(writer, "w") as out:
+            process = forked.start(
+                forked.DUBITO,
+                ["serve", *arguments, "--port", "0"],
+                stdout=out,
+                stderr=file,
+                folder=self.folder,
+                environment=environment,
             )
-        url = _greeting(process, log)
-        self.running.append(Live(process, url, log))
+        self.running.append(Live(process, _greeting(process, stdout, log), log, stdout))
         return self.running[-1]
 
     def close(self) -> None:
         for live in self.running:
             live.process.kill()  # of no effect on one that has ended
-            live.process.wait()
-            assert live.process.stdout is not None
-            live.process.stdout.close()
+            live.process.join()
+            live.process.close()
+            live.stdout.close()
 
 
-def _greeting(process: "subprocess.Popen[str]", log: Path) -> str:
-    assert process.stdout is not None
+def _greeting(process: BaseProcess, stdout: IO[str], log: Path) -> str:
     watchdog = threading.Timer(LIMIT, process.kill)
     watchdog.start()
     said = ""
     try:
-        for line in process.stdout:
+        for line in stdout:
             said += line
             if found := re.search(r"console (http://\S+)/", line):
                 return found[1]
     finally:
         watchdog.cancel()
-    process.wait()
-    process.stdout.close()
+    process.join()
+    stdout.close()
     raise AssertionError(f"the server did not start: {said}{log.read_text()}")
 
 

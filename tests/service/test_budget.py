@@ -1,8 +1,6 @@
 """The memory plan: passes are never thought smaller than they are, and what does not fit goes in parts."""
 
 import logging
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import numpy as np
@@ -22,6 +20,7 @@ from dubito.models.resident import reside
 from dubito.service.bank import bytes_of_sample
 from dubito.service.budget import TRIED, Budget, Share, peak_of
 from dubito.service.engine import Answered, Ask, Engine
+from tests import forked
 
 CPU = torch.device("cpu")
 BUCKETS = (1, 4, 16, 64)
@@ -116,8 +115,7 @@ def test_batches_that_do_not_fit_go_in_parts_to_the_same_answer(model: Model, ca
 def test_a_budget_for_nothing_is_an_error_in_one_line(model: Model) -> None:
     with pytest.raises(DubitoError, match="memory_bytes"):
         bounded(model, 10_000).warm(4, nullcontext())
-    command = [sys.executable, "-m", "dubito", "serve", "--port", "0", "--set", "memory_bytes=1000"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    answer = forked.run("serve", "--port", "0", "--set", "memory_bytes=1000")
     assert answer.returncode == 2
     assert "the setting memory_bytes allows" in answer.stderr.splitlines()[-1]
     assert "Traceback" not in answer.stderr

@@ -23,6 +23,7 @@ from dubito.service.app import Server
 from dubito.service.device import device_of, dtype_of, trusted
 from dubito.service.engine import Answered, Ask, Engine
 from dubito.service.settings import Settings
+from tests import forked
 from tests.faulty import FOUR, Faulty, known_anew, one_column, one_convolution, patches, those_right
 from tests.service.conftest import Serve
 
@@ -36,8 +37,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error() -> None:
     assert device_of("auto") == device_of("cpu") == CPU
     with pytest.raises(DubitoError, match="finds no GPU here; take --device cpu or auto"):
         device_of("cuda")
-    command = [sys.executable, "-m", "dubito", "serve", "--device", "cuda", "--port", "0"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    answer = forked.run("serve", "--device", "cuda", "--port", "0")
     assert answer.returncode == 2
     (line,) = answer.stderr.splitlines()
     assert line.startswith("error: ")

@@ -1,8 +1,5 @@
 """What a GPU serves with, as far as that can be told without one; `test_cuda.py` has the rest."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +19,7 @@ from dubito.models.resident import bytes_of, reside
 from dubito.models.together import gather
 from dubito.service.fusion import Unit, fuse
 from dubito.service.programs import for_gpu, tap_by_tap
+from tests import forked
 
 CPU = torch.device("cpu")
 
@@ -29,9 +27,8 @@ CPU = torch.device("cpu")
 @pytest.mark.skipif(find_spec("triton") is None, reason="no triton: the GPU's kernels are not tested")
 def test_the_kernels_by_tritons_interpreter() -> None:
     """In a process of its own, as triton reads this once."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("interpreted.py")
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    script = Path(__file__).with_name("interpreted.py").read_text()
+    run = forked.run(code=script, environment={"TRITON_INTERPRET": "1"})
     assert run.returncode == 0, run.stderr
 
 

@@ -198,7 +198,7 @@ def test_sigterm_under_load_loses_no_accepted_request(serve: Fixture) -> None:
             async with asyncio.timeout(120):
                 while len(answered) < 16:
                     await asyncio.sleep(0.01)
-            server.process.send_signal(signal.SIGTERM)
+            server.send(signal.SIGTERM)
             while not all(task.done() for task in callers):
                 try:
                     unready |= (await client.get("/readyz")).status_code == 503
@@ -209,7 +209,7 @@ def test_sigterm_under_load_loses_no_accepted_request(serve: Fixture) -> None:
         return answered, statuses, unready
 
     answered, statuses, unready = asyncio.run(until_the_end())
-    assert server.process.wait(60) == 0
+    assert server.wait() == 0
     assert statuses == {200}
     assert unready
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]
@@ -220,7 +220,7 @@ def test_sigterm_under_load_loses_no_accepted_request(serve: Fixture) -> None:
 
 def test_ctrl_c_and_no_orphans(serve: Fixture) -> None:
     server = serve()
-    children = psutil.Process(server.process.pid).children(recursive=True)
+    children = psutil.Process(server.pid).children(recursive=True)
     assert server.stop(signal.SIGINT) == 0
     assert not any(child.is_running() for child in children)
 
@@ -238,7 +238,7 @@ def test_loading_and_unloading_leaves_memory_as_it_was(tmp_path: Path, serve: Fi
     save(network, tmp_path / "comes" / "1" / "model.safetensors", card=Card(input=Input(shape=(64,))))
     size = 4 * count(network)
     server = serve(tmp_path, "--set", "buckets=1,16")
-    process = psutil.Process(server.process.pid)
+    process = psutil.Process(server.pid)
     inputs = np.zeros((16, 64)).tolist()
     seen: list[int] = []
     threads: list[int] = []
@@ -260,15 +260,15 @@ def test_ready_only_with_every_expected_model(serve: Fixture, tmp_path: Path) ->
     assert httpx.post(f"{server.url}/v2/repository/models/digits/unload").status_code == 200
     assert httpx.get(f"{server.url}/readyz").status_code == 503  # a server without models is not ready
     assert httpx.get(f"{server.url}/v2/health/ready").json() == {"ready": False, "live": True}
-    assert httpx.post(f"{server.url}/v2/repository/models/digits/load").status_code == 200
+    assert httpx.post(f"{server.url}/v2/repository/models/digits/load", timeout=60).status_code == 200
     assert httpx.post(f"{server.url}/v1/models/digits/predict", json={"inputs": [[[[0.0] * 8] * 8]][0]}).is_success
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_soak(serve: Fixture) -> None:
     """Ten minutes of everything at once, mistakes included: memory stays where it was after the first minute."""
     server = serve("--set", "log_level=warning")
-    process = psutil.Process(server.process.pid)
+    process = psutil.Process(server.pid)
     seen: list[int] = []
 
     async def soak() -> None:

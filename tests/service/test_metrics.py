@@ -95,7 +95,7 @@ def test_sizes_are_those_of_the_model(server: Fixture) -> None:
     assert value(found, "dubito_device_memory_bytes", kind="total") > value(
         found, "dubito_device_memory_bytes", kind="used"
     )
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    status = Path(f"/proc/{server.pid}/status").read_text()
     resident = 1024 * int(status.partition("VmRSS:")[2].split()[0])
     assert value(found, "process_resident_memory_bytes") == pytest.approx(resident, rel=0.1)
 
@@ -148,7 +148,7 @@ def test_an_unloaded_model_leaves_no_series(serve: Fixture) -> None:
     predict(server.url, 1)
     assert httpx.post(f"{server.url}/v2/repository/models/digits/unload").status_code == 200
     assert not [key for key in scrape(server.url) if ("model", "digits") in key[1]]
-    assert httpx.post(f"{server.url}/v2/repository/models/digits/load").status_code == 200
+    assert httpx.post(f"{server.url}/v2/repository/models/digits/load", timeout=60).status_code == 200
     predict(server.url, 1)
     assert value(scrape(server.url), "dubito_inputs_total", model="digits") == 1
 

@@ -17,6 +17,7 @@ from dubito.models.errors import ArtifactError
 from dubito.service.repository import find
 from dubito.service.security import Guard, hash_key
 from dubito.service.settings import Settings
+from tests import forked
 
 Fixture = Any  # the types of conftest.py
 ZEROS = {"inputs": [[[0.0] * 8] * 8]}
@@ -155,8 +156,7 @@ def test_a_link_out_of_the_repository_is_refused(tmp_path: Path, make_artifact: 
 def test_a_server_that_cannot_start_says_why_in_one_line(
     tmp_path: Path, make_artifact: Callable[..., Path], make: Callable[..., Path], said: str
 ) -> None:
-    command = [sys.executable, "-m", "dubito", "serve", str(make(tmp_path, make_artifact)), "--port", "0"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    answer = forked.run("serve", make(tmp_path, make_artifact), "--port", "0")
     assert answer.returncode == 2
     (line,) = answer.stderr.splitlines()
     assert line.startswith("error: ")
@@ -166,8 +166,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line(
 def test_a_broken_artifact_ends_the_server_with_its_reason(tmp_path: Path, make_artifact: Callable[..., Path]) -> None:
     bad = make_artifact(tmp_path / "bad.safetensors")
     bad.write_bytes(bad.read_bytes()[:-3])
-    command = [sys.executable, "-m", "dubito", "serve", str(bad), "--port", "0"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    answer = forked.run("serve", bad, "--port", "0")
     assert answer.returncode == 2
     assert answer.stderr.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in answer.stderr
@@ -175,8 +174,7 @@ def test_a_broken_artifact_ends_the_server_with_its_reason(tmp_path: Path, make_
 
 def test_a_taken_port_is_one_line(live: Fixture) -> None:
     port = live.url.rpartition(":")[2]
-    command = [sys.executable, "-m", "dubito", "serve", "--port", port]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    answer = forked.run("serve", "--port", port)
     assert answer.returncode == 2
     assert f"port {port}" in answer.stderr
 

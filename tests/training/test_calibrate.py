@@ -70,13 +70,13 @@ def calibrated(trained: Model) -> Model:
     return calibrate(trained, clusters(5000, 3))
 
 
-SEEDS = range(7, 15)
+SEEDS, FRESH = range(7, 15), 5000
 
 
 @pytest.fixture(scope="module")
 def measured(calibrated: Model) -> list[dict[str, Any]]:
     """Figures of fresh data, by one seed after the other."""
-    return [evaluate(calibrated, clusters(10_000, 4), seed=seed).figures for seed in SEEDS]
+    return [evaluate(calibrated, clusters(FRESH, 4), seed=seed).figures for seed in SEEDS]
 
 
 @pytest.mark.parametrize("K", [1, 2, 4, 8, 20, 64, "auto"])
@@ -86,7 +86,7 @@ def test_promises_hold_on_fresh_data(measured: list[dict[str, Any]], K: int | st
     Examples that share their draws err together: what these measurements show of it, calibration has as well. Few draws
     err rarely and then much, so that one seed's requests say little of their own error.
     """
-    n, fresh = 5000, 10_000
+    n, fresh = 5000, FRESH
     rows = [f["auto"] if K == "auto" else next(r for r in f["curve"] if r["samples"] == K) for f in measured]
     for name, promised in (("coverage", 0.9), ("ood_rate", 0.05)):
         of_examples = promised * (1 - promised)

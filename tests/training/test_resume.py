@@ -5,8 +5,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +25,7 @@ from dubito.training.fit import FitError, Run
 from dubito.training.recipe import Stopped, train
 from dubito.training.sources import read_data
 from dubito.training.stop import stoppable
+from tests import forked
 
 CPU = torch.device("cpu")
 
@@ -331,65 +330,62 @@ def test_data_that_changed_meanwhile_is_noticed(tmp_path: Path, monkeypatch: pyt
 # the command, killed
 
 DRIVER = """
-import signal, sys
 from dubito.training import recipe
 from dubito.cli import main
 recipe.BETWEEN = 0.02  # seconds between checkpoints
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has its children ignore Ctrl-C
 main()
 """
 COMMAND = ["train", "digits", "--json", *(f"--set={c}" for c in SMALL), "--out", "m.safetensors"]
 COMMAND += ["--set=fit.pretrain_epochs=10", "--set=fit.epochs=20"]
 
 
-def launch(folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, *COMMAND],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
 
 
-def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    found: dict[str, Any] = json.loads(out)
+def launch(folder: Path, logs: Path) -> forked.Begun:
+    return forked.begin(DRIVER, COMMAND, folder, logs)
+
+
+def answer(process: forked.Begun) -> dict[str, Any]:
+    ended = process.end()
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout)
     return found
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, logs: Path) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    return answer(launch(folder)), folder
+    return answer(launch(folder, logs)), folder
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], newer_than: int = 0) -> None:
+def wait_for(path: Path, process: forked.Begun, newer_than: int = 0) -> None:
     """Until the file is there, or is another than it was."""
-    while process.poll() is None and (not path.exists() or path.stat().st_mtime_ns <= newer_than):
+    while process.runs and (not path.exists() or path.stat().st_mtime_ns <= newer_than):
         time.sleep(0.002)
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments_change_nothing(uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+def test_kills_at_random_moments_change_nothing(
+    uninterrupted: tuple[dict[str, Any], Path], tmp_path: Path, logs: Path
+) -> None:
     moments = random.Random(0)
     checkpoints = [tmp_path / f"m.{phase}.checkpoint.safetensors" for phase in ("plain", "posterior")]
     killed = 0
     for phase in (0, 1, 1):  # the last hits a run that had been resumed
         path = checkpoints[phase]
         before = path.stat().st_mtime_ns if path.exists() else 0
-        process = launch(tmp_path)
+        process = launch(tmp_path, logs)
         wait_for(path, process, before)
         time.sleep(moments.uniform(0, 0.15))
-        process.kill()
-        process.communicate()
-        killed += process.returncode == -signal.SIGKILL
+        process.send(signal.SIGKILL)
+        killed += process.end().returncode == -signal.SIGKILL
         assert not (tmp_path / "m.safetensors").exists() or phase == 1
     assert killed >= 2  # the last may have come too late
     metrics, folder = uninterrupted
-    assert answer(launch(tmp_path)) == metrics
+    assert answer(launch(tmp_path, logs)) == metrics
     assert (tmp_path / "m.safetensors").read_bytes() == (folder / "m.safetensors").read_bytes()
     for log in ("m.log.csv", "m.plain.log.csv"):
         assert lines(tmp_path / log) == lines(folder / log)
@@ -397,12 +393,13 @@ def test_kills_at_random_moments_change_nothing(uninterrupted: tuple[dict[str, A
 
 
 @pytest.mark.parametrize(("number", "phase"), [(signal.SIGINT, "posterior"), (signal.SIGTERM, "plain")])
-def test_ctrl_c_leaves_a_checkpoint_and_says_so(number: signal.Signals, phase: str, tmp_path: Path) -> None:
-    process = launch(tmp_path)
+def test_ctrl_c_leaves_a_checkpoint_and_says_so(number: signal.Signals, phase: str, tmp_path: Path, logs: Path) -> None:
+    process = launch(tmp_path, logs)
     wait_for(tmp_path / f"m.{phase}.checkpoint.safetensors", process)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, "")
-    assert f"({phase}); m.{phase}.checkpoint.safetensors holds it. The same command goes on from there." in err
-    assert "Traceback" not in err
+    process.send(number)
+    ended = process.end()
+    assert (ended.returncode, ended.stdout) == (130, "")
+    said = f"({phase}); m.{phase}.checkpoint.safetensors holds it. The same command goes on from there."
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
     assert not any(name.endswith(".part") for name in named(tmp_path))

@@ -176,6 +176,18 @@ def test_quarter_turns_are_exact(size: int) -> None:
 
 
 @pytest.mark.parametrize("degrees", families(1)["rotation"])
+def test_rotation_is_torchvisions(degrees: float) -> None:
+    """But for values half-way between two integers, which may be rounded the other way."""
+    from torchvision.transforms.v2 import functional
+
+    x = torch.randint(256, (20, 1, 28, 21), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected = functional.rotate(x, degrees, interpolation=functional.InterpolationMode.BILINEAR)
+    apart = (corrupt(x, "rotation", degrees).int() - expected.int()).abs()
+    assert int(apart.max()) <= 1
+    assert float(apart.double().mean()) < 0.005
+
+
+@pytest.mark.parametrize("degrees", families(1)["rotation"])
 def test_rotation_turns_the_centre_of_mass(degrees: float) -> None:
     x = torch.zeros(1, 1, 41, 41, dtype=torch.uint8)
     x[..., 18:23, 28:33] = 200  # centred 10 to the right of the middle
