@@ -30,7 +30,9 @@ def columns(metrics: Mapping[str, float], plain: Plain | None) -> list[str]:
 
 def verdict(differences: Mapping[str, Difference], rival: str) -> str:
     """Better, worse and no different, each with the difference and its standard error."""
-    better, worse, same = [], [], []
+    better: list[str] = []
+    worse: list[str] = []
+    same: list[str] = []
     for name, d in differences.items():
         if abs(d.value) <= CLEAR * d.se or d.value == 0:
             same.append(NAMES[name])

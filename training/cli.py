@@ -372,7 +372,7 @@ def _tell(out: Path, model: "Model", as_json: bool) -> None:
     from dubito.training.evaluate import promises
 
     calibration = model.card.calibration
-    figures = {
+    figures: dict[str, Any] = {
         **model.card.metrics,
         "parameters": count(model.network),
         "bytes": out.stat().st_size,
@@ -456,15 +456,15 @@ def evaluate(
     if way == "probit" and samples is not None:
         raise InputError("--method is probit, which takes no draws; leave --samples out.")
     model = load(file)
-    other = None if against is None else load(against)
-    if other is not None and other.manifest.task.kind != model.manifest.task.kind:
+    rival = None if against is None else load(against)
+    if rival is not None and rival.manifest.task.kind != model.manifest.task.kind:
         raise InputError(
-            f"{against} is a model of {other.manifest.task.kind}, {file} one of {model.manifest.task.kind}; "
+            f"{against} is a model of {rival.manifest.task.kind}, {file} one of {model.manifest.task.kind}; "
             "expected two models of one kind."
         )
     name, examples = part_of(read_for(model.manifest, data, data_root, download=download), model.card, part)
-    if other is not None:
-        check(other, examples)
+    if rival is not None:
+        check(rival, examples)
     outside = {}
     for other in ood or []:
         found = read_for(model.manifest, other, data_root, download=download, labelled=False)
@@ -481,8 +481,8 @@ def evaluate(
     if model.card.plain is not None:
         plain = model.card.plain
         evaluation.figures["plain"] = plain.model_dump(mode="json") | {"verdict": beside_plain(plain)}
-    if other is not None:
-        compared = compare(model, other.to(model.device), examples, outside, samples=K, seed=seed)
+    if rival is not None:
+        compared = compare(model, rival.to(model.device), examples, outside, samples=K, seed=seed)
         evaluation.figures["against"] = {"model": str(against), **compared}
     about = {"model": str(file), "data": data, "part": name}
     if report is not None:

@@ -1,7 +1,7 @@
 """The posterior's options chosen on held-out training data: a short run with each, judged by the validation part."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import nn
@@ -39,7 +39,7 @@ def tune(recipe: Recipe, net: nn.Module, fit: FitTrial, path: Path, origin: str,
     return recipe.with_options(chosen)
 
 
-def _known(path: Path, key: dict[str, object]) -> list[float]:
+def _known(path: Path, key: Mapping[str, object]) -> list[float]:
     """The NLLs of the trials that were made already."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -49,5 +49,5 @@ def _known(path: Path, key: dict[str, object]) -> list[float]:
     return list(found["nll"]) if same else []
 
 
-def _words(options: dict[str, object]) -> str:
+def _words(options: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in options.items())

@@ -31,7 +31,7 @@ def test_of_inducing_weights(shape: tuple[int, int], lam_max: float) -> None:
         P_r, P_c = (Z.T @ torch.linalg.inv(Z @ Z.T + torch.diag(D)) @ Z for Z, D in ((Z_r, D_r), (Z_c, D_c)))
         noise = 0.3**2 * float(P_r.trace() * P_c.trace())
         noise += lam_max**2 * (d_out * d_in - float(P_r.trace() * P_c.trace()))
-        mean = float(q.factors().mean(None).dense().double().square().sum()) / q.sigma**2  # type: ignore[union-attr]
+        mean = float(q.factors().mean(None).dense().double().square().sum()) / q.sigma**2
     share = math.sqrt(noise / mean)
     draws = NOISE_DRAWS * 36  # normals that the noise is made of, at the least
     assert noise_share(layer) == pytest.approx(share, rel=5 / math.sqrt(2 * draws))

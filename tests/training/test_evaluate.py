@@ -450,6 +450,36 @@ def test_the_table_fits_a_terminal_and_says_it_all(run: Run, file: Path, parts: 
     assert max(map(len, lines)) <= 80
 
 
+def test_two_models_on_the_same_inputs(run: Run, file: Path, model: Model, parts: Parts, tmp_path: Path) -> None:
+    """Beside data from outside, which is named as the other model is not."""
+    rival = bayesianize(build("mlp", inputs=64, outputs=10, hidden=[8]), "deterministic")
+    save(rival, tmp_path / "rival.safetensors", card=Card(input=model.card.input, labels=parts.labels))
+    np.savez(tmp_path / "noise.npz", x=noise(30).x.numpy(), y=np.zeros(30, dtype=int))
+    outside = f"npz:{tmp_path / 'noise.npz'}"
+    arguments = (file, "--data", "digits", "--part", "validation", "--ood", outside, "--samples", 4)
+    answer = run(*arguments, "--against", tmp_path / "rival.safetensors", "--report", tmp_path / "page", "--json")
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.stdout)
+    against = found["against"]
+    other = measure(load(tmp_path / "rival.safetensors"), parts.validation)
+    for name in ("accuracy", "nll", "ece", "brier"):
+        assert against["mine"][name] == pytest.approx(found[name], rel=1e-6)
+        assert against["other"][name] == pytest.approx(other[name], rel=1e-6)
+        assert against["differences"][name]["value"] == pytest.approx(found[name] - other[name], abs=1e-9)
+        assert against["differences"][name]["se"] > 0
+    assert against["mine"]["auroc"] == pytest.approx(found["auroc"], rel=1e-6)
+    assert against["auroc_against"] == [outside]
+    assert "this model is better at accuracy" in against["verdict"]  # of a network that was not trained
+    assert against["verdict"] in (tmp_path / "page" / "index.html").read_text()
+    assert "better at accuracy" in " ".join(run(*arguments, "--against", tmp_path / "rival.safetensors").stdout.split())
+
+
+def test_models_of_two_kinds_are_not_compared(run: Run, file: Path, curve: Model, tmp_path: Path) -> None:
+    save(curve, tmp_path / "curve.safetensors")
+    said = refused(run(file, "--data", "digits", "--against", tmp_path / "curve.safetensors"))
+    assert "is a model of regression" in said
+
+
 def test_an_uncalibrated_model_says_so(run: Run, model: Model, tmp_path: Path) -> None:
     save(model.with_card(calibration=None), tmp_path / "bare.safetensors")
     assert "not calibrated" in run(tmp_path / "bare.safetensors", "--data", "digits", "--part", "validation").stdout

@@ -24,6 +24,7 @@ from dubito.models.inducing import Inducing
 from dubito.models.manifest import Regression
 from dubito.models.parameters import Free, count
 from dubito.models.pruning import prune as prune_network
+from dubito.models.verdict import beside_plain
 from dubito.training.augment import augmentation
 from dubito.training.config import Recipe, read_recipe
 from dubito.training.data import Examples, Parts, divide, input_of
@@ -87,6 +88,14 @@ def test_npz_with_pictures(tmp_path: Path) -> None:
     assert model.card.input is not None
     assert model.card.input.shape == (1, 8, 8)
     assert model.card.labels == ("0", "1")
+    plain = model.card.plain
+    assert plain is not None
+    for figures in (plain.metrics, plain.tempered, plain.differences):
+        assert figures.keys() == {"accuracy", "nll", "ece", "brier", "auroc"}
+    assert found["plain"] == plain.model_dump(mode="json")
+    assert found["verdict"] == beside_plain(plain) != ""
+    for name, d in plain.differences.items():
+        assert d.value == pytest.approx(found[name] - plain.tempered[name], abs=1e-6)
 
 
 def vectors(n: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
