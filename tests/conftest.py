@@ -1,6 +1,7 @@
 """Runs before any test imports torch."""
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,3 +18,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: one thre
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first, so that no worker is left with it when the others are done."""
     items.sort(key=lambda item: "test_readme.py" not in item.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Draws that name no seed do not depend on the tests before. `TEST_SEED=7 make test` tries other ones."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(int(os.environ.get("TEST_SEED", "0")))
