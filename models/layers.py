@@ -135,6 +135,11 @@ class BayesianLayer(nn.Module):
     def q(self) -> Posterior:
         return self.posterior  # type: ignore[return-value]  # nn.Module by type, a posterior by construction
 
+    def set_prior(self, sigma: float) -> None:
+        """The scale of the prior, which may follow from the weights of the start and stands in no tensor."""
+        self.entry = self.entry.model_copy(update={"sigma": sigma})
+        self.posterior.sigma = sigma  # type: ignore[assignment]  # a number, by construction
+
     def forward(self, input: Tensor) -> Tensor:
         run = current(self, input)
         how = run.plan.get(self, "loop")

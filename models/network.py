@@ -157,6 +157,15 @@ class BayesianNetwork(nn.Module):
     def layers(self) -> dict[str, BayesianLayer]:
         return dict(Structure.of(self.net).layers)
 
+    @property
+    def priors(self) -> list[float]:
+        """Scales of the layers' priors, in order."""
+        return [layer.entry.sigma for layer in self.layers.values()]
+
+    def set_priors(self, sigmas: Sequence[float]) -> None:
+        for layer, sigma in zip(self.layers.values(), sigmas, strict=True):
+            layer.set_prior(sigma)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.sample(x, 1)[0]
 

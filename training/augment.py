@@ -77,7 +77,8 @@ class Grouped:
 
     def __call__(self, x: Tensor) -> Tensor:
         together = max(1, len(x) // GROUPS) if x.is_cuda else 1
-        return torch.cat([self.transform(some) for some in x.split(together)])
+        groups = [self.transform(some) for some in x.split(together)]
+        return torch.cat(groups) if all(isinstance(g, Tensor) for g in groups) else groups[0]  # refused by its type
 
 
 @dataclass(frozen=True)

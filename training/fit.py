@@ -89,6 +89,7 @@ class Run:
         self.ranks = Ranks.here()
         self.network = network.to(device)
         self._undo = self.ranks.prepare(self.network)
+        self.network.set_priors(self.ranks.of_first(self.network.priors, device))
         self.validation, self.declared = validation, declared
         self.fit, self.seed, self.device = fit, seed, device
         train = Examples(train.x, self._in_units(train.y))
@@ -318,7 +319,8 @@ class Run:
             for key, value in entry.items():
                 if value is not None:
                     tensors[f"optimiser.{index}.{key}"] = torch.as_tensor(value).detach().clone()
-        return State(tensors, {"step": self.step, "log": [dict(vars(e)) for e in self.log]})
+        log = [dict(vars(e)) for e in self.log]
+        return State(tensors, {"step": self.step, "log": log, "priors": self.network.priors})
 
     def restore(self, state: State) -> None:
         parts: dict[str, dict[str, Tensor]] = {"network": {}, "best": {}, "optimiser": {}}
@@ -327,6 +329,7 @@ class Run:
             if kind in parts:
                 parts[kind][rest] = tensor
         self.network.load_state_dict(parts["network"])
+        self.network.set_priors(state.known["priors"])
         self.best = {k: v.to(self.device) for k, v in parts["best"].items()} or None
         of_optimiser: dict[int, dict[str, Tensor]] = {}
         for name, tensor in parts["optimiser"].items():
