@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Precision, Predictive, Selection
+from dubito.models.manifest import Precision, Predictive, Selection, SetScore
 
 # strict: true, "20" and 20.0 are no whole numbers
 Whole = Annotated[int, Field(strict=True, ge=0)]
@@ -131,6 +131,8 @@ class Calibrate(Strict):
     directions: Whole = 4  # R of way 3
     temperature: bool = False
     method: Predictive | None = None  # that answers by default; None: probit where there is a closed form
+    sets: SetScore = "aps"  # of classification: how classes are scored
+    per: Literal["class", "group"] | None = None  # a quantile for each class, or each group that the data names
 
 
 class Recipe(Strict):
@@ -161,6 +163,8 @@ class Recipe(Strict):
             raise ValueError(f"calibrate.method is 'probit', which belongs to {LAPLACE}")
         if self.task == "regression" and self.calibrate.temperature:
             raise ValueError("calibrate.temperature is true; a temperature belongs to classification")
+        if self.task == "regression" and self.calibrate.per == "class":
+            raise ValueError("calibrate.per is 'class', which belongs to classification")
         return self
 
 

@@ -297,7 +297,7 @@ def finish(
         model = load(draft).to(device)
     finally:
         draft.unlink(missing_ok=True)
-    model = calibrate(model, parts.calibration, recipe.calibrate, seed=recipe.seed)
+    model = calibrate(model, parts.calibration, recipe.calibrate, seed=recipe.seed, validation=parts.validation)
     model = model.with_card(metrics=measure(model, parts.test, seed=recipe.seed))
     save(model, out)
     return load(out)
