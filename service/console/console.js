@@ -178,9 +178,9 @@ async function choose() {
   const choices = [16, 64, 256].filter((K) => K <= most);
   $("draws").replaceChildren(...(choices.length ? choices : [most]).map((K) => element("option", { value: K }, String(K))));
   $("draws").value = String(choices.includes(64) ? 64 : choices.at(-1) ?? most);
-  const groups = Object.keys(model.calibration?.groups ?? {});
-  $("groups").hidden = !groups.length;
-  $("group").replaceChildren(element("option", { value: "" }, "any"), ...groups.map((name) => element("option", { value: name }, name)));
+  const named = Object.keys(model.calibration?.groups ?? {});
+  $("groups").hidden = !named.length;
+  $("group").replaceChildren(element("option", { value: "" }, "any"), ...named.map((name) => element("option", { value: name }, name)));
   takes(model);
   remember(model.bytes);
   const groups = await examplesFor(model);

@@ -36,6 +36,11 @@ def write(path: Path, **parts: Any) -> Path:
     return path
 
 
+def write_by_group(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write(path, groups={"north": part(0.0), "south": part(2.0, 0.8)})
+
+
 def part(quantile: float, coverage: float = 0.9) -> Part:
     return Part(examples=99, coverage=coverage, quantiles=dict.fromkeys(GRID, quantile))
 
@@ -43,7 +48,7 @@ def part(quantile: float, coverage: float = 0.9) -> Part:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("groups")
-    write(folder / "groups.safetensors", groups={"north": part(0.0), "south": part(2.0, 0.8)})
+    write_by_group(folder / "groups.safetensors")
     write(folder / "classes.safetensors", classes=(part(0.0), part(2.0), part(0.5)))
     return folder
 
