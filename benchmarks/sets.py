@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -20,7 +21,7 @@ from dubito.models import bayesianize, load, save
 from dubito.models.embedded import embedded
 from dubito.models.manifest import Card, Sets
 from dubito.models.model import Model
-from dubito.models.sets import Scores, class_scores
+from dubito.models.sets import Probabilities, Scores, class_scores
 from dubito.models.uncertainty import Classified
 from dubito.training.calibrate import choose_sets, outer_quantile
 from dubito.training.config import Calibrate, Data, Fit, Network, Posterior, Recipe
@@ -51,7 +52,7 @@ def main() -> None:
         K = drawn(model, 20)
         summary = ask(model, x, [K], 0)[K]
         assert isinstance(summary, Classified)
-        p = summary.probabilities.double().numpy()
+        p = summary.probabilities.numpy()
         right = float((p.argmax(1) == y.numpy()).mean())
         title = f"{name}: {len(y):,} held-out examples, {p.shape[1]} classes, accuracy {right:.1%}"
         columns = ("asked", "rule", "coverage", "mean size", "empty", "size 1", "size 2", "size 3+", "hardest fifth")
@@ -65,7 +66,7 @@ def main() -> None:
     console.print(machine())
 
 
-def rules(p: Scores, raps: Sets) -> Iterator[tuple[str, Scores]]:
+def rules(p: Probabilities, raps: Sets) -> Iterator[tuple[str, Scores]]:
     yield "1 − p, as in format 1", class_scores(p, None)
     yield "1 − p", class_scores(p, Sets(score="probability"))
     yield "APS", class_scores(p, Sets())
@@ -73,11 +74,13 @@ def rules(p: Scores, raps: Sets) -> Iterator[tuple[str, Scores]]:
     yield "APS up to and with y, first added", class_scores(p, Sets()) + p
 
 
-def figures(p: Scores, y: np.ndarray, scores: Scores, coverage: float, divisions: int) -> list[str]:
+def figures(p: Probabilities, y: NDArray[np.int64], scores: Scores, coverage: float, divisions: int) -> list[str]:
     """Means over divisions; the standard error is that of the mean coverage over them."""
     rng, rows = np.random.default_rng(0), np.arange(len(y))
     held = min(HELD, len(y) // 2)
-    added = (scores[rows, p.argmax(1)] > 0).all() and (scores != 1 - p).any()  # the first class is not within by itself
+    added = (scores[rows, p.argmax(1)] > 0).all() and (
+        scores != class_scores(p, None)
+    ).any()  # the first class is not within by itself
     sizes_hits, per_division = np.zeros((4, 2)), []
     for _ in range(divisions):
         order = rng.permutation(len(y))

@@ -13,7 +13,7 @@ from torch import Tensor
 from dubito.models.errors import ArtifactError, InputError
 from dubito.models.manifest import Calibration, Card, Measure, Part, Sets, at_or_below
 from dubito.models.prediction import Prediction
-from dubito.models.sets import class_scores
+from dubito.models.sets import fitting
 from dubito.models.uncertainty import Classified, Regressed, on_host
 
 Columns = dict[str, NDArray[Any]]  # by name, one row per input
@@ -172,8 +172,7 @@ def columns_of(summary: Classified | Regressed, rules: Sequence[Rule]) -> Column
         p = found["probabilities"]
         found |= {"class": p.argmax(-1), "max_probability": p.max(-1)}
         if within is not None:  # a class fits where its conformal score is within the quantile
-            limits = _limits(rules, within, p.shape[1])
-            found["prediction_set"] = class_scores(p.astype(np.float64), rules[0].sets) <= limits
+            found["prediction_set"] = fitting(p, rules[0].sets, _limits(rules, within, p.shape[1]))
     elif within is not None:
         std = np.sqrt((found["epistemic_variance"] + found["aleatoric_variance"]).astype(np.float64))
         mean, reach = found["mean"].astype(np.float64), within[:, None] * std

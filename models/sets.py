@@ -9,27 +9,42 @@ from numpy.typing import NDArray
 
 from dubito.models.manifest import Sets
 
+Probabilities = NDArray[np.float32]
 Scores = NDArray[np.float64]
 
 
-def class_scores(p: Scores, sets: Sets | None) -> Scores:
+def fitting(p: Probabilities, sets: Sets | None, limits: Scores) -> NDArray[np.bool_]:
+    """(B, C): the classes whose scores are within the limits, (B, 1) or (B, C)."""
+    if sets is None or sets.score == "probability":
+        return class_scores(p, sets) <= limits
+    rows, first = np.arange(len(p)), p.argmax(-1)
+    fits = np.zeros(p.shape, np.bool_)
+    most = limits.max(-1)
+    fits[rows, first] = most >= 0  # not where the limit is NaN: that input has none
+    more = p[rows, first] <= most  # the least score of any other class; the rest need no sorting
+    if more.any():
+        fits[more] = class_scores(p[more], sets) <= limits[more]
+    return fits
+
+
+def class_scores(p: Probabilities, sets: Sets | None) -> Scores:
     """(B, C) probabilities -> (B, C); 0 for the most probable class, unless `sets` is None.
 
     APS [Romano20] subtracts u · p from the sum up to and including a class, with a random u in [0, 1]; here u is 1.
     RAPS [Angelopoulos21] adds lam · max(0, rank − k_reg).
     """
     if sets is None:
-        return 1 - p
+        return 1 - p.astype(np.float64)
     rows = np.arange(len(p))
     if sets.score == "probability":
-        found = 1 - p
+        found = 1 - p.astype(np.float64)
         found[rows, p.argmax(-1)] = 0
         return found
     order = np.argsort(-p, axis=-1, kind="stable")
-    before = p[rows[:, None], order].cumsum(-1)[:, :-1]
+    before = p[rows[:, None], order].astype(np.float64).cumsum(-1)[:, :-1]
     if sets.lam:
         before += penalties(sets, p.shape[1])[1:]
-    found = np.zeros_like(p)
+    found = np.zeros(p.shape)
     found[rows[:, None], order[:, 1:]] = before
     return found
 

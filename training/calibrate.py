@@ -226,7 +226,7 @@ def choose_sets(model: Model, validation: Examples | None, settings: Calibrate, 
     check(model, validation)
     summary = Way.of(model, CHOOSING, None).ask(model, validation.x, seed)
     assert isinstance(summary, Classified)
-    p = summary.probabilities.double().numpy()
+    p = summary.probabilities.numpy()
     share = min(settings.coverage, promised(len(p)))
 
     def size(sets: Sets) -> float:
@@ -271,7 +271,7 @@ def outer_quantile(values: Tensor, share: float) -> float:
 def strangeness(summary: Summary, y: Tensor, sets: Sets | None) -> Tensor:
     """The conformal score of the true answer; of numbers, the largest |y − mean|/std over the outputs."""
     if isinstance(summary, Classified):
-        of_classes = torch.from_numpy(class_scores(summary.probabilities.double().numpy(), sets))
+        of_classes = torch.from_numpy(class_scores(summary.probabilities.numpy(), sets))
         return of_classes.gather(1, y[:, None])[:, 0]
     std = (summary.epistemic_variance + summary.aleatoric_variance).double().sqrt()
     return ((y.double() - summary.mean.double()).abs() / std).amax(-1)

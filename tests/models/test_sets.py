@@ -27,7 +27,7 @@ Array = NDArray[Any]
 def dyadic(rows: int, C: int, seed: int) -> Array:
     """Probabilities in sixteenths: sums of them are exact, and many are equal, or zero."""
     rng = np.random.default_rng(seed)
-    return np.stack([rng.multinomial(16, rng.dirichlet(np.ones(C))) for _ in range(rows)]) / 16
+    return (np.stack([rng.multinomial(16, rng.dirichlet(np.ones(C))) for _ in range(rows)]) / 16).astype(np.float32)
 
 
 def classified(p: Array) -> Classified:
