@@ -296,7 +296,8 @@ class Engine:
         rules: list[Rule] = []
         for ask in asks:
             given = (ask.tolerance, ask.max_samples) if ask.samples == "auto" else (None, None)
-            rules += [self.rulebook.rule(K, *given, ask.group) for K in taken[len(rules) : len(rules) + ask.rows]]
+            rows = taken[len(rules) : len(rules) + ask.rows]
+            rules += [self.rulebook.rule(K, *given, group=ask.group) for K in rows]
         return self._apart(asks, columns_of(summary, rules), rules, taken, job.seed, job.watch)
 
     def _repeatable(self, asks: list[Ask], x: Tensor, watch: Stopwatch) -> list[Answered]:

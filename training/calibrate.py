@@ -65,13 +65,9 @@ def calibrate(
     under other thresholds: the copy has no metrics.
     """
     settings = Calibrate() if settings is None else settings
-    n = len(held)
-    if settings.temperature or settings.sets == "raps":
-        held, validation = _apart(held, validation, seed)
-    check_enough(len(held), settings, n - len(held))
+    held, validation = divided(held, validation, settings, model.manifest.task.kind, seed)
     model = Model(copy.deepcopy(model.network), model.manifest).with_card(calibration=None, metrics={})
     check(model, held)
-    check_parts(held, settings, model.manifest.task.kind)
     set_directions(model.network, enter(held.x[:PATCHES_FROM], declared_by(model)), settings.directions, seed)
     model = Model(model.network, model.manifest)  # its factors are computed anew
     if settings.method == "probit" and model.manifest.subnetwork is None:
@@ -109,13 +105,18 @@ def calibrate(
     return model.with_card(calibration=found)
 
 
-def _apart(held: Examples, validation: Examples | None, seed: int) -> tuple[Examples, Examples]:
-    """The examples for thresholds, and those for constants."""
-    if validation is not None and len(validation) >= FEWEST:
-        return held, validation
-    order = torch.randperm(len(held), generator=torch.Generator().manual_seed(seed))
-    n = max(min(FEWEST, len(held)), len(held) // 5)
-    return held[order[n:].sort().values], held[order[:n].sort().values]
+def divided(
+    held: Examples, validation: Examples | None, settings: Calibrate, task: str, seed: int
+) -> tuple[Examples, Examples | None]:
+    """The examples for thresholds and those for constants, or an error where they do not allow what is asked for."""
+    n, raps = 0, settings.sets == "raps" and task == "classification"
+    if (settings.temperature or raps) and (validation is None or len(validation) < FEWEST):
+        order = torch.randperm(len(held), generator=torch.Generator().manual_seed(seed))
+        n = max(min(FEWEST, len(held)), len(held) // 5)
+        held, validation = held[order[n:].sort().values], held[order[:n].sort().values]
+    check_enough(len(held), settings, n)
+    _check_parts(held, settings, task)
+    return held, validation
 
 
 # prediction sets
@@ -186,7 +187,7 @@ def _parts_of(model: Model, held: Examples, settings: Calibrate) -> dict[str, Te
     return {label_of(model.card, c): (held.y == c).nonzero()[:, 0] for c in range(answer.probabilities.shape[1])}
 
 
-def check_parts(held: Examples, settings: Calibrate, task: str) -> None:
+def _check_parts(held: Examples, settings: Calibrate, task: str) -> None:
     """Refuse data that cannot be divided as asked; where nothing is asked for, anything goes."""
     if settings.per == "class" and task == "regression":
         raise CalibrationError("per is 'class', but this model predicts numbers. Leave it out, or say 'group'.")

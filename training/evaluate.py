@@ -12,7 +12,7 @@ from torch import Tensor
 from dubito.models.adaptive import AT_MOST, TOLERANCE
 from dubito.models.answers import Rule, auto_rule, closed_rule, columns_of, label_of, rule_for, scores
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Calibration, Input, Measure, Predictive
+from dubito.models.manifest import Calibration, Input, Measure, Part, Predictive
 from dubito.models.model import Model
 from dubito.models.prediction import tally_for
 from dubito.models.uncertainty import Classified, Regressed
@@ -182,6 +182,7 @@ def by_size(summary: Classified, y: Tensor, rule: Rule) -> list[Figures]:
 def _by_part(model: Model, summary: Summary, examples: Examples, way: "Way") -> list[Figures]:
     """Of a calibration by class or by group: what each was promised, and what it got."""
     calibration, rows = model.card.calibration, []
+    named: list[tuple[str, Tensor, str | None, Part]]
     if calibration is not None and calibration.classes is not None:
         named = [(label_of(model.card, c), examples.y == c, None, p) for c, p in enumerate(calibration.classes)]
     elif calibration is not None and calibration.groups is not None and examples.group is not None:

@@ -20,7 +20,7 @@ from dubito.models.manifest import Card, Classification, Input, Provenance, Regr
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
 from dubito.models.prediction import evaluating
-from dubito.training.calibrate import calibrate, check_enough
+from dubito.training.calibrate import calibrate, divided
 from dubito.training.checkpoint import draft_of, resume, save_checkpoint
 from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data import Examples, Parts, divide, enter, input_of
@@ -100,7 +100,8 @@ def read_parts(recipe: Recipe, root: Path | None, download: bool = False) -> Par
     if data.labels is not None and len(data.labels) < 2:
         raise RecipeError(f"{d.name} has one class only ({data.labels[0]!r}); expected two or more to tell apart.")
     parts = divide(data, d.validation, d.calibration, d.test, recipe.seed)
-    check_enough(len(parts.calibration), recipe.calibrate)  # before the work, not after it
+    held = (parts.calibration, parts.validation)
+    divided(*held, recipe.calibrate, recipe.task, recipe.seed)  # what cannot be calibrated is refused before the work
     if regression:
         _check_units(parts.train.y, d.name)
     return parts

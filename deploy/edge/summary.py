@@ -38,7 +38,7 @@ def classified(g: Graph, logits: str, C: int, temperature: float, rule: Rule) ->
 
 
 def prediction_sets(g: Graph, p: str, C: int, rule: Rule) -> dict[str, int]:
-    limits = rule.quantile if rule.by_class is None else rule.by_class
+    limits = np.array(rule.quantile if rule.by_class is None else rule.by_class, np.float64)
     g.op("LessOrEqual", _class_scores(g, p, C, rule.sets), g.constant(limits, np.float64), out="prediction_set")
     return {"prediction_set": TensorProto.BOOL}
 

@@ -200,7 +200,6 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     ),
     # the manifest
     "format 3": (says("format", 3), "its format is 3; this version of dubito reads format 1 and 2. Update dubito"),
-    "format true": (says("format", True), "its format is True; this version of dubito reads format 1 and 2"),
     "no format": (lacks("format"), "its format is None"),
     "format a list": (says("format", [1]), r"its format is \[1\]"),
     "unknown key": (says("colour", "red"), WRONG + "colour: Extra inputs"),

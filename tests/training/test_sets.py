@@ -146,7 +146,7 @@ def test_a_small_class_is_promised_what_its_examples_can(model: Model) -> None:
     assert calibration is not None
     assert calibration.classes is not None
     assert (calibration.classes[2].examples, calibration.classes[2].coverage) == (3, 0.75)
-    scores = strangeness(evaluate(model, few).inside, few.y, Sets())  # type: ignore[arg-type]
+    scores = strangeness(evaluate(model, few).inside, few.y, Sets())
     assert calibration.classes[2].quantiles[1] == pytest.approx(float(scores[-3:].max()), abs=1e-6)
     assert too_small(calibration, ("ant", "bee", "cat")) == [
         "class cat has 3 calibration examples; 90% needs 9, so it is promised 75%"
@@ -206,8 +206,10 @@ def test_evaluate_states_coverage_by_size(model: Model) -> None:
 
 
 def as_npz(path: Path, examples: Examples, **more: NDArray[Any]) -> str:
-    named = {} if examples.group is None else {"group": examples.group}
-    np.savez(path, x=examples.x.numpy(), y=examples.y.numpy(), **{**named, **more})
+    arrays: dict[str, Any] = {"x": examples.x.numpy(), "y": examples.y.numpy(), **more}
+    if examples.group is not None:
+        arrays["group"] = examples.group
+    np.savez(path, **arrays)
     return f"npz:{path}"
 
 
