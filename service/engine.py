@@ -295,9 +295,9 @@ class Engine:
         taken: list[int] = drawn.tolist()
         rules: list[Rule] = []
         for ask in asks:
-            given = (ask.tolerance, ask.max_samples) if ask.samples == "auto" else (None, None)
+            tolerance, limit = (ask.tolerance, ask.max_samples) if ask.samples == "auto" else (None, None)
             rows = taken[len(rules) : len(rules) + ask.rows]
-            rules += [self.rulebook.rule(K, *given, group=ask.group) for K in rows]
+            rules += [self.rulebook.rule(K, tolerance, limit, ask.group) for K in rows]
         return self._apart(asks, columns_of(summary, rules), rules, taken, job.seed, job.watch)
 
     def _repeatable(self, asks: list[Ask], x: Tensor, watch: Stopwatch) -> list[Answered]:
