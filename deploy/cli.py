@@ -37,6 +37,10 @@ def export(
         bool,
         typer.Option("--exact", help="Keep the exact law of the λ-noise where the artifact has it; W is formed."),
     ] = False,
+    group: Annotated[
+        str | None,
+        typer.Option(help="Of a model calibrated by group: the group that the file is for.", show_default=False),
+    ] = None,
 ) -> None:
     """Write the compact model as ONNX, still Bayesian: K samples, their uncertainty and the OOD flag in one graph.
 
@@ -52,9 +56,11 @@ def export(
     from dubito.deploy.edge.data import read
     from dubito.deploy.edge.export import export as to_onnx
     from dubito.deploy.edge.export import save
+    from dubito.models.answers import check_group
     from dubito.models.artifact import load
 
     model = load(file)
+    check_group(model.card.calibration, group)
     inputs = None if data is None else read(data, model).graph_inputs(model, image)
     made = to_onnx(
         model,
@@ -63,6 +69,7 @@ def export(
         law="artifact" if exact else "factored",
         take="image" if image else "tensor",
         data=inputs,
+        group=group,
     )
     size = save(made, out)
     before = file.stat().st_size

@@ -1,7 +1,7 @@
 """A prediction in words: per input, the fields that the command line and the REST reply share."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,16 +10,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dubito.models.manifest import Calibration, Card, Measure, at_or_below
+from dubito.models.errors import ArtifactError, InputError
+from dubito.models.manifest import Calibration, Card, Measure, Part, Sets, at_or_below
 from dubito.models.prediction import Prediction
+from dubito.models.sets import fitting
 from dubito.models.uncertainty import Classified, Regressed, on_host
 
 Columns = dict[str, NDArray[Any]]  # by name, one row per input
 
 
-def answers(prediction: Prediction, card: Card) -> list[dict[str, Any]]:
-    """One dictionary per input; what needs calibration is None where there is none."""
-    rules = Rulebook(card.calibration).of(prediction)
+def answers(prediction: Prediction, card: Card, group: str | None = None) -> list[dict[str, Any]]:
+    """One dictionary per input; what needs calibration is None where there is none.
+
+    `group` is one of the calibration's: its own quantile then decides about sets and intervals.
+    """
+    rules = Rulebook(card.calibration).of(prediction, group)
     settled = prediction.settled
     return rows_of(
         columns_of(prediction.summary, rules), rules, card, None if settled is None else settled.samples.tolist()
@@ -32,6 +37,8 @@ class Rule:
 
     ood: tuple[Measure, int, float] | None  # scores of the measure above the threshold are flagged; for K draws
     quantile: float | None  # conformal scores within it fit
+    sets: Sets | None = None  # how classes are scored
+    by_class: tuple[float, ...] | None = None  # the quantile of each class, where they differ
 
 
 class Rulebook:
@@ -39,49 +46,87 @@ class Rulebook:
 
     def __init__(self, calibration: Calibration | None) -> None:
         self.calibration = calibration
-        self._known: dict[tuple[int, bool], Rule] = {}
+        self._known: dict[tuple[int, bool, str | None], Rule] = {}
 
-    def of(self, prediction: Prediction) -> list[Rule]:
+    def of(self, prediction: Prediction, group: str | None = None) -> list[Rule]:
         """By the draws that each input got."""
         settled = prediction.settled
         if prediction.method == "probit":
-            return [closed_rule(self.calibration)] * len(next(iter(vars(prediction.summary).values())))
+            return [closed_rule(self.calibration, group)] * len(next(iter(vars(prediction.summary).values())))
         if settled is None:
-            return [self.rule(prediction.samples)] * len(next(iter(vars(prediction.summary).values())))
-        return [self.rule(K, settled.tolerance, settled.max_samples) for K in settled.samples.tolist()]
+            return [self.rule(prediction.samples, group=group)] * len(next(iter(vars(prediction.summary).values())))
+        return [self.rule(K, settled.tolerance, settled.max_samples, group) for K in settled.samples.tolist()]
 
-    def rule(self, K: int, tolerance: float | None = None, max_samples: int | None = None) -> Rule:
+    def rule(
+        self, K: int, tolerance: float | None = None, max_samples: int | None = None, group: str | None = None
+    ) -> Rule:
         """For K draws; with a tolerance and a limit, for K draws after which `auto` with them had settled."""
         auto = None if self.calibration is None else self.calibration.auto
         settled = auto is not None and (auto.tolerance, auto.max_samples) == (tolerance, max_samples)
-        if (K, settled) not in self._known:
-            made = auto_rule(self.calibration, K) if settled else rule_for(self.calibration, K)
-            self._known[K, settled] = made
-        return self._known[K, settled]
+        if (K, settled, group) not in self._known:
+            make = auto_rule if settled else rule_for
+            self._known[K, settled, group] = make(self.calibration, K, group)
+        return self._known[K, settled, group]
 
 
-def rule_for(calibration: Calibration | None, K: int) -> Rule:
+def rule_for(calibration: Calibration | None, K: int, group: str | None = None) -> Rule:
     """For K draws."""
+    check_group(calibration, group)
     if calibration is None:
         return Rule(None, None)
-    quantile = at_or_below(calibration.quantiles, K)
-    return Rule(threshold_for(calibration, K), None if quantile is None else quantile[1])
+    ood = threshold_for(calibration, K)
+    chosen = at_or_below(calibration.quantiles, K)
+    if chosen is None:
+        return Rule(ood, None, calibration.sets)
+    at, quantile = chosen
+    return _rule(calibration, ood, quantile, lambda part: part.quantiles[at], group)
 
 
-def auto_rule(calibration: Calibration | None, K: int) -> Rule:
+def auto_rule(calibration: Calibration | None, K: int, group: str | None = None) -> Rule:
     """For K draws after which an answer had settled, as far as that was calibrated."""
+    check_group(calibration, group)
     if calibration is None or calibration.auto is None:
         return Rule(None, None)
     measure, auto = calibration.measure, calibration.auto
-    return Rule((measure, K, auto.thresholds[measure]), auto.quantile)
+    ood = (measure, K, auto.thresholds[measure])
+    return _rule(calibration, ood, auto.quantile, lambda part: part.auto, group)
 
 
-def closed_rule(calibration: Calibration | None) -> Rule:
+def closed_rule(calibration: Calibration | None, group: str | None = None) -> Rule:
     """For the closed form of a linearised network."""
+    check_group(calibration, group)
     if calibration is None or calibration.closed is None:
         return Rule(None, None)
     closed = calibration.closed
-    return Rule((closed.measure, 0, closed.thresholds[closed.measure]), closed.quantile)
+    ood = (closed.measure, 0, closed.thresholds[closed.measure])
+    return _rule(calibration, ood, closed.quantile, lambda part: part.closed, group)
+
+
+def _rule(
+    calibration: Calibration,
+    ood: tuple[Measure, int, float] | None,
+    quantile: float,
+    of: Callable[[Part], float | None],
+    group: str | None,
+) -> Rule:
+    """`of` gives the quantile of a class or a group alone; the manifest has one wherever it has `quantile`."""
+    if group is not None and calibration.groups is not None:
+        return Rule(ood, of(calibration.groups[group]), calibration.sets)
+    by_class = None
+    if calibration.classes is not None:
+        by_class = tuple(own for part in calibration.classes if (own := of(part)) is not None)
+    return Rule(ood, quantile, calibration.sets, by_class)
+
+
+def check_group(calibration: Calibration | None, group: str | None) -> None:
+    if group is None:
+        return
+    known = calibration.groups if calibration is not None else None
+    if known is None:
+        raise InputError(f"group is {group[:40]!r}, but this model was not calibrated by group; leave it out.")
+    if group not in known:
+        some = ", ".join(list(known)[:10]) + (", …" if len(known) > 10 else "")
+        raise InputError(f"group is {group[:40]!r}; this model was calibrated for: {some}.")
 
 
 def label_of(card: Card, index: int) -> str:
@@ -126,8 +171,8 @@ def columns_of(summary: Classified | Regressed, rules: Sequence[Rule]) -> Column
     if isinstance(summary, Classified):
         p = found["probabilities"]
         found |= {"class": p.argmax(-1), "max_probability": p.max(-1)}
-        if within is not None:  # conformal: a class fits where 1 − p is within the quantile; none may fit
-            found["prediction_set"] = 1 - p.astype(np.float64) <= within[:, None]
+        if within is not None:  # a class fits where its conformal score is within the quantile
+            found["prediction_set"] = fitting(p, rules[0].sets, _limits(rules, within, p.shape[1]))
     elif within is not None:
         std = np.sqrt((found["epistemic_variance"] + found["aleatoric_variance"]).astype(np.float64))
         mean, reach = found["mean"].astype(np.float64), within[:, None] * std
@@ -135,6 +180,16 @@ def columns_of(summary: Classified | Regressed, rules: Sequence[Rule]) -> Column
     if any(rule.ood is not None for rule in rules):
         found |= _oods(found, rules)
     return found
+
+
+def _limits(rules: Sequence[Rule], within: NDArray[np.float64], C: int) -> NDArray[np.float64]:
+    """Of each input (B, 1), or of each class of it (B, C)."""
+    if all(rule.by_class is None for rule in rules):
+        return within[:, None]
+    rows = [(q,) * C if rule.by_class is None else rule.by_class for q, rule in zip(within, rules, strict=True)]
+    if {len(row) for row in rows} != {C}:
+        raise ArtifactError(f"this model tells {C} classes apart, but its calibration knows another number of them.")
+    return np.array(rows)
 
 
 def _oods(columns: Columns, rules: Sequence[Rule]) -> Columns:

@@ -29,7 +29,7 @@ from dubito.models.errors import ArchitectureError, ArtifactError, ConversionErr
 from dubito.models.inducing import Inducing
 from dubito.models.laplace import Subnetwork
 from dubito.models.layers import MemberLayer
-from dubito.models.manifest import FORMAT, Architecture, Card, Hierarchy, Layer, Manifest, Precision
+from dubito.models.manifest import FORMATS, Architecture, Card, Hierarchy, Layer, Manifest, Precision, format_of
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork
 from dubito.models.normalisation import ScaleShift, fold_batchnorm
@@ -150,7 +150,7 @@ def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> Man
     versions = {"dubito": version("dubito"), "torch": torch.__version__, "python": platform.python_version()}
     provenance = card.provenance.model_copy(update={"versions": {**versions, **card.provenance.versions}})
     made = Manifest(
-        format=FORMAT,
+        format=format_of(card),
         architecture=_name(network, layers, members, hierarchy),
         task=network.task,
         layers=layers,
@@ -262,9 +262,10 @@ def _parse_header(header: bytes, rest: int) -> tuple[Manifest, dict[str, Any]]:
     if data != rest:
         raise ArtifactError(f"it has {rest:,} bytes of tensors, but its header describes {data:,}: cut or damaged.")
     found = stated.get("format") if isinstance(stated, dict) else None
-    if found != FORMAT:
+    if type(found) is not int or found not in FORMATS:
+        known = " and ".join(map(str, FORMATS))
         raise ArtifactError(
-            f"its format is {found!r}; this version of dubito reads format {FORMAT}. Update dubito, or save it again."
+            f"its format is {found!r}; this version of dubito reads format {known}. Update dubito, or save it again."
         )
     try:
         return Manifest.model_validate_json(text), stated

@@ -169,6 +169,10 @@ def predict(
         int | None, typer.Option(help="Fixes the draws; without one they are fresh.", min=0, show_default=False)
     ] = None,
     method: Method = None,
+    group: Annotated[
+        str | None,
+        typer.Option(help="Of a model calibrated by group: the group that all inputs belong to.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict, and say how far each answer can be trusted.
@@ -179,14 +183,16 @@ def predict(
     """
     import torch
 
-    from dubito.models.answers import answers
+    from dubito.models.answers import answers, check_group
     from dubito.models.artifact import load
 
     way = chosen_method(method)
     model = load(file)
+    check_group(model.card.calibration, group)
     named = [(name, x) for path in inputs for name, x in _read(path, model)]
     prediction = model.predict(torch.stack([x for _, x in named]), samples, seed, method=way)
-    rows = [{"input": name, **row} for (name, _), row in zip(named, answers(prediction, model.card), strict=True)]
+    found = answers(prediction, model.card, group)
+    rows = [{"input": name, **row} for (name, _), row in zip(named, found, strict=True)]
     if as_json:
         told = {"samples": prediction.samples, "seed": prediction.seed, "method": prediction.method}
         print(json.dumps({"predictions": rows, **told}))

@@ -1,7 +1,8 @@
 """The manifest: what an artifact says about itself, as typed data. Unknown keys are mistakes."""
 
+from collections.abc import Iterator
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -10,10 +11,12 @@ from pydantic import (
     FiniteFloat,
     JsonValue,
     NonNegativeInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
     model_validator,
 )
 
-FORMAT: Literal[1] = 1
+FORMATS = (1, 2)  # 2: a calibration with `sets`, `classes` or `groups`, which readers of format 1 do not know
 LARGEST_INPUT = 1 << 26  # numbers
 
 Size = Annotated[int, Field(gt=0, le=1 << 24)]  # one side of a tensor; beyond it a header lies
@@ -25,6 +28,7 @@ Positive = Annotated[FiniteFloat, Field(gt=0)]
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Predictive = Literal["probit", "sampling"]  # how a linearised network answers: in closed form, or by draws
 Selection = Literal["variance", "random", "magnitude", "last-layer"]
+SetScore = Literal["probability", "aps", "raps"]
 Measure = Literal["entropy", "mutual_information", "max_probability", "epistemic_variance"]
 
 
@@ -193,6 +197,37 @@ class Closed(Strict):
         return self
 
 
+class Sets(Strict):
+    """The conformal score of a class: all are 0 for the most probable class, so that no set is empty.
+
+    `probability`: 1 − p. `aps`: the summed probability of all classes before it in order of probability. `raps`: that
+    plus lam · max(0, rank − k_reg).
+    """
+
+    score: SetScore = "aps"
+    lam: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    k_reg: Annotated[int, Field(gt=0)] = 1
+
+    @model_validator(mode="after")
+    def _constants(self) -> "Sets":
+        if self.score != "raps" and (self.lam, self.k_reg) != (0.0, 1):
+            raise ValueError(f"lam is {self.lam} and k_reg {self.k_reg}; with {self.score} they are 0 and 1")
+        return self
+
+
+class Part(Strict):
+    """Quantiles from the calibration examples of one class, or of one group, alone."""
+
+    examples: NonNegativeInt
+    coverage: Annotated[float, Field(ge=0, lt=1)]  # promised: less than asked for where there were too few examples
+    quantiles: dict[NonNegativeInt, FiniteFloat]
+    auto: FiniteFloat | None = None
+    closed: FiniteFloat | None = None
+
+
+NEW = ("sets", "classes", "groups")  # keys of a calibration since format 2
+
+
 class Calibration(Strict):
     """Chosen on held-out data for a grid of K: the grid point at or below the K really drawn is used.
 
@@ -204,11 +239,31 @@ class Calibration(Strict):
     coverage: Share
     measure: Measure  # the default OOD measure
     thresholds: dict[Measure, dict[NonNegativeInt, FiniteFloat]]
-    quantiles: dict[NonNegativeInt, FiniteFloat]  # of the conformal score 1 − p_y; regression: of |y − mean|/std
+    quantiles: dict[NonNegativeInt, FiniteFloat]  # of the conformal score; regression: of |y − mean|/std
     auto: Auto | None = None  # of `samples="auto"`
     temperature: Positive = 1.0
     closed: Closed | None = None  # of a linearised network's closed form
     method: Predictive = "sampling"  # how a request is answered that does not say
+    sets: Sets | None = None  # None: the score is 1 − p for every class, and a set may be empty, as in format 1
+    classes: tuple[Part, ...] | None = None  # where each class has quantiles of its own
+    groups: dict[str, Part] | None = None  # of requests that name their group; others get the quantiles above
+
+    @model_serializer(mode="wrap")
+    def _as_format_1(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What readers of format 1 do not know is left out where it says nothing."""
+        return {key: value for key, value in write(self).items() if key not in NEW or value is not None}
+
+    @model_validator(mode="after")
+    def _of_parts(self) -> "Calibration":
+        if self.classes is not None and (self.sets is None or self.groups is not None):
+            raise ValueError("classes have quantiles of their own, which needs `sets`, and no `groups` beside them")
+        for part in (*(self.classes or ()), *(self.groups or {}).values()):
+            same = part.quantiles.keys() == self.quantiles.keys()
+            if not same or (part.auto is None, part.closed is None) != (self.auto is None, self.closed is None):
+                raise ValueError("a class or a group has quantiles for other answers than all examples have")
+        if self.sets is not None and min(self._all_quantiles(), default=0.0) < 0:
+            raise ValueError("a quantile is below 0, the score of the most probable class: its sets would be empty")
+        return self
 
     @model_validator(mode="after")
     def _complete(self) -> "Calibration":
@@ -221,6 +276,12 @@ class Calibration(Strict):
         if not self.quantiles or not all(self.thresholds.values()):
             raise ValueError("every calibration needs at least one K")
         return self
+
+    def _all_quantiles(self) -> Iterator[float]:
+        yield from self.quantiles.values()
+        yield from (part.quantile for part in (self.auto, self.closed) if part is not None)
+        for part in (*(self.classes or ()), *(self.groups or {}).values()):
+            yield from (q for q in (*part.quantiles.values(), part.auto, part.closed) if q is not None)
 
 
 class Provenance(Strict):
@@ -258,8 +319,14 @@ class Card(Strict):
     provenance: Provenance = Provenance()
 
 
+def format_of(card: Card) -> Literal[1, 2]:
+    """The oldest format whose readers understand the card."""
+    calibration = card.calibration
+    return 1 if calibration is None or all(getattr(calibration, key) is None for key in NEW) else 2
+
+
 class Manifest(Strict):
-    format: Literal[1]
+    format: Literal[1, 2]
     architecture: Architecture
     task: Task
     layers: dict[str, Layer]  # by module name; layers not named here are deterministic
@@ -270,6 +337,12 @@ class Manifest(Strict):
     precision: Precision = "float32"  # of the numbers in the file
     card: Card = Card()
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of this manifest without it, and of all tensors
+
+    @model_validator(mode="after")
+    def _formats(self) -> "Manifest":
+        if self.format < format_of(self.card):
+            raise ValueError(f"the format is {self.format}, but its calibration has keys of format 2")
+        return self
 
     @model_validator(mode="after")
     def _linearised(self) -> "Manifest":

@@ -11,7 +11,7 @@ from dubito.models.architectures import build
 from dubito.models.inducing import Inducing
 from dubito.models.jacobian import chosen_of
 from dubito.models.layers import BayesianLayer
-from dubito.models.manifest import Manifest, Plain
+from dubito.models.manifest import Calibration, Manifest, Plain
 from dubito.models.network import BayesianNetwork, as_matrix
 from dubito.models.parameters import count
 from dubito.models.verdict import columns
@@ -28,6 +28,11 @@ WHAT = {
     "mc-dropout": "dropout at prediction",
     "whvi": "Walsh–Hadamard VI: blocks S_1 H diag(g) H S_2 of W, a distribution over g alone",
     "subnetwork-laplace": "Gaussian over some of the weights, about which the network is linearised",
+}
+SCORED = {
+    "probability": "by 1 − probability",
+    "aps": "APS: by the probability of all likelier classes",
+    "raps": "RAPS: by the probability of all likelier classes and by rank",
 }
 SELECTED = {
     "variance": "of the largest variance under a diagonal Laplace approximation",
@@ -137,6 +142,19 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+def said_of_sets(calibration: Calibration) -> str:
+    """How classes are scored and for whom the coverage is kept, to be added to a sentence."""
+    sets, said = calibration.sets, ""
+    if sets is not None:
+        constants = f", λ = {sets.lam:g} beyond rank {sets.k_reg}" if sets.lam else ""
+        said = f" ({SCORED[sets.score]}{constants})"
+    if calibration.classes is not None:
+        said += ", class by class"
+    if calibration.groups is not None:
+        said += ", by group: " + ", ".join(calibration.groups)
+    return said
+
+
 def show(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -175,6 +193,7 @@ def show(found: dict[str, Any]) -> None:
         say(
             f"calibrated: OOD by {calibration['measure']} at {calibration['false_positive_rate']:.0%} false positives, "
             f"prediction sets for {calibration['coverage']:.0%} coverage"
+            + said_of_sets(Calibration.model_validate(calibration))
         )
     for line in columns(found["metrics"], None if found["plain"] is None else Plain.model_validate(found["plain"])):
         say(line)

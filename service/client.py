@@ -65,12 +65,13 @@ class Client:
         tolerance: float | None = None,
         timeout_ms: int | None = None,
         method: Literal["probit", "sampling"] | None = None,
+        group: str | None = None,
         draws: bool = False,
     ) -> Prediction:
         """Inputs (B, ...) or one of them; uint8 is pixels where the model takes pictures. What is None, the server
         decides. `draws` adds `sample_outputs` (B, K, ...): each draw's own answer. What a closed form does not know
         (`method="probit"`: mutual information, expected entropy) is NaN."""
-        options = _options(samples, seed, max_samples, tolerance, timeout_ms, method)
+        options = _options(samples, seed, max_samples, tolerance, timeout_ms, method, group)
         outputs = _all_outputs(self._send("GET", f"/v2/models/{_part(model)}")) if draws else None
         body, headers = infer_body(x, options, outputs)
         return _prediction(self._send("POST", f"/v2/models/{_part(model)}/infer", content=body, headers=headers))
@@ -125,10 +126,11 @@ class AsyncClient:
         tolerance: float | None = None,
         timeout_ms: int | None = None,
         method: Literal["probit", "sampling"] | None = None,
+        group: str | None = None,
         draws: bool = False,
     ) -> Prediction:
         """As `Client.predict`."""
-        options = _options(samples, seed, max_samples, tolerance, timeout_ms, method)
+        options = _options(samples, seed, max_samples, tolerance, timeout_ms, method, group)
         outputs = _all_outputs(await self._send("GET", f"/v2/models/{_part(model)}")) if draws else None
         body, headers = infer_body(x, options, outputs)
         return _prediction(await self._send("POST", f"/v2/models/{_part(model)}/infer", content=body, headers=headers))
@@ -219,6 +221,7 @@ def _options(
     tolerance: float | None,
     timeout_ms: int | None,
     method: str | None,
+    group: str | None,
 ) -> dict[str, Any]:
     given = {
         "samples": samples,
@@ -227,6 +230,7 @@ def _options(
         "tolerance": tolerance,
         "timeout_ms": timeout_ms,
         "method": method,
+        "group": group,
     }
     return {name: value for name, value in given.items() if value is not None}
 

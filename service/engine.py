@@ -55,6 +55,7 @@ class Ask:
     tolerance: float
     keep: bool = False  # the draws themselves are wanted
     closed: bool = False  # no draws at all: the closed form, whose work is reckoned as that of so many draws
+    group: str | None = None  # whose quantile makes the prediction sets
     start: int = 0  # of the request whose part this is: its first row
 
     rows: int = field(init=False)
@@ -283,9 +284,9 @@ class Engine:
         if ask.keep or ask.seed is not None:
             return i
         if ask.closed:
-            return "closed"
+            return ("closed", ask.group)
         if ask.samples == 0 or self.model.factors.normals == 0:
-            return ("repeatable", ask.samples)
+            return ("repeatable", ask.samples, ask.group)
         return "drawn"
 
     def _answer_group(self, asks: list[Ask], x: NDArray[np.float32]) -> list[Answer]:
@@ -317,8 +318,9 @@ class Engine:
         taken: list[int] = drawn.tolist()
         rules: list[Rule] = []
         for ask in asks:
-            given = (ask.tolerance, ask.max_samples) if ask.samples == "auto" else (None, None)
-            rules += [self.rulebook.rule(K, *given) for K in taken[len(rules) : len(rules) + ask.rows]]
+            tolerance, limit = (ask.tolerance, ask.max_samples) if ask.samples == "auto" else (None, None)
+            rows = taken[len(rules) : len(rules) + ask.rows]
+            rules += [self.rulebook.rule(K, tolerance, limit, ask.group) for K in rows]
         return self._apart(asks, columns_of(summary, rules), rules, taken, job.seed, job.watch)
 
     def _repeatable(self, asks: list[Ask], x: Tensor, watch: Stopwatch) -> list[Answered]:
@@ -332,7 +334,7 @@ class Engine:
         else:
             same |= {"keep_outputs": first.keep, "plan": self.plans.at}
             found = predict(model.network, model.factors, x, samples, first.seed, **same)
-        rules = self.rulebook.of(found)
+        rules = self.rulebook.of(found, first.group)
         columns = columns_of(found.summary, rules)
         outputs = None if found.outputs is None else found.outputs.cpu()  # kept for a request alone
         drawn = [found.samples] * len(rules)

@@ -224,6 +224,11 @@ def _options(settings: Settings) -> Json:
             "description": "Of a linearised network: `probit`, its closed form, which takes no draws, or `sampling`. "
             "Without it, as calibrated, and by sampling where `samples`, `max_samples` or `tolerance` are given.",
         },
+        "group": {
+            **TEXT,
+            "description": "Of a model calibrated by group: the group of these inputs, whose own quantile then makes "
+            "the prediction sets or intervals. Without it, that of all inputs together.",
+        },
         "max_samples": {"type": "integer", "minimum": 1, "maximum": most, "default": min(AT_MOST, most)},
         "tolerance": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1, "default": TOLERANCE},
         "timeout_ms": {

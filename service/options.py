@@ -26,7 +26,7 @@ RETURNS = (  # `probabilities` and `samples` are large, and left out unless they
     "interval",
 )
 DRAWN = ("samples", "max_samples", "tolerance")  # whoever gives one of these asks for draws
-PARAMETERS = ("samples", "seed", "max_samples", "tolerance", "timeout_ms", "method")  # of a v2 request too
+PARAMETERS = ("samples", "seed", "max_samples", "tolerance", "timeout_ms", "method", "group")  # of a v2 request too
 KNOWN = (*PARAMETERS, "return", "version")
 MOST_SEED = (1 << 63) - 1
 
@@ -41,6 +41,7 @@ class Options:
     returns: tuple[str, ...]
     version: str | None
     method: Predictive | None  # None: as the model was calibrated
+    group: str | None  # of a model calibrated by group; None: of all inputs
 
 
 def read_options(given: Mapping[str, Any], settings: Settings) -> Options:
@@ -69,6 +70,7 @@ def read_options(given: Mapping[str, Any], settings: Settings) -> Options:
         tuple(wanted),
         version,
         _method(given, "samples" in wanted),
+        _group(given.get("group")),
     )
 
 
@@ -86,6 +88,12 @@ def _method(given: Mapping[str, Any], draws: bool) -> Predictive | None:
         case None:
             return "sampling" if asked else None
     raise Problem(400, f"method is {said(method)}; expected 'probit' or 'sampling'.")
+
+
+def _group(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise Problem(400, f"group is {said(value)}; expected the name of one, as text.")
+    return value
 
 
 def _tolerance(value: Any) -> float:

@@ -12,7 +12,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from dubito.models.answers import Columns, rows_of
+from dubito.models.answers import Columns, check_group, rows_of
 from dubito.service import oip
 from dubito.service.codec import NPY, Codec, Inputs
 from dubito.service.engine import Answered, Ask
@@ -194,7 +194,10 @@ class Predictor:
         closed = not keep and (options.method or served.method) == "probit"
         if closed and served.model.manifest.subnetwork is None:
             raise Problem(400, "method is 'probit', but this model has no closed form; expected 'sampling', or none.")
-        ask = Ask(x, options.samples, options.seed, options.max_samples, options.tolerance, keep, closed)
+        group = options.group
+        if group is not None:
+            check_group(served.model.card.calibration, group)
+        ask = Ask(x, options.samples, options.seed, options.max_samples, options.tolerance, keep, closed, group)
         left = asked.began + options.timeout_ms / 1000 - asked.parsed
         leaving = Leaving(asked.receive)  # looked for only once the answer takes a while: most are there before
         tickets = served.batcher.put(ask, left, leaving.start)

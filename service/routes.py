@@ -266,8 +266,12 @@ def about(served: Served, server: "Server") -> dict[str, Any]:
     told = None
     if calibration is not None:
         told = calibration.model_dump(
-            mode="json", include={"false_positive_rate", "coverage", "measure", "temperature"}
+            mode="json", include={"false_positive_rate", "coverage", "measure", "temperature", "sets"}
         )
+        if calibration.classes is not None:
+            told["classes"] = [part.coverage for part in calibration.classes]
+        if calibration.groups is not None:
+            told["groups"] = {name: part.coverage for name, part in calibration.groups.items()}
     task, chosen, beside = model.manifest.task, model.manifest.subnetwork, model.card.plain
     plain = "deterministic" if chosen is None else chosen.method
     return {

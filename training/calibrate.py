@@ -2,17 +2,21 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dubito.models.adaptive import AT_MOST, TOLERANCE
-from dubito.models.answers import scores
+from dubito.models.answers import label_of, scores
 from dubito.models.directions import set_directions
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Auto, Calibration, Closed, Measure, Predictive
+from dubito.models.manifest import Auto, Calibration, Closed, Measure, Part, Predictive, Sets
 from dubito.models.model import Model
+from dubito.models.sets import class_scores
 from dubito.models.uncertainty import Classified
 from dubito.training.config import Calibrate
 from dubito.training.data import Examples, enter
@@ -24,6 +28,9 @@ PATCHES_FROM = 128  # examples that the directions of way 3 are found on
 SPOILED = 1000  # examples that the measure is chosen on
 CHOOSING = 20  # K of that choice
 ASKED = 100  # requests: inputs that share draws err together, so few requests give thresholds that hold for few draws
+FEWEST = 20  # examples that a temperature or the constants of RAPS are found on
+LAMBDAS, K_REGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3), (2, 3, 5, 8)  # constants of RAPS that are tried
+MOST_GROUPS = 1 << 12
 OWN_DRAWS = 1 << 40  # added to the seed, so that no evaluation meets the draws that calibration used
 
 
@@ -43,13 +50,22 @@ def check_held_out(model: Model, held: Examples) -> None:
         )
 
 
-def calibrate(model: Model, held: Examples, settings: Calibrate | None = None, *, seed: int = 0) -> Model:
-    """A copy of the model with directions, thresholds, quantiles and temperature found on `held`.
+def calibrate(
+    model: Model,
+    held: Examples,
+    settings: Calibrate | None = None,
+    *,
+    seed: int = 0,
+    validation: Examples | None = None,
+) -> Model:
+    """A copy of the model with directions, thresholds and quantiles found on `held`.
 
-    What was measured before was measured under others: the copy has no metrics.
+    A temperature and the constants of RAPS come from `validation`, for a quantile holds for scores that were fixed
+    before; without one, from some of `held`, which are then left out of the rest. What was measured before was measured
+    under other thresholds: the copy has no metrics.
     """
     settings = Calibrate() if settings is None else settings
-    check_enough(len(held), settings)
+    held, validation = divided(held, validation, settings, model.manifest.task.kind, seed)
     model = Model(copy.deepcopy(model.network), model.manifest).with_card(calibration=None, metrics={}, plain=None)
     check(model, held)
     set_directions(model.network, enter(held.x[:PATCHES_FROM], declared_by(model)), settings.directions, seed)
@@ -59,49 +75,179 @@ def calibrate(model: Model, held: Examples, settings: Calibrate | None = None, *
     seed += OWN_DRAWS
     T = 1.0
     if settings.temperature:
-        T = best_temperature(model, held, seed)
+        assert validation is not None
+        T = best_temperature(model, validation, seed)
         model = with_temperature(model, settings, T)
+    sets = choose_sets(model, validation, settings, seed)
+    parts = _parts_of(model, held, settings)
     drawn_for = ask(model, held.x, list(GRID), seed, requests=ASKED) | ask(model, held.x, [0], seed)
-    limits = {K: _limits(summary, held.y, settings) for K, summary in sorted(drawn_for.items())}
+    limits = {K: _limits(drawn_for[K], held.y, settings, sets, parts) for K in sorted(drawn_for)}
     settled = ask_settled(model, held.x, seed, requests=ASKED)
-    auto = None
-    if settled is not None:
-        thresholds, quantile = _limits(settled[0], held.y, settings)
-        auto = Auto(tolerance=TOLERANCE, max_samples=AT_MOST, thresholds=thresholds, quantile=quantile)
-    closed = None
+    of_auto = None if settled is None else _limits(settled[0], held.y, settings, sets, parts)
+    of_closed = None
     if model.manifest.subnetwork is not None:
-        thresholds, quantile = _limits(ask_closed(model, held.x), held.y, settings)
-        measure = choose_measure(model, held, seed, "probit")
-        closed = Closed(measure=measure, thresholds=thresholds, quantile=quantile)
+        of_closed = _limits(ask_closed(model, held.x), held.y, settings, sets, parts)
     found = Calibration(
         false_positive_rate=settings.false_positive_rate,
         coverage=settings.coverage,
         measure=choose_measure(model, held, seed),
-        thresholds={m: {K: found[m] for K, (found, _) in limits.items()} for m in limits[0][0]},
-        quantiles={K: quantile for K, (_, quantile) in limits.items()},
-        auto=auto,
+        thresholds={m: {K: limit.thresholds[m] for K, limit in limits.items()} for m in limits[0].thresholds},
+        quantiles={K: limit.quantile for K, limit in limits.items()},
+        auto=None if of_auto is None else Auto(tolerance=TOLERANCE, max_samples=AT_MOST, **_of_all(of_auto)),
         temperature=T,
-        closed=closed,
-        method=settings.method or ("sampling" if closed is None else "probit"),
+        closed=None
+        if of_closed is None
+        else Closed(measure=choose_measure(model, held, seed, "probit"), **_of_all(of_closed)),
+        method=settings.method or ("sampling" if of_closed is None else "probit"),
+        sets=sets,
+        **_of_parts(parts, settings, limits, of_auto, of_closed),
     )
     return model.with_card(calibration=found)
 
 
-def _limits(summary: Summary, y: Tensor, settings: Calibrate) -> tuple[dict[Measure, float], float]:
-    """The threshold of each measure, and the quantile of the conformal score."""
+def divided(
+    held: Examples, validation: Examples | None, settings: Calibrate, task: str, seed: int
+) -> tuple[Examples, Examples | None]:
+    """The examples for thresholds and those for constants, or an error where they do not allow what is asked for."""
+    n, raps = 0, settings.sets == "raps" and task == "classification"
+    if (settings.temperature or raps) and (validation is None or len(validation) < FEWEST):
+        order = torch.randperm(len(held), generator=torch.Generator().manual_seed(seed))
+        n = max(min(FEWEST, len(held)), len(held) // 5)
+        held, validation = held[order[n:].sort().values], held[order[:n].sort().values]
+    check_enough(len(held), settings, n)
+    _check_parts(held, settings, task)
+    return held, validation
+
+
+# prediction sets
+
+
+@dataclass(frozen=True)
+class Limits:
+    thresholds: dict[Measure, float]  # of the OOD flags
+    quantile: float  # of the conformal score
+    of_parts: list[float]
+
+
+def _limits(summary: Summary, y: Tensor, settings: Calibrate, sets: Sets | None, parts: Mapping[str, Tensor]) -> Limits:
     thresholds = {m: outer_quantile(values, 1 - settings.false_positive_rate) for m, values in scores(summary).items()}
-    return thresholds, outer_quantile(strangeness(summary, y), settings.coverage)
+    strange = strangeness(summary, y, sets)
+    quantile = outer_quantile(strange, settings.coverage)
+    return Limits(thresholds, quantile, [_own(strange[rows], settings.coverage, quantile) for rows in parts.values()])
 
 
-def check_enough(n: int, settings: Calibrate) -> None:
-    """n + 1 examples in order must leave one beyond the share asked for."""
+def _own(strange: Tensor, coverage: float, of_all: float) -> float:
+    """The quantile of a class or a group alone: of few examples the largest score, of none that of all."""
+    if len(strange) == 0:
+        return of_all
+    return outer_quantile(strange, min(coverage, promised(len(strange))))
+
+
+def promised(n: int) -> float:
+    """The largest coverage that n examples can promise: that of their largest score."""
+    return n / (n + 1)
+
+
+def _of_all(limits: Limits) -> dict[str, Any]:
+    return {"thresholds": limits.thresholds, "quantile": limits.quantile}
+
+
+def _of_parts(
+    parts: Mapping[str, Tensor],
+    settings: Calibrate,
+    limits: Mapping[int, Limits],
+    of_auto: Limits | None,
+    of_closed: Limits | None,
+) -> dict[str, Any]:
+    """`classes` or `groups` of a calibration."""
+    if settings.per is None:
+        return {}
+    made = {
+        name: Part(
+            examples=len(rows),
+            coverage=min(settings.coverage, promised(len(rows))),
+            quantiles={K: limit.of_parts[i] for K, limit in limits.items()},
+            auto=None if of_auto is None else of_auto.of_parts[i],
+            closed=None if of_closed is None else of_closed.of_parts[i],
+        )
+        for i, (name, rows) in enumerate(parts.items())
+    }
+    return {"classes": tuple(made.values())} if settings.per == "class" else {"groups": made}
+
+
+def _parts_of(model: Model, held: Examples, settings: Calibrate) -> dict[str, Tensor]:
+    """Rows of each class in order, or of each group by name."""
+    if settings.per == "group":
+        assert held.group is not None
+        return {str(name): torch.from_numpy(np.flatnonzero(held.group == name)) for name in np.unique(held.group)}
+    if settings.per is None:
+        return {}
+    answer = model.predict(enter(held.x[:1], declared_by(model)), 1, 0).summary
+    assert isinstance(answer, Classified)
+    return {label_of(model.card, c): (held.y == c).nonzero()[:, 0] for c in range(answer.probabilities.shape[1])}
+
+
+def _check_parts(held: Examples, settings: Calibrate, task: str) -> None:
+    """Refuse data that cannot be divided as asked; where nothing is asked for, anything goes."""
+    if settings.per == "class" and task == "regression":
+        raise CalibrationError("per is 'class', but this model predicts numbers. Leave it out, or say 'group'.")
+    if settings.per != "group":
+        return
+    if held.group is None:
+        raise CalibrationError("per is 'group', but these data name no groups: add an array `group` to an .npz file.")
+    if (n := len(np.unique(held.group))) > MOST_GROUPS:
+        raise CalibrationError(f"these data name {n:,} groups; expected {MOST_GROUPS:,} at most.")
+
+
+def too_small(calibration: Calibration, labels: Sequence[str] | None) -> list[str]:
+    """One sentence for each class or group that had too few examples for the coverage asked for."""
+    if calibration.classes is not None:
+        named = [(f"class {labels[c] if labels else c}", part) for c, part in enumerate(calibration.classes)]
+    else:
+        named = [(f"group {name}", part) for name, part in (calibration.groups or {}).items()]
+    needed = math.ceil(calibration.coverage / (1 - calibration.coverage) - 1e-9)
+    said = []
+    for name, part in named:
+        if part.examples < needed:
+            truth = f"{part.coverage:.0%}" if part.examples else "nothing of its own"
+            said.append(
+                f"{name} has {part.examples} calibration examples; {calibration.coverage:.0%} needs {needed}, so it is "
+                f"promised {truth}"
+            )
+    return said
+
+
+def choose_sets(model: Model, validation: Examples | None, settings: Calibrate, seed: int) -> Sets | None:
+    """How classes are scored: of RAPS, the constants that make the sets of the validation part smallest."""
+    if model.manifest.task.kind == "regression":
+        return None
+    if settings.sets != "raps":
+        return Sets(score=settings.sets)
+    assert validation is not None
+    check(model, validation)
+    summary = Way.of(model, CHOOSING, None).ask(model, validation.x, seed)
+    assert isinstance(summary, Classified)
+    p = summary.probabilities.numpy()
+    share = min(settings.coverage, promised(len(p)))
+
+    def size(sets: Sets) -> float:
+        quantile = outer_quantile(strangeness(summary, validation.y, sets), share)
+        return float((class_scores(p, sets) <= quantile).mean())
+
+    tried = [Sets(score="raps", lam=lam, k_reg=k) for lam in LAMBDAS for k in K_REGS if k <= max(K_REGS[0], p.shape[1])]
+    return min([Sets(score="raps"), *tried], key=size)  # of equals the first, which is the plainest
+
+
+def check_enough(n: int, settings: Calibrate, apart: int = 0) -> None:
+    """n + 1 examples in order must leave one beyond the share asked for; `apart` more serve something else."""
     share = max(settings.coverage, 1 - settings.false_positive_rate)
     least = max(20, math.ceil(share / (1 - share) - 1e-9))
     if n < least:
         raise CalibrationError(
             f"{n} examples are too few to calibrate on: a coverage of {settings.coverage} and false positives at "
-            f"{settings.false_positive_rate} need at least {least}. Bring more examples (in a recipe, raise "
-            "data.calibration), or ask for less."
+            f"{settings.false_positive_rate} need at least {least}"
+            + (f", beside {apart} for the temperature or the constants of RAPS" if apart else "")
+            + ". Bring more examples (in a recipe, raise data.calibration), or ask for less."
         )
 
 
@@ -124,10 +270,11 @@ def outer_quantile(values: Tensor, share: float) -> float:
     return float(values.double().sort().values[rank - 1])
 
 
-def strangeness(summary: Summary, y: Tensor) -> Tensor:
-    """The conformal score of the true answer: 1 − p_y, or the largest |y − mean|/std over the outputs."""
+def strangeness(summary: Summary, y: Tensor, sets: Sets | None) -> Tensor:
+    """The conformal score of the true answer; of numbers, the largest |y − mean|/std over the outputs."""
     if isinstance(summary, Classified):
-        return 1 - summary.probabilities.double().gather(1, y[:, None])[:, 0]
+        of_classes = torch.from_numpy(class_scores(summary.probabilities.numpy(), sets))
+        return of_classes.gather(1, y[:, None])[:, 0]
     std = (summary.epistemic_variance + summary.aleatoric_variance).double().sqrt()
     return ((y.double() - summary.mean.double()).abs() / std).amax(-1)
 

@@ -48,6 +48,7 @@ Default = Annotated[
         show_default=False,
     ),
 ]
+MOST_SAID = 5  # classes or groups with too few examples, by name
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The artifact to write.", show_default=False)]
 
 
@@ -293,6 +294,17 @@ def calibrate(
     ] = 4,
     temperature: Annotated[bool, typer.Option("--temperature", help="Also fit a temperature of the logits.")] = False,
     method: Default = None,
+    sets: Annotated[
+        str, typer.Option(help="How classes are scored for prediction sets: aps, raps or probability.")
+    ] = "aps",
+    per: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep the coverage for each class, or for each group that the array `group` of an .npz file names.",
+            metavar="class|group",
+            show_default=False,
+        ),
+    ] = None,
     seed: Seed = 0,
     data_root: DataRoot = None,
     download: Download = False,
@@ -321,19 +333,24 @@ def calibrate(
             directions=directions,
             temperature=temperature,
             method=chosen_method(method),
+            sets=sets,  # type: ignore[arg-type]
+            per=per,  # type: ignore[arg-type]
         )
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]).replace("_", "-")
-        raise InputError(f"--{name} is {first['input']}; expected a share between 0 and 1.") from None
+        expected = {"sets": "aps, raps or probability", "per": "class or group"}.get(name, "a share between 0 and 1")
+        raise InputError(f"--{name} is {first['input']}; expected {expected}.") from None
     model = load(file)
     found = read_for(model.manifest, data, data_root, download=download)
     name, held = part_of(found, model.card, part, default="calibration")
     if name != "calibration":  # the model's own calibration part is apart by division
         check_held_out(model, held)
     _writable(out)
-    model = calibrated(model.to(chosen_device(device)), held, settings, seed=seed)
-    if name == "calibration":  # of the model's own data, whose test part says what the new promises are worth
+    own = name == "calibration"  # of the model's own data: its other parts can be used too
+    validation = part_of(found, model.card, "validation")[1] if own else None
+    model = calibrated(model.to(chosen_device(device)), held, settings, seed=seed, validation=validation)
+    if own:  # its test part says what the new promises are worth
         model = model.with_card(metrics=measure(model, part_of(found, model.card, "test")[1], seed=seed))
     save(model, out)
     _tell(out, model, as_json)
@@ -368,10 +385,16 @@ def _stopping() -> Iterator[None]:
 
 def _tell(out: Path, model: "Model", as_json: bool) -> None:
     from dubito.models.parameters import count
+    from dubito.models.report import said_of_sets
     from dubito.models.verdict import beside_plain, columns
+    from dubito.training.calibrate import too_small
     from dubito.training.evaluate import promises
+    from dubito.training.log import remark
 
     calibration = model.card.calibration
+    if calibration is not None and (few := too_small(calibration, model.card.labels)):
+        more = f"; and {len(few) - MOST_SAID} more" if len(few) > MOST_SAID else ""
+        remark(f"warning: {'; '.join(few[:MOST_SAID])}{more}. Bring more calibration examples, or ask for less.")
     figures: dict[str, Any] = {
         **model.card.metrics,
         "parameters": count(model.network),
@@ -390,8 +413,17 @@ def _tell(out: Path, model: "Model", as_json: bool) -> None:
     if calibration is not None:
         print(
             f"calibrated: OOD by {calibration.measure} at {calibration.false_positive_rate:.0%} false positives, "
-            f"prediction sets for {calibration.coverage:.0%} coverage"
+            f"prediction sets for {calibration.coverage:.0%} coverage{said_of_sets(calibration)}"
         )
+        if (
+            calibration.sets is not None
+            and set(calibration.quantiles.values()) == {0.0}
+            and calibration.classes is None
+        ):
+            print(
+                f"every prediction set is the most probable class alone: it is right more often than "
+                f"{calibration.coverage:.0%} of the time. A higher --coverage gives larger sets where there is doubt."
+            )
     print(f"Next: dubito inspect {out}")
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Precision, Predictive, Selection
+from dubito.models.manifest import Precision, Predictive, Selection, SetScore
 from dubito.models.names import LAPLACE
 from dubito.training.names import OWN_DATA, recipes, shipped
 
@@ -172,6 +172,8 @@ class Calibrate(Strict):
     directions: Whole = 4  # R of way 3
     temperature: bool = False
     method: Predictive | None = None  # that answers by default; None: probit where there is a closed form
+    sets: SetScore = "aps"  # of classification: how classes are scored
+    per: Literal["class", "group"] | None = None  # a quantile for each class, or each group that the data names
 
 
 class Recipe(Strict):
@@ -229,6 +231,8 @@ class Recipe(Strict):
             raise ValueError(f"pretrain: {_first(error, Pretrain)}") from None
         if self.task == "regression" and self.calibrate.temperature:
             raise ValueError("calibrate.temperature is true; a temperature belongs to classification")
+        if self.task == "regression" and self.calibrate.per == "class":
+            raise ValueError("calibrate.per is 'class', which belongs to classification")
         return self
 
 

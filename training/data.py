@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -24,12 +25,15 @@ class DataError(DubitoError):
 class Examples:
     x: Tensor  # (N, C, H, W) uint8 pictures, or (N, …) float32
     y: Tensor  # (N,) int64 classes, or (N, D) float32 targets in their own units
+    group: NDArray[np.str_] | None = None  # (N,) names, where the data has any
 
     def __len__(self) -> int:
         return len(self.y)
 
     def __getitem__(self, which: Tensor | slice) -> "Examples":
-        return Examples(self.x[which], self.y[which])
+        if self.group is None:
+            return Examples(self.x[which], self.y[which])
+        return Examples(self.x[which], self.y[which], self.group[which if isinstance(which, slice) else which.numpy()])
 
     def fingerprints(self) -> list[str]:
         """A short hash of each example's input: whoever holds the same input finds it again."""
@@ -97,7 +101,9 @@ def part_of(data: DataSet, card: Card, part: str | None = None, default: str = "
         part = default if divided is not None or (default == "test" and given) else "all"
     if part == "all":
         both = (data.train,) if data.test is None else (data.train, data.test)
-        return part, Examples(torch.cat([e.x for e in both]), torch.cat([e.y for e in both]))
+        groups = [e.group for e in both if e.group is not None]
+        named = np.concatenate(groups) if len(groups) == len(both) else None
+        return part, Examples(torch.cat([e.x for e in both]), torch.cat([e.y for e in both]), named)
     if divided is not None:
         return part, getattr(divided, part)
     if part not in given:

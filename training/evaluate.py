@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dubito.models.adaptive import AT_MOST, TOLERANCE
-from dubito.models.answers import Rule, auto_rule, closed_rule, rule_for, scores
+from dubito.models.answers import Rule, auto_rule, closed_rule, columns_of, label_of, rule_for, scores
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Calibration, Input, Measure, Predictive
+from dubito.models.manifest import Calibration, Input, Measure, Part, Predictive
 from dubito.models.model import Model
 from dubito.models.prediction import tally_for
 from dubito.models.uncertainty import Classified, Regressed
@@ -25,6 +25,7 @@ from dubito.training.shift import corrupt, families
 REQUESTS = 20  # with draws of their own, as calibration's promises are about a request's fresh draws
 GRID = (1, 2, 4, 8, 16, 20, 32, 64)  # K of the curve
 SHIFTED = 2000  # pictures, at most, that are shifted: there are up to 75 shifts
+SIZES = (0, 1, 2, 3, 5, 10, 20, 50, 100, 1000)  # of prediction sets: the largest of each row of a table
 OUTPUTS = 1 << 16  # rows of outputs held at a time
 
 Summary = Classified | Regressed
@@ -98,10 +99,14 @@ def evaluate(
             {"samples": k, **_quality(s, examples.y, rule_for(calibration, k), errors=True)} for k, s in curve.items()
         ],
     }
+    if parts := _by_part(model, inside, examples, way):
+        figures["parts"] = parts
     settled = ask_settled(model, examples.x, seed)
     if settled is not None:
         figures["auto"] = _auto(*settled, examples.y, calibration)
     if isinstance(inside, Classified):
+        if rule.quantile is not None:
+            figures["sets"] = by_size(inside, examples.y, rule)
         figures["reliability"] = [vars(b) for b in metrics.reliability(inside.probabilities, examples.y)]
     if outside:
         against = {name: _detection(inside, others, rule) for name, others in answers.items()}
@@ -145,22 +150,62 @@ def _quality(summary: Summary, y: Tensor, rule: Rule, *, errors: bool = False) -
 def _promised(summary: Summary, y: Tensor, rule: Rule) -> dict[str, Tensor]:
     """Of each input: is the truth in the set (or interval), how large is that, is the input flagged?"""
     found: dict[str, Tensor] = {}
-    quantile = rule.quantile
-    if quantile is not None and isinstance(summary, Classified):
-        fits = 1 - summary.probabilities.double() <= quantile  # (N, C)
+    if rule.quantile is not None and isinstance(summary, Classified):
+        fits = fitting(summary, rule)  # (N, C)
         found = {"coverage": fits.gather(1, y[:, None])[:, 0], "set_size": fits.sum(-1)}
-    elif quantile is not None and isinstance(summary, Regressed):
-        half = quantile * (summary.epistemic_variance + summary.aleatoric_variance).double().sqrt()  # (N, D)
+    elif rule.quantile is not None and isinstance(summary, Regressed):
+        half = rule.quantile * (summary.epistemic_variance + summary.aleatoric_variance).double().sqrt()  # (N, D)
         inside = (y.double() - summary.mean.double()).abs() <= half
         found = {"coverage": inside.all(-1), "width": 2 * half.mean(-1)}  # all outputs at once, as calibrated
     flagged = flags(summary, rule)
     return found if flagged is None else {**found, "ood_rate": flagged}
 
 
+def fitting(summary: Classified, rule: Rule) -> Tensor:
+    """(N, C): the classes in the prediction set of each input."""
+    return torch.from_numpy(columns_of(summary, [rule] * len(summary.probabilities))["prediction_set"])
+
+
+def by_size(summary: Classified, y: Tensor, rule: Rule) -> list[Figures]:
+    """Coverage of the sets of each size; large sizes share a row."""
+    fits = fitting(summary, rule)
+    size, hit = fits.sum(-1), fits.gather(1, y[:, None])[:, 0].double()
+    rows = []
+    for low, high in pairwise((-1, *SIZES, fits.shape[1])):
+        mine = (size > low) & (size <= high)
+        if n := int(mine.sum()):
+            sizes = {"from": low + 1, "to": high}
+            rows.append({**sizes, "examples": n, "share": n / len(y), "coverage": float(hit[mine].mean())})
+    return rows
+
+
+def _by_part(model: Model, summary: Summary, examples: Examples, way: "Way") -> list[Figures]:
+    """Of a calibration by class or by group: what each was promised, and what it got."""
+    calibration, rows = model.card.calibration, []
+    named: list[tuple[str, Tensor, str | None, Part]]
+    if calibration is not None and calibration.classes is not None:
+        named = [(label_of(model.card, c), examples.y == c, None, p) for c, p in enumerate(calibration.classes)]
+    elif calibration is not None and calibration.groups is not None and examples.group is not None:
+        named = [(g, torch.from_numpy(examples.group == g), g, p) for g, p in calibration.groups.items()]
+    else:
+        return []
+    for name, mine, group, part in named:
+        if not mine.any():
+            continue
+        some = type(summary)(**{key: values[mine] for key, values in vars(summary).items()})
+        found = _promised(some, examples.y[mine], way.rule(model, group))
+        means = {key: float(values.double().mean()) for key, values in found.items() if key != "ood_rate"}
+        known = {"name": name, "examples": int(mine.sum()), "calibrated_on": part.examples, "promised": part.coverage}
+        rows.append({**known, **means})
+    return rows
+
+
 def promises(calibration: Calibration | None) -> Figures | None:
     if calibration is None:
         return None
-    return calibration.model_dump(include={"coverage", "false_positive_rate", "measure", "temperature"})
+    found = calibration.model_dump(include={"coverage", "false_positive_rate", "measure", "temperature", "sets"})
+    per = "class" if calibration.classes is not None else "group" if calibration.groups is not None else None
+    return found if per is None else found | {"per": per}
 
 
 def _auto(summary: Summary, drawn_: Tensor, y: Tensor, calibration: Calibration | None) -> Figures:
@@ -208,9 +253,9 @@ class Way:
         method = model.method if method is None else method
         return cls(method, 0 if method == "probit" else drawn(model, samples))
 
-    def rule(self, model: Model) -> Rule:
+    def rule(self, model: Model, group: str | None = None) -> Rule:
         calibration = model.card.calibration
-        return closed_rule(calibration) if self.method == "probit" else rule_for(calibration, self.K)
+        return closed_rule(calibration, group) if self.method == "probit" else rule_for(calibration, self.K, group)
 
     def ask(
         self,

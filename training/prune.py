@@ -84,5 +84,7 @@ def recipe_of(model: Model) -> Recipe:
             directions=max((e.directions for e in model.manifest.layers.values() if e.kind == "inducing"), default=0),
             temperature=promised.temperature != 1,
             method=None if promised.closed is None else promised.method,
+            sets="aps" if promised.sets is None else promised.sets.score,
+            per="class" if promised.classes is not None else "group" if promised.groups is not None else None,
         )
     return recipe.model_copy(update=today)

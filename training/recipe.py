@@ -23,7 +23,7 @@ from dubito.models.parameters import Positive
 from dubito.models.prediction import evaluating
 from dubito.training.augment import augmentation
 from dubito.training.beside import beside_plain
-from dubito.training.calibrate import calibrate, check_enough
+from dubito.training.calibrate import calibrate, divided
 from dubito.training.checkpoint import draft_of, resume, save_checkpoint
 from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data import Examples, Parts, divide, enter, input_of
@@ -120,7 +120,8 @@ def read_parts(recipe: Recipe, root: Path | None, download: bool = False) -> Par
     if data.labels is not None and len(data.labels) < 2:
         raise RecipeError(f"{d.name} has one class only ({data.labels[0]!r}); expected two or more to tell apart.")
     parts = divide(data, d.validation, d.calibration, d.test, recipe.seed)
-    check_enough(len(parts.calibration), recipe.calibrate)  # before the work, not after it
+    held = (parts.calibration, parts.validation)
+    divided(*held, recipe.calibrate, recipe.task, recipe.seed)  # what cannot be calibrated is refused before the work
     if regression:
         _check_units(parts.train.y, d.name)
     return parts
@@ -318,7 +319,7 @@ def finish(
         model = load(draft).to(device)
     finally:
         draft.unlink(missing_ok=True)
-    model = calibrate(model, parts.calibration, recipe.calibrate, seed=recipe.seed)
+    model = calibrate(model, parts.calibration, recipe.calibrate, seed=recipe.seed, validation=parts.validation)
     model = model.with_card(metrics=measure(model, parts.test, seed=recipe.seed))
     if plain is not None and model.factors.random:
         own, beside = beside_plain(model, plain, parts.calibration, parts.test, out, recipe.seed)

@@ -28,6 +28,8 @@ from dubito.training.table import (
     curve_with_auto,
     mean_by_severity,
     number,
+    part_cells,
+    sizes,
     with_error,
 )
 
@@ -272,7 +274,23 @@ def _promised(e: Evaluation) -> str:
         "What was promised on held-out data, and what came of it here, for each number of draws K. The band is two "
         "standard errors of this measurement wide on either side; the calibration's own error comes on top.",
         pictures(figures),
+        *_tables(e),
     )
+
+
+def _tables(e: Evaluation) -> list[str]:
+    """Coverage by the size of the set, and by class or group where the calibration knows them apart."""
+    made = []
+    if "sets" in e.figures:
+        rows = [
+            [sizes(r), f"{r['examples']:,}", f"{r['share']:.2%}", f"{r['coverage']:.2%}"] for r in e.figures["sets"]
+        ]
+        made.append(table(["set size", "examples", "share", "coverage"], rows))
+    if "parts" in e.figures:
+        size = "set size" if isinstance(e.inside, Classified) else "interval width"
+        heads = [e.figures["calibration"]["per"], "examples", "coverage", "promised", size]
+        made.append(table(heads, [part_cells(row) for row in e.figures["parts"]]))
+    return made
 
 
 def _draws(e: Evaluation) -> str:

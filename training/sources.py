@@ -4,6 +4,7 @@ import csv
 import os
 import warnings
 import zipfile
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,8 @@ from dubito.models.manifest import Manifest
 from dubito.training.data import DataError, DataSet, Examples, data_recipe
 from dubito.training.names import DATA, OWN_DATA, TORCHVISION
 
-ARRAYS = ("x", "y", "x_test", "y_test")  # of an .npz file
+ARRAYS = ("x", "y", "x_test", "y_test", "group", "group_test")  # of an .npz file
+MOST_LETTERS = 100  # of a group's name
 MOST_CLASSES = 1 << 16  # beyond it, whole numbers are something else than classes
 MOST_BYTES = 1 << 34  # of pictures at the size of the first, which nobody asked for
 
@@ -55,7 +57,8 @@ def _numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
         return data
     if set(labels) <= set(known):
         place = torch.tensor([known.index(label) for label in labels])
-        train, test = (None if part is None else Examples(part.x, place[part.y]) for part in (data.train, data.test))
+        both = (data.train, data.test)
+        train, test = (None if part is None else Examples(part.x, place[part.y], part.group) for part in both)
         assert train is not None
         return DataSet(train, test, known)
     if len(labels) == len(known) or (len(labels) < len(known) and labels == tuple(map(str, range(len(labels))))):
@@ -245,7 +248,10 @@ def _picture(file: str) -> Tensor:
 
 
 def _npz(path: Path, regression: bool | None) -> DataSet:
-    """Arrays `x` (uint8 pictures, channels first or last, or floats) and `y`; `x_test` and `y_test` where there are."""
+    """Arrays `x` (uint8 pictures, channels first or last, or floats) and `y`; `x_test` and `y_test` where there are.
+
+    `group` and `group_test` name the group of each example, in words or whole numbers.
+    """
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is no .npz file, or a damaged one; write it with numpy.savez(path, x=…, y=…).")
     try:
@@ -262,10 +268,26 @@ def _npz(path: Path, regression: bool | None) -> DataSet:
         if (train.x.shape[1:], train.x.dtype, train.y.shape[1:]) != (test.x.shape[1:], test.x.dtype, test.y.shape[1:]):
             came = ", ".join(f"{key} {array.dtype} {array.shape}" for key, array in found.items())
             raise DataError(f"{path} holds {came}; expected training and test examples of one kind and shape.")
+        test = replace(test, group=_groups(path, found.get("group_test"), len(test)))
+    train = replace(train, group=_groups(path, found.get("group"), len(train)))
     if train.y.dim() == 2:
         return DataSet(train, test, None)
     most = max(int(part.y.max()) for part in (train, test) if part is not None)
     return DataSet(train, test, tuple(map(str, range(most + 1))))
+
+
+def _groups(path: Path, names: NDArray[Any] | None, n: int) -> NDArray[np.str_] | None:
+    if names is None:
+        return None
+    if names.dtype.kind not in "Uiub" or names.shape != (n,):
+        raise DataError(
+            f"{path}: group holds {names.dtype} of shape {names.shape}; expected a word or a whole number for each of "
+            f"{n} examples."
+        )
+    found = names.astype(np.str_)
+    if (longest := max(map(len, found.tolist()))) > MOST_LETTERS:
+        raise DataError(f"{path}: a group has a name of {longest} letters; expected {MOST_LETTERS} at most.")
+    return found
 
 
 def _arrays(path: Path, x: NDArray[Any], y: NDArray[Any], regression: bool | None) -> Examples:

@@ -64,8 +64,13 @@ def show(about: Mapping[str, str], figures: Mapping[str, Any]) -> None:
     console.print(_quality(figures))
     if "coverage_se" in figures:
         console.print("± one standard error of this measurement")
-    if figures["calibration"] is None:
+    calibration = figures["calibration"]
+    if calibration is None:
         console.print("not calibrated: no OOD flags and no prediction sets")
+    if "sets" in figures:
+        console.print(_sets(figures["sets"]))
+    if "parts" in figures:
+        console.print(_parts(figures["parts"], calibration["per"]))
     if "plain" in figures:
         console.print(_plain(figures["plain"]))
         console.print(figures["plain"]["verdict"])
@@ -116,6 +121,31 @@ def _against(found: Mapping[str, Any]) -> Table:
     for name, d in found["differences"].items():
         cells = [number(name, found["mine"][name]), number(name, found["other"][name])]
         table.add_row(NAMES.get(name, name.upper()), *cells, f"{number(name, d['value'])} ± {number(name, d['se'])}")
+    return table
+
+
+def sizes(row: Mapping[str, Any]) -> str:
+    return str(row["from"]) if row["from"] == row["to"] else f"{row['from']} to {row['to']}"
+
+
+def _sets(rows: list[dict[str, Any]]) -> Table:
+    table = Table("set size", "examples", "share", "coverage", title="coverage by size of the set", box=SIMPLE)
+    for row in rows:
+        table.add_row(sizes(row), f"{row['examples']:,}", f"{row['share']:.2%}", f"{row['coverage']:.2%}")
+    return table
+
+
+def part_cells(row: Mapping[str, Any]) -> list[str]:
+    size = row.get("set_size", row.get("width"))
+    promised = f"{row['promised']:.2%} from {row['calibrated_on']:,} examples"
+    return [row["name"], f"{row['examples']:,}", f"{row['coverage']:.2%}", promised, f"{size:.4g}"]
+
+
+def _parts(rows: list[dict[str, Any]], per: str) -> Table:
+    size = "set size" if "set_size" in rows[0] else "interval width"
+    table = Table(per, "examples", "coverage", "promised", size, title=f"coverage by {per}", box=SIMPLE)
+    for row in rows:
+        table.add_row(*map(clean, part_cells(row)))
     return table
 
 

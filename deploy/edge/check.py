@@ -124,7 +124,7 @@ def parity(path: Path, model: Model, x: NDArray[Any]) -> Difference:
         tally = tally_for(network)
         tally.add(outputs / model.temperature)
         summary = tally.summary()
-    rule = rule_for(model.card.calibration, K if facts["random"] else 1)
+    rule = rule_for(model.card.calibration, K if facts["random"] else 1, facts.get("group"))
     expected = columns_of(summary, [rule] * len(x))
     return _difference(found, expected)
 
@@ -159,7 +159,7 @@ def quality(edge: EdgeModel, model: Model, data: Data) -> dict[str, Any]:
     """On labelled data, the file with noise of its own and the artifact, by its own law, side by side."""
     ours = edge.predict(data.graph_inputs(model, edge.facts["input"]["takes"] == "image"), SEED)
     prediction = model.predict(data.tensors(model), edge.samples, SEED)
-    rule = rule_for(model.card.calibration, prediction.samples)
+    rule = rule_for(model.card.calibration, prediction.samples, edge.facts.get("group"))
     theirs = columns_of(prediction.summary, [rule] * len(data.y))
     report: dict[str, Any] = {"inputs": len(data.y)}
     for name, columns in (("onnx", ours), ("artifact", theirs)):
@@ -171,6 +171,14 @@ def quality(edge: EdgeModel, model: Model, data: Data) -> dict[str, Any]:
             report[name] = {"rmse": float(np.sqrt((error**2).mean()))}
     if "probabilities" in ours:
         report["class_agreement"] = float((ours["probabilities"].argmax(1) == theirs["probabilities"].argmax(1)).mean())
+    if "prediction_set" in ours and "prediction_set" in theirs:
+        report["set_agreement"] = float((ours["prediction_set"] == theirs["prediction_set"]).all(1).mean())
+        for name, columns in (("onnx", ours), ("artifact", theirs)):
+            fits = columns["prediction_set"]
+            report[name] |= {
+                "coverage": float((fits & (np.arange(fits.shape[1]) == data.y[:, None])).any(1).mean()),
+                "set_size": float(fits.sum(1).mean()),
+            }
     if "ood" in ours and "ood" in theirs:
         report["ood_agreement"] = float((ours["ood"] == theirs["ood"]).mean())
     return report

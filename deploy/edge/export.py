@@ -23,7 +23,7 @@ from dubito.deploy.edge.quantise import quantised
 from dubito.deploy.edge.runtime import ROWS
 from dubito.deploy.edge.summary import classified, regressed
 from dubito.deploy.edge.trace import affines_of, trace
-from dubito.models.answers import rule_for
+from dubito.models.answers import Rule, rule_for
 from dubito.models.artifact import write_by
 from dubito.models.geometry import Conv
 from dubito.models.inducing import Inducing
@@ -58,10 +58,12 @@ def export(
     take: Taken = "tensor",
     skeleton: onnx.ModelProto | None = None,
     data: NDArray[Any] | None = None,
+    group: str | None = None,
 ) -> Exported:
     """`law` is that of the λ-noise: way 3 in every layer, or the artifact's own, whose `exact` layers form W.
 
     `data` are inputs as the graph takes them: in int8 they give the ranges of activations, so these are rounded too.
+    `group` is one of the calibration's, whose quantile the file then has.
     `skeleton` is an earlier export's of the same network: tracing is what takes the time.
     """
     declared = model.card.input
@@ -94,12 +96,13 @@ def export(
         inputs = [helper.make_tensor_value_info("input", kind, ["batch", *declared.shape])]
     if factors.random:
         inputs.append(helper.make_tensor_value_info("seed", TensorProto.INT64, []))
-    outputs = writer.write(x, model)
+    rule = rule_for(model.card.calibration, K if factors.random else 1, group)
+    outputs = writer.write(x, model, rule)
     made, products = _model(writer, inputs, outputs), 0
     if data is not None:
         made, products = quantised(made, data[:CALIBRATED], max(1, ROWS // K))
     activations = "int8" if products else "float32"
-    facts = _facts(model, writer, precision, law, take) | {"activations": activations}
+    facts = _facts(model, writer, rule, precision, law, take) | {"activations": activations, "group": group}
     helper.set_model_props(made, {KEY: json.dumps(facts)})
     changed = tuple(name for name, law in _laws(model.network).items() if law != _laws(network)[name])
     return Exported(_checked(made), skeleton, K, tuple(writer.formed), changed, products)
@@ -188,7 +191,7 @@ class _Writer:
         weights = g.op("Relu", g.op("Sub", g.constant(1.0), g.op("Div", distance, reach)))
         return g.op("Div", weights, g.op("ReduceSum", weights, g.constant([1])))
 
-    def write(self, x: str, model: Model) -> dict[str, int]:
+    def write(self, x: str, model: Model, rule: Rule) -> dict[str, int]:
         (logits,) = (o.name for o in self.traced.output)
         if len(self.shapes[logits]) != 2:
             raise ExportError(
@@ -202,9 +205,8 @@ class _Writer:
         if self.s.noise is not None:
             self.s.noise.finish()
         self._rotations()
-        rule = rule_for(model.card.calibration, self.K if self.factors.random else 1)
         if self.network.task.kind == "classification":
-            return classified(self.g, out, model.temperature, rule)
+            return classified(self.g, out, self.shapes[logits][1], model.temperature, rule)
         return regressed(self.g, out, self.network, rule)
 
     def _samples(self, x: str, logits: str) -> str:
@@ -390,10 +392,9 @@ def _model(writer: _Writer, inputs: list[onnx.ValueInfoProto], outputs: dict[str
     )
 
 
-def _facts(model: Model, writer: _Writer, precision: Precision, law: Law, take: Taken) -> dict[str, Any]:
+def _facts(model: Model, writer: _Writer, rule: Rule, precision: Precision, law: Law, take: Taken) -> dict[str, Any]:
     """What a device may want to know, as plain JSON."""
     card, K = model.card, writer.K
-    rule = rule_for(card.calibration, K if writer.factors.random else 1)
     assert card.input is not None
     image = card.input.image
     provenance = card.provenance
@@ -415,6 +416,8 @@ def _facts(model: Model, writer: _Writer, precision: Precision, law: Law, take: 
         "ood": None if rule.ood is None else dict(zip(("measure", "samples", "threshold"), rule.ood, strict=True)),
         "coverage": None if card.calibration is None else card.calibration.coverage,
         "quantile": rule.quantile,
+        "quantiles": None if rule.by_class is None else list(rule.by_class),
+        "sets": None if rule.sets is None else rule.sets.model_dump(mode="json"),
         "architecture": model.manifest.architecture.name,
         "methods": _methods(model),
         "predictive": "sampling",  # also where the artifact itself answers in closed form (subnetwork Laplace)

@@ -6,12 +6,14 @@ from onnx import TensorProto
 from dubito.deploy.edge.draws import array
 from dubito.deploy.edge.graph import Graph
 from dubito.models.answers import Rule
+from dubito.models.manifest import Sets
 from dubito.models.network import BayesianNetwork
+from dubito.models.sets import penalties
 
 TINY = float(np.finfo(np.float32).tiny)
 
 
-def classified(g: Graph, logits: str, temperature: float, rule: Rule) -> dict[str, int]:
+def classified(g: Graph, logits: str, C: int, temperature: float, rule: Rule) -> dict[str, int]:
     """(K, B, C) logits; the outputs by name, each with its element type."""
     if temperature != 1:
         logits = g.op("Div", logits, g.constant(temperature))
@@ -31,10 +33,31 @@ def classified(g: Graph, logits: str, temperature: float, rule: Rule) -> dict[st
             score = g.op("Sub", g.constant(1.0), g.op("ReduceMax", p, g.constant([-1]), keepdims=0))
         outputs |= _ood(g, score, threshold)
     if rule.quantile is not None:
-        off = g.op("Sub", g.constant(1, np.float64), g.op("Cast", p, to=TensorProto.DOUBLE))
-        g.op("LessOrEqual", off, g.constant(rule.quantile, np.float64), out="prediction_set")
-        outputs["prediction_set"] = TensorProto.BOOL
+        outputs |= prediction_sets(g, p, C, rule)
     return outputs
+
+
+def prediction_sets(g: Graph, p: str, C: int, rule: Rule) -> dict[str, int]:
+    limits = np.array(rule.quantile if rule.by_class is None else rule.by_class, np.float64)
+    g.op("LessOrEqual", _class_scores(g, p, C, rule.sets), g.constant(limits, np.float64), out="prediction_set")
+    return {"prediction_set": TensorProto.BOOL}
+
+
+def _class_scores(g: Graph, p: str, C: int, sets: Sets | None) -> str:
+    """(B, C) in float64, as `models.sets.class_scores` has them."""
+    off = g.op("Sub", g.constant(1, np.float64), g.op("Cast", p, to=TensorProto.DOUBLE))
+    if sets is None:
+        return off
+    # of equal ones the first comes first: the operator's own rule, as that of a stable sort
+    values, order = g.ops("TopK", p, g.constant([C]), outputs=[g.name(), g.name()], axis=-1)
+    if sets.score == "probability":
+        is_first = g.op("Equal", g.constant(np.arange(C)), g.part(order, 1, 0, 1))
+        return g.op("Where", is_first, g.constant(0, np.float64), off)
+    wide = g.op("Cast", values, to=TensorProto.DOUBLE)
+    before = g.op("CumSum", wide, g.constant(1), exclusive=1)
+    if sets.lam:
+        before = g.add(before, g.constant(penalties(sets, C), np.float64))
+    return g.op("ScatterElements", off, order, before, axis=1)  # each class to its place
 
 
 def _entropy(g: Graph, p: str, log_p: str) -> str:

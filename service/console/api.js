@@ -45,8 +45,8 @@ export async function memory() {
 }
 
 /** One input, {images: [base64]} or {inputs: [...]}, with `samples` draws. Seeds are text: 63 bits do not fit a number. */
-export async function predict(model, input, { samples, seed = "", draws = true, signal }) {
-  const fields = { ...input, samples, return: draws ? ["probabilities", "samples"] : ["probabilities"] };
+export async function predict(model, input, { samples, seed = "", group = "", draws = true, signal }) {
+  const fields = { ...input, samples, ...(group && { group }), return: draws ? ["probabilities", "samples"] : ["probabilities"] };
   const body = seed ? JSON.stringify(fields).replace(/}$/, `,"seed":${BigInt(seed)}}`) : JSON.stringify(fields);
   const began = performance.now();
   const text = await ask(`v1/models/${encodeURIComponent(model)}/predict`, {

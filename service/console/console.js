@@ -63,9 +63,9 @@ async function predict() {
   const underway = state.underway = new AbortController();
   document.body.dataset.busy = "true";
   try {
-    const samples = Number($("draws").value);
-    const answer = await api.predict(state.model.name, state.input, { samples, seed, signal: underway.signal });
-    Object.assign(state, { answer: { ...answer, model: state.model, input: state.input }, k: samples });
+    const samples = Number($("draws").value), group = $("group").value;
+    const answer = await api.predict(state.model.name, state.input, { samples, seed, group, signal: underway.signal });
+    Object.assign(state, { answer: { ...answer, model: state.model, input: state.input, group }, k: samples });
     state.decided = new Map([[samples, answer.prediction]]);
     complain(null);
     measured(answer);
@@ -83,7 +83,8 @@ async function decide(k) {
   const { answer, decided } = state;
   if (!answer || state.k !== k || decided.has(k)) return;
   try {
-    const found = await api.predict(answer.model.name, answer.input, { samples: k, seed: answer.seed, draws: false });
+    const { seed, group } = answer;
+    const found = await api.predict(answer.model.name, answer.input, { samples: k, seed, group, draws: false });
     if (state.answer !== answer || found.version !== answer.version) return;
     decided.set(k, found.prediction);
     measured(found);
@@ -178,6 +179,9 @@ async function choose() {
   const choices = [16, 64, 256].filter((K) => K <= most);
   $("draws").replaceChildren(...(choices.length ? choices : [most]).map((K) => element("option", { value: K }, String(K))));
   $("draws").value = String(choices.includes(64) ? 64 : choices.at(-1) ?? most);
+  const named = Object.keys(model.calibration?.groups ?? {});
+  $("groups").hidden = !named.length;
+  $("group").replaceChildren(element("option", { value: "" }, "any"), ...named.map((name) => element("option", { value: name }, name)));
   takes(model);
   remember(model.bytes);
   const groups = await examplesFor(model);
@@ -360,15 +364,17 @@ function showClasses(answer, used, found, decision) {
     + `It stays within one point of its last value from ${drawsSaid(settledAt(steps, 0.01))} on. `
     + "Dots: single draws; band: two standard errors.";
   $("set-row").hidden = false;
-  if (decision) showSet(decision.prediction_set, model);
+  if (decision) showSet(decision.prediction_set, answer);
 }
 
-function showSet(set, model) {
+function showSet(set, { model, group }) {
   $("set").replaceChildren(...(set ?? []).slice(0, 40).map((name) => element("li", {}, name)));
-  const coverage = model.calibration ? percent(model.calibration.coverage, 0) : "";
+  const { coverage, classes, groups } = model.calibration ?? {};
+  const held = groups?.[group] ?? (classes ? Math.min(...classes) : coverage);
+  const whose = groups?.[group] !== undefined ? `of group ${group}` : classes ? "of each class" : "like the training data";
   $("set-said").textContent = set === null
     ? "Not calibrated: there is none."
-    : `${set.length ? "" : "Empty: no class is probable enough. "}Made to hold the true class for ${coverage} of inputs like the training data.`;
+    : `${set.length ? "" : "Empty: no class is probable enough. "}Made to hold the true class for ${percent(held, 0)} of inputs ${whose}.`;
 }
 
 function showValues(answer, found, decision) {
@@ -474,6 +480,7 @@ async function poll() {
 // ---- hands
 
 $("model").addEventListener("change", choose);
+$("group").addEventListener("change", () => predict());
 $("predict").addEventListener("click", () => (state.numbers ? typed() : predict()));
 $("numbers").addEventListener("submit", (event) => { event.preventDefault(); typed(); });
 $("fields").addEventListener("keydown", (event) => {

@@ -199,7 +199,7 @@ HOSTILE: dict[str, tuple[Make, str]] = {
         WRONG,
     ),
     # the manifest
-    "format 2": (says("format", 2), "its format is 2; this version of dubito reads format 1. Update dubito"),
+    "format 3": (says("format", 3), "its format is 3; this version of dubito reads format 1 and 2. Update dubito"),
     "no format": (lacks("format"), "its format is None"),
     "format a list": (says("format", [1]), r"its format is \[1\]"),
     "unknown key": (says("colour", "red"), WRONG + "colour: Extra inputs"),

@@ -19,6 +19,7 @@ from PIL import Image
 
 from dubito.models import load, save
 from dubito.service.security import hash_key
+from tests.service.test_groups import write_by_group as write_groups
 from tests.service.test_laplace import write as write_laplace
 from tests.service.test_whvi import write as write_mixed
 
@@ -288,6 +289,7 @@ def others(serve: Any, make_artifact: Any, tmp_path_factory: pytest.TempPathFact
     laplace = root / "laplace" / "1" / "model.safetensors"
     laplace.parent.mkdir(parents=True)
     write_laplace(laplace)
+    write_groups(root / "groups" / "1" / "model.safetensors")
     hostile = make_artifact(root / "hostile" / "1" / "model.safetensors")
     model = load(hostile)
     labels = tuple(f"{HOSTILE}{i}" for i in range(3))
@@ -359,3 +361,20 @@ def test_models_of_every_kind_are_shown_like_any_other(inside: Console, name: st
     assert row["mutual_information"] > 0
     assert float(inside.text("#in-weights").split()[0]) == pytest.approx(row["mutual_information"], abs=6e-4)
     inside.photograph(name)
+
+
+def test_a_model_calibrated_by_group_is_asked_by_group(inside: Console) -> None:
+    page = inside.page
+    page.select_option("#model", "image")
+    page.wait_for_selector("#groups", state="hidden")
+    page.select_option("#model", "groups")
+    page.wait_for_selector("#groups:visible")
+    inside.answer(lambda: page.get_by_role("button", name="random").click())
+    assert inside.text("#set-said") == "Made to hold the true class for 90 % of inputs like the training data."
+    for group, size, held in (("north", 1, "90"), ("south", 3, "80")):
+        told = inside.answer(lambda chosen=group: page.select_option("#group", chosen))  # type: ignore[misc]
+        assert page.locator("#set li").all_inner_texts() == told["predictions"][0]["prediction_set"]
+        assert page.locator("#set li").count() == size
+        assert inside.text("#set-said") == f"Made to hold the true class for {held} % of inputs of group {group}."
+    inside.slide(7)  # the set for fewer draws is of the same group
+    assert page.locator("#set li").count() == 3
