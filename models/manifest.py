@@ -42,7 +42,8 @@ class Regression(Strict):
     """Targets were shifted and scaled for training; answers are in the targets' own units."""
 
     kind: Literal["regression"] = "regression"
-    outputs: Size = 1
+    outputs: Size = 1  # D
+    noise: Literal["constant", "input"] = "constant"  # one σ per target, or one per target and input
     shift: tuple[FiniteFloat, ...] = (0.0,)
     scale: tuple[Positive, ...] = (1.0,)
 
@@ -52,6 +53,11 @@ class Regression(Strict):
             if len(values) not in (1, self.outputs):
                 raise ValueError(f"{name} has {len(values)} entries; expected one, or one per output ({self.outputs})")
         return self
+
+    @property
+    def numbers(self) -> int:
+        """Outputs of the network: D means, and D raw log-deviations where the noise depends on the input."""
+        return 2 * self.outputs if self.noise == "input" else self.outputs
 
 
 Task = Annotated[Classification | Regression, Field(discriminator="kind")]

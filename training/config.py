@@ -30,6 +30,7 @@ NO_KL = {  # what the plain network's training has none of
     "patience": None,
     "samples": 1,
 }
+Noise = Literal["constant", "input", "auto"]  # one σ per target; one per target and input; chosen by validation NLL
 MOST_COMPLAINTS = 3  # at a time
 
 
@@ -84,6 +85,7 @@ class Fit(Strict):
 
     epochs: Count
     pretrain_epochs: Whole = 0  # of the plain network first, whose weights the posterior then starts from
+    noise_epochs: Whole = 0  # of noise that depends on the input: constant first, then as many while it comes in
     likelihood_epochs: Whole = 0
     warmup_epochs: Whole = 0
     batch: Count = 128
@@ -164,6 +166,7 @@ class Calibrate(Strict):
 class Recipe(Strict):
     seed: Annotated[Whole, Field(lt=1 << 31)] = 0
     task: Literal["classification", "regression"] = "classification"
+    noise: Noise | None = None  # of regression's targets; None: auto where the network is trained here by a posterior
     data: Data
     network: Network
     posterior: Posterior
@@ -179,6 +182,13 @@ class Recipe(Strict):
         return Fit.model_validate(self.fit.model_dump() | changes)
 
     @property
+    def noise_kind(self) -> Noise:
+        """`auto` trains a network whose noise depends on the input, and keeps that as far as validation favours it."""
+        if self.noise is not None:
+            return self.noise
+        return "constant" if self.posterior.method == LAPLACE or self.network.weights is not None else "auto"
+
+    @property
     def laplace(self) -> "Laplace | None":
         """How the trained network is made Bayesian afterwards, where that is the method."""
         return Laplace.model_validate(self.posterior.options) if self.posterior.method == LAPLACE else None
@@ -192,12 +202,16 @@ class Recipe(Strict):
                 Laplace.model_validate(self.posterior.options)
             except ValidationError as error:
                 raise ValueError(f"posterior.options: {_first(error, Laplace)}") from None
+            if self.noise_kind != "constant":
+                raise ValueError(f"noise is {self.noise!r}, but {LAPLACE} knows constant noise only: leave it out")
         elif self.calibrate.method == "probit":
             raise ValueError(f"calibrate.method is 'probit', which belongs to {LAPLACE}")
         try:
             _ = self.pretraining
         except ValidationError as error:
             raise ValueError(f"pretrain: {_first(error, Pretrain)}") from None
+        if self.task == "classification" and self.noise is not None:
+            raise ValueError(f"noise is {self.noise!r}, which belongs to regression; the task is classification")
         if self.task == "regression" and self.calibrate.temperature:
             raise ValueError("calibrate.temperature is true; a temperature belongs to classification")
         return self

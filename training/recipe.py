@@ -28,6 +28,8 @@ from dubito.training.evaluate import measure
 from dubito.training.fit import Epoch, FitError, Run
 from dubito.training.laplace import check_size, linearise, said
 from dubito.training.log import progress, remark, tensorboard, write_csv
+from dubito.training.noise import fit_noise
+from dubito.training.noise import said as noise_said
 from dubito.training.ranks import Ranks
 from dubito.training.remarks import remarks
 from dubito.training.sources import read_data
@@ -68,16 +70,24 @@ def train(
     fitting = Fitting(recipe, parts, declared, out, device, fresh)
     torch.manual_seed(recipe.seed)
     net = build_network(recipe, parts, declared)
+    noise = None  # of the targets, as the plain network left it
     start: Literal["network", "prior"] = "prior" if recipe.network.weights is None else "network"
     if recipe.fit.pretrain_epochs:
-        plain = bayesianize(net, "deterministic", task=task_of(parts))
-        net = fitting.fit(plain, recipe.pretraining, "plain").finish().net.cpu()
-        start = "network"
+        plain = bayesianize(net, "deterministic", task=task_of(parts, recipe))
+        before = fitting.fit(plain, recipe.pretraining, "plain").finish()
+        net, noise, start = before.net.cpu(), before.noise, "network"
     torch.manual_seed(recipe.seed)
-    run = fitting.fit(make_bayesian(net, recipe, parts, start), recipe.fit, "posterior")
+    network, fit = make_bayesian(net, recipe, parts, start), recipe.fit
+    if noise is not None and network.noise is not None:
+        network.noise.load_state_dict(noise.state_dict())
+        fit = fit.model_copy(update={"noise_epochs": 0})
+    run = fitting.fit(network, fit, "posterior")
     if run.ranks.index > 0:
         return None
     network = run.finish()
+    if network.noise is not None and recipe.laplace is None:
+        choose = recipe.noise_kind == "auto"
+        remark(noise_said(fit_noise(network, parts.validation, declared, choose=choose, seed=recipe.seed)))
     if recipe.laplace is not None:  # so far it is the plain network at its most likely weights
         fitted = linearise(network, parts.train, parts.validation, declared, recipe.laplace, recipe.seed)
         remark(said(fitted))
@@ -116,19 +126,24 @@ def _check_units(y: Tensor, name: str) -> None:
             )
 
 
-def task_of(parts: Parts) -> Task:
+def task_of(parts: Parts, recipe: Recipe | None = None) -> Task:
+    """Without a recipe, a regression's noise is constant."""
     if parts.labels is not None:
         return Classification()
     y = parts.train.y.double()
     scale = y.std(0, unbiased=False)
     return Regression(
-        outputs=y.shape[1], shift=tuple(y.mean(0).tolist()), scale=tuple(torch.where(scale > 0, scale, 1.0).tolist())
+        outputs=y.shape[1],
+        noise="constant" if recipe is None or recipe.noise_kind == "constant" else "input",
+        shift=tuple(y.mean(0).tolist()),
+        scale=tuple(torch.where(scale > 0, scale, 1.0).tolist()),
     )
 
 
 def build_network(recipe: Recipe, parts: Parts, declared: Input) -> nn.Module:
     """The plain network; what the data tells of its sizes need not stand in the recipe."""
-    outputs = parts.train.y.shape[1] if parts.labels is None else len(parts.labels)
+    task = task_of(parts, recipe)
+    outputs = task.numbers if isinstance(task, Regression) else len(parts.labels or ())
     told: dict[str, Any] = {"classes": outputs, "outputs": outputs, "inputs": parts.train.x[0].numel()}
     if len(declared.shape) == 3:
         told |= {"channels": declared.shape[0], "size": list(declared.shape[1:])}
@@ -170,11 +185,13 @@ def _load_weights(net: nn.Module, path: str) -> None:
 def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["network", "prior"]) -> BayesianNetwork:
     if recipe.laplace is not None:
         check_size(net, recipe.laplace)  # before the work, not after it
-        return bayesianize(net, "deterministic", task=task_of(parts))
+        return bayesianize(net, "deterministic", task=task_of(parts, recipe))
     options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.posterior.options.items()}
     layers: Any = recipe.posterior.layers or None
     try:
-        return bayesianize(net, recipe.posterior.method, start=start, layers=layers, task=task_of(parts), **options)
+        return bayesianize(
+            net, recipe.posterior.method, start=start, layers=layers, task=task_of(parts, recipe), **options
+        )
     except TypeError as error:
         raise RecipeError(f"posterior.options: {error}.") from None
 

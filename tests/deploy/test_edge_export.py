@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -226,10 +226,11 @@ def test_networks_trained_apart_keep_their_own_batchnorm(tmp_path: Path) -> None
     assert parity(path, model, inputs_for(model)).largest < CLOSE
 
 
-def test_regression_answers_mean_variances_and_interval(tmp_path: Path) -> None:
+@pytest.mark.parametrize("noise", ["constant", "input"])
+def test_regression_answers_mean_variances_and_interval(noise: Literal["constant", "input"], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    task = Regression(outputs=2, shift=(1.0, -2.0), scale=(3.0, 0.5))
-    net = build("mlp", inputs=4, hidden=[10], outputs=2)
+    task = Regression(outputs=2, noise=noise, shift=(1.0, -2.0), scale=(3.0, 0.5))
+    net = build("mlp", inputs=4, hidden=[10], outputs=task.numbers)
     measure: Any = "epistemic_variance"
     calibration = Calibration(
         false_positive_rate=0.05, coverage=0.9, measure=measure, thresholds={measure: {1: 0.01}}, quantiles={1: 1.7}
@@ -242,6 +243,7 @@ def test_regression_answers_mean_variances_and_interval(tmp_path: Path) -> None:
     found = run(path, x)
     std = np.sqrt(found["epistemic_variance"] + found["aleatoric_variance"])
     np.testing.assert_allclose(found["interval"][..., 1] - found["mean"], 1.7 * std, rtol=1e-5)
+    assert (np.ptp(found["aleatoric_variance"], axis=0) > 0).all() == (noise == "input")
     assert set(found) == {
         "mean", "epistemic_variance", "aleatoric_variance", "interval", "ood_score", "ood",
     }  # fmt: skip
