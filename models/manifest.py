@@ -20,6 +20,7 @@ Size = Annotated[int, Field(gt=0, le=1 << 24)]  # one side of a tensor; beyond i
 MOST_MEMBERS = 1024
 MOST_FLOWS = 64
 Members = Annotated[int, Field(gt=0, le=MOST_MEMBERS)]  # each costs time to build, even one without storage
+Names = Annotated[tuple[str, ...], Field(max_length=1 << 20)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
@@ -163,6 +164,13 @@ class Image(Strict):
 class Input(Strict):
     shape: Annotated[tuple[Size, ...], Field(min_length=1, max_length=4)]  # of one input, without the batch axis
     image: Image | None = None  # None: tensors only
+    columns: Names | None = None  # of a table: what each number is
+
+    @model_validator(mode="after")
+    def _named(self) -> "Input":
+        if self.columns is not None and self.shape != (len(self.columns),):
+            raise ValueError(f"{len(self.columns)} columns are named, but an input has shape {self.shape}")
+        return self
 
     @model_validator(mode="after")
     def _channels(self) -> "Input":
@@ -241,7 +249,8 @@ class Card(Strict):
     """What is known about a model beyond its tensors."""
 
     input: Input | None = None
-    labels: Annotated[tuple[str, ...], Field(max_length=1 << 20)] | None = None
+    labels: Names | None = None
+    targets: Names | None = None  # what is predicted: a name for each number, or one for the class
     calibration: Calibration | None = None  # None: not calibrated
     metrics: dict[str, FiniteFloat] = {}
     provenance: Provenance = Provenance()
@@ -259,6 +268,15 @@ class Manifest(Strict):
     precision: Precision = "float32"  # of the numbers in the file
     card: Card = Card()
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of this manifest without it, and of all tensors
+
+    @model_validator(mode="after")
+    def _named(self) -> "Manifest":
+        targets, wanted = self.card.targets, self.task.outputs if self.task.kind == "regression" else 1
+        if targets is not None and len(targets) != wanted:
+            raise ValueError(f"{len(targets)} targets are named, but {wanted} are predicted")
+        if self.subnetwork is not None and self.task.kind == "regression" and self.task.noise == "input":
+            raise ValueError("a subnetwork knows constant noise only, but this task's noise depends on the input")
+        return self
 
     @model_validator(mode="after")
     def _linearised(self) -> "Manifest":

@@ -28,6 +28,7 @@ WHAT = {
     "whvi": "Walsh–Hadamard VI: blocks S_1 H diag(g) H S_2 of W, a distribution over g alone",
     "subnetwork-laplace": "Gaussian over some of the weights, about which the network is linearised",
 }
+NOISE = {"constant": "the same for every input", "input": "depends on the input"}
 SELECTED = {
     "variance": "of the largest variance under a diagonal Laplace approximation",
     "random": "chosen at random",
@@ -103,6 +104,7 @@ def report(
         "format": manifest.format,
         "architecture": manifest.architecture.model_dump(mode="json"),
         "task": manifest.task.kind,
+        "noise": manifest.task.noise if manifest.task.kind == "regression" else None,
         "parameters": None if network is None else count(network),
         "deterministic": deterministic,
         "bytes": size,
@@ -163,6 +165,12 @@ def show(found: dict[str, Any]) -> None:
     if found["input"] is not None:
         kind = "a picture or a tensor" if found["input"]["image"] else "a tensor"
         say(f"input: {kind} of shape {tuple(found['input']['shape'])}")
+        if found["input"]["columns"] is not None:
+            say("columns: " + ", ".join(found["input"]["columns"]))
+    if found["targets"] is not None:
+        say("predicts: " + ", ".join(found["targets"]))
+    if found["noise"] is not None:
+        say(f"noise of the targets: {NOISE[found['noise']]}")
     if found["labels"] is not None:
         say("labels: " + ", ".join(found["labels"]))
     calibration = found["calibration"]

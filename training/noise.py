@@ -22,6 +22,7 @@ DRAWS = 20  # K
 GAINS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: the noise is constant
 RANGE = math.log(30)  # of the factor
 STEPS = 40  # of golden section
+BELIEF = 5.0  # examples that the noise which training left counts as: a few validation examples alone tell little
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ class FittedNoise:
 def fit_noise(
     network: BayesianNetwork, validation: Examples, declared: Input, *, choose: bool, seed: int = 0
 ) -> FittedNoise:
-    """Set σ, and with `choose` the gain too, to what minimises the validation part's NLL.
+    """Set σ, and with `choose` the gain too, to what gives the least NLL on the validation part.
 
-    The NLL is that of a Gaussian with the predictive mean and variance, as everywhere.
+    The NLL is that of a Gaussian with the predictive mean and variance, as everywhere. What training found counts as
+    `BELIEF` further examples.
     """
     assert network.noise is not None
     assert network.task.kind == "regression"
@@ -65,12 +67,20 @@ def fit_noise(
         return each.mean(0)
 
     def best(aleatoric: Tensor) -> tuple[Tensor, Tensor]:
-        """The log-factor (D,) of σ with the least NLL, and that NLL, for variances (V, D) of the noise."""
+        """The best log-factor (D,) of σ for variances (V, D) of the noise, and the NLL with it."""
+        now = epistemic + aleatoric
+
+        def cost(log_factor: Tensor) -> Tensor:
+            """NLL of the examples, and of a few whose errors are just as large as the present variance says."""
+            variance = epistemic + (2 * log_factor).exp() * aleatoric
+            expected: Tensor = (now / variance + (2 * math.pi * variance).log()) / 2
+            return len(error) * nll(variance) + BELIEF * expected.mean(0)
+
         low, high = torch.full((D,), -RANGE).double(), torch.full((D,), RANGE).double()
         golden = (math.sqrt(5) - 1) / 2
         for _ in range(STEPS):
             a, b = high - golden * (high - low), low + golden * (high - low)
-            left = nll(epistemic + (2 * a).exp() * aleatoric) < nll(epistemic + (2 * b).exp() * aleatoric)
+            left = cost(a) < cost(b)
             low, high = torch.where(left, low, a), torch.where(left, b, high)
         middle = (low + high) / 2
         return middle, nll(epistemic + (2 * middle).exp() * aleatoric)

@@ -273,7 +273,8 @@ def finish(
             seed=recipe.seed,
             train_sample=tuple(_sample(parts.train, recipe.seed)),
         )
-    card = Card(input=declared, labels=parts.labels, provenance=origin)
+    named = declared.model_copy(update={"columns": parts.columns})
+    card = Card(input=named, labels=parts.labels, targets=parts.targets, provenance=origin)
     draft = draft_of(out)
     try:
         save(network, draft, card=card, precision=recipe.precision)

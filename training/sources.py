@@ -4,6 +4,7 @@ import csv
 import os
 import warnings
 import zipfile
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -47,12 +48,26 @@ def read_for(
         size=None if declared is None or declared.image is None else (declared.shape[1], declared.shape[2]),
         split=recipe.split if recipe is not None and recipe.name == name else 0,
     )
+    data = _ordered(data, None if declared is None else declared.columns)
     if not labelled:
         return data
     if regression != (data.labels is None):
         kinds = ("classes", "numbers")
         raise DataError(f"{name} has {kinds[not regression]} for targets; this model predicts {kinds[regression]}.")
     return data if manifest.card.labels is None else _numbered(data, name, manifest.card.labels)
+
+
+def _ordered(data: DataSet, known: tuple[str, ...] | None) -> DataSet:
+    """A table with the model's own columns in another order has them in the model's."""
+    columns = data.columns
+    if known is None or columns is None or columns == known or sorted(columns) != sorted(known):
+        return data
+    if len(set(known)) < len(known):  # two of one name: nobody knows which is which
+        return data
+    place = torch.tensor([columns.index(name) for name in known])
+    train, test = (None if part is None else Examples(part.x[:, place], part.y) for part in (data.train, data.test))
+    assert train is not None
+    return replace(data, train=train, test=test, columns=known)
 
 
 def _numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
@@ -64,9 +79,9 @@ def _numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
         place = torch.tensor([known.index(label) for label in labels])
         train, test = (None if part is None else Examples(part.x, place[part.y]) for part in (data.train, data.test))
         assert train is not None
-        return DataSet(train, test, known)
+        return replace(data, train=train, test=test, labels=known)
     if len(labels) == len(known) or (len(labels) < len(known) and labels == tuple(map(str, range(len(labels))))):
-        return DataSet(data.train, data.test, known)
+        return replace(data, labels=known)
     raise DataError(
         f"{name} has {len(labels)} classes ({_some(labels)}); this model tells {len(known)} apart ({_some(known)}). "
         "Bring data with the model's classes; as data from outside (--ood), their labels do not matter."
@@ -335,11 +350,12 @@ def _csv(path: Path, regression: bool | None, target: str | None) -> DataSet:
         regression = any(_number(text) is not None and not _is_integer(text) for text in last)
     if regression:
         values = [_parse(path, line, [name], [text]) for line, text in zip(lines, last, strict=True)]
-        return DataSet(_arrays(path, x, np.array(values), True), None, None)
+        return DataSet(_arrays(path, x, np.array(values), True), None, None, tuple(header), (name,))
     names = [_class(path, line, text) for line, text in zip(lines, last, strict=True)]
     labels = sorted(set(names), key=lambda n: (not _is_integer(n), int(n) if _is_integer(n) else 0, n))
     index = {label: i for i, label in enumerate(labels)}
-    return DataSet(_arrays(path, x, np.array([index[n] for n in names]), False), None, tuple(labels))
+    classes = np.array([index[n] for n in names])
+    return DataSet(_arrays(path, x, classes, False), None, tuple(labels), tuple(header), (name,))
 
 
 def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:

@@ -339,6 +339,7 @@ def test_a_target_column_by_name(table: Callable[..., str]) -> None:
     name = table("kind,a,b\ncat,1,2\ndog,3,4\n")
     data = read_data(name, target="kind")
     assert (data.train.x.tolist(), data.train.y.tolist(), data.labels) == ([[1, 2], [3, 4]], [0, 1], ("cat", "dog"))
+    assert (data.columns, data.targets) == (("a", "b"), ("kind",))
     assert "has 0 columns 'species'; it has: kind, a, b" in complaint(name, target="species")
 
 

@@ -141,6 +141,13 @@ def test_csv_with_numbers(tmp_path: Path) -> None:
     assert isinstance(model.network.task, Regression)
     assert model.network.task.shift[0] == pytest.approx(1000, abs=20)
     assert model.network.task.scale[0] == pytest.approx(102, rel=0.15)
+    assert model.network.task.noise == "input"
+    assert model.card.input is not None
+    assert (model.card.input.columns, model.card.targets) == (("a", "b", "c", "d"), ("price",))
+    told = run("inspect", str(tmp_path / "m.safetensors")).stdout
+    assert "columns: a, b, c, d\n" in told
+    assert "predicts: price\n" in told
+    assert "noise of the targets: depends on the input\n" in told
 
 
 def test_folder_of_pictures(tmp_path: Path) -> None:
