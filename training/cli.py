@@ -23,7 +23,8 @@ DataName = Annotated[
     typer.Option(
         "--data",
         metavar="D",
-        help="digits, mnist, fashion-mnist, cifar10, cifar100, svhn, uci/NAME, folder:PATH, npz:PATH or csv:PATH.",
+        help="digits, mnist, fashion-mnist, cifar10, cifar100, svhn, uci/NAME, uci-gap/NAME, folder:PATH, npz:PATH "
+        "or csv:PATH.",
         show_default=False,
     ),
 ]

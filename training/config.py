@@ -45,8 +45,8 @@ class Strict(BaseModel):
 class Data(Strict):
     """Where the examples come from, and how the training part is divided by the recipe's seed."""
 
-    name: str  # digits, mnist, fashion-mnist, cifar10, cifar100, svhn, uci/NAME, folder:PATH, npz:PATH, csv:PATH
-    split: Whole = 0  # of uci/NAME: which of its published divisions
+    name: str  # one of `sources.NAMES`: digits, mnist …, uci/NAME, uci-gap/NAME, folder:PATH, npz:PATH, csv:PATH
+    split: Whole = 0  # of uci/NAME and uci-gap/NAME: which of the published divisions
     target: str | None = None  # of csv:PATH: the column to predict; without one, the last
     size: tuple[Count, Count] | None = None  # of folder:PATH: height, width; without one, the first picture's
     validation: Share = 0.05
@@ -61,10 +61,11 @@ class Data(Strict):
                 f"validation + calibration is {self.validation + self.calibration:g}; expected less than 1, "
                 "for the rest is trained on"
             )
-        for key, start in (("split", "uci/"), ("target", "csv:"), ("size", "folder:")):
+        for key, starts in (("split", ("uci/", "uci-gap/")), ("target", ("csv:",)), ("size", ("folder:",))):
             value = getattr(self, key)
-            if value != type(self).model_fields[key].default and not self.name.startswith(start):
-                raise ValueError(f"{key} is {value!r}, which belongs to {start}… alone; the data is {self.name!r}")
+            if value != type(self).model_fields[key].default and not self.name.startswith(starts):
+                whose = " and ".join(f"{start}…" for start in starts)
+                raise ValueError(f"{key} is {value!r}, which belongs to {whose} alone; the data is {self.name!r}")
         return self
 
 

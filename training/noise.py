@@ -22,7 +22,7 @@ DRAWS = 20  # K
 GAINS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: the noise is constant
 RANGE = math.log(30)  # of the factor
 STEPS = 40  # of golden section
-BELIEF = 5.0  # examples that the noise which training left counts as: a few validation examples alone tell little
+BELIEF = 10.0  # examples that the noise which training left counts as: a few validation examples alone tell little
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ TORCHVISION = {
     "cifar100": "CIFAR100",
     "svhn": "SVHN",
 }
-NAMES = ("digits", *TORCHVISION, "uci/NAME", "folder:PATH", "npz:PATH", "csv:PATH")
+UCI = {"uci": "standard", "uci-gap": "gap"}  # divided at random; or the middle third of one feature is the test part
+NAMES = ("digits", *TORCHVISION, "uci/NAME", "uci-gap/NAME", "folder:PATH", "npz:PATH", "csv:PATH")
 ARRAYS = ("x", "y", "x_test", "y_test")  # of an .npz file
 MOST_CLASSES = 1 << 16  # beyond it, whole numbers are something else than classes
 MOST_BYTES = 1 << 34  # of pictures at the size of the first, which nobody asked for
@@ -109,8 +110,8 @@ def read_data(
         return _digits()
     if name in TORCHVISION:
         return _torchvision(name, root, download)
-    if name.startswith("uci/"):
-        return _uci(name.removeprefix("uci/"), root, split)
+    if name.partition("/")[0] in UCI and "/" in name:
+        return _uci(name, root, split)
     if not colon or kind not in ("folder", "npz", "csv"):
         raise DataError(f"no data set {name!r}; there are: {', '.join(NAMES)}.")
     path = Path(os.path.expanduser(place))  # Path.expanduser and .exists raise where these do not
@@ -157,26 +158,34 @@ def _torchvision(name: str, root: Path | None, download: bool) -> DataSet:
     return DataSet(parts[0], parts[1], classes)
 
 
-def _uci(name: str, root: Path | None, split: int) -> DataSet:
-    """The regression sets with the divisions that the literature uses: `data.txt` and index files."""
+def _uci(asked: str, root: Path | None, split: int) -> DataSet:
+    """The regression sets with the divisions that the literature uses: `data.txt` and index files.
+
+    The table lies with the standard divisions; those with gaps have index files of their own.
+    """
+    kind, _, name = asked.partition("/")
     if root is None:
-        raise DataError(f"uci/{name}: say with --data-root which folder holds UCI/standard/{name}/data/.")
-    every = root / "UCI" / "standard"
-    folder = every / name / "data"
+        raise DataError(f"{asked}: say with --data-root which folder holds UCI/{UCI[kind]}/{name}/data/.")
+    every = root / "UCI" / UCI[kind]
+    folder, home = every / name / "data", root / "UCI" / "standard" / name / "data"
     if not name or not os.path.isdir(folder):
-        known = ", ".join(f"uci/{p.parent.name}" for p in sorted(every.glob("*/data")))
-        raise DataError(f"there is no uci/{name} in {root}; there {f'are: {known}' if known else f'is no {every}'}.")
-    splits = len(list(folder.glob("index_train_*.txt")))
+        known = ", ".join(f"{kind}/{p.parent.name}" for p in sorted(every.glob("*/data")))
+        raise DataError(f"there is no {asked} in {root}; there {f'are: {known}' if known else f'is no {every}'}.")
+    splits = splits_in(folder)
     if not 0 <= split < splits:
-        raise DataError(f"uci/{name} has the splits 0 to {splits - 1}, not {split}: set data.split to one of them.")
+        raise DataError(f"{asked} has the splits 0 to {splits - 1}, not {split}: set data.split to one of them.")
     try:
-        table = _numbers(folder / "data.txt", 2)
-        features, target = (_indices(folder / f"index_{k}.txt", table.shape[1]) for k in ("features", "target"))
+        table = _numbers(home / "data.txt", 2)
+        features, target = (_indices(home / f"index_{k}.txt", table.shape[1]) for k in ("features", "target"))
         rows = [_indices(folder / f"index_{part}_{split}.txt", len(table)) for part in ("train", "test")]
     except (OSError, ValueError) as error:
-        raise DataError(f"uci/{name}, split {split}, cannot be read from {folder}: {_reason(error)}.") from None
+        raise DataError(f"{asked}, split {split}, cannot be read from {folder}: {_reason(error)}.") from None
     train, test = (_arrays(folder, table[r][:, features], table[r][:, target], True) for r in rows)
     return DataSet(train, test, None)
+
+
+def splits_in(folder: Path) -> int:
+    return len(list(folder.glob("index_train_*.txt")))
 
 
 def _numbers(file: Path, dims: Literal[1, 2]) -> NDArray[np.float64]:

@@ -10,10 +10,12 @@ from scipy import optimize, stats
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, build
+from dubito.models.answers import Rule, columns_of
 from dubito.models.manifest import Input, Regression
 from dubito.models.network import BayesianNetwork
 from dubito.models.prediction import predict
 from dubito.models.uncertainty import Regressed
+from dubito.training.calibrate import outer_quantile, strangeness
 from dubito.training.config import Fit
 from dubito.training.data import Examples
 from dubito.training.fit import Run
@@ -123,6 +125,27 @@ def test_the_gain_is_chosen_by_the_nll_and_never_worse_than_constant_noise(follo
     assert fitted.nll <= min(fitted.constant, fitted.before)
     assert (fitted.nll < fitted.constant - 0.05) == (follows > 0)
     assert ("does not follow the input" in said(fitted)) == (not network.gain.any())
+
+
+@pytest.mark.parametrize("gain", [0.0, 1.0])
+def test_intervals_are_as_wide_as_the_noise_of_their_input(gain: float) -> None:
+    """Where the noise follows the input, intervals hold as many targets where it is large as where it is small."""
+    network = given("input")
+    assert network.gain is not None
+    network.gain.fill_(gain)
+    examples, declared = told(3000, "input", 1.0)
+    held, seen = examples[:1000], examples[1000:]
+    fit_noise(network, held, declared, choose=False)
+    calibrating, found = (predict(network, network.factors(), e.x, 1, 0).summary for e in (held, seen))
+    rule = Rule(None, outer_quantile(strangeness(calibrating, held.y), 0.9))
+    low, high = np.moveaxis(columns_of(found, [rule] * len(seen))["interval"], -1, 0)
+    y, large = seen.y.double().numpy(), (seen.x[:, 2:] > 0).numpy()  # (N, 2): which targets have much noise
+    inside, width = (low <= y) & (y <= high), high - low
+    error = 3 * math.sqrt(0.9 * 0.1 * 2 / 2000)  # three standard errors
+    assert inside.all(1).mean() == pytest.approx(0.9, abs=error)  # both targets at once, as calibrated
+    difference = inside[~large].mean() - inside[large].mean()
+    assert (abs(difference) < error) == (gain == 1)
+    assert (np.ptp(np.log(width), axis=0) > 1).all() == (gain == 1)
 
 
 def test_doubt_about_the_weights_is_not_counted_twice() -> None:
