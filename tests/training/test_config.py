@@ -242,7 +242,13 @@ def test_a_value_of_the_wrong_kind(mine: str, change: str, said: str) -> None:
         (["data.size=[8, 8]", "data.name=npz:x"], "data: size is (8, 8), which belongs to folder:… alone"),
         (["noise=auto"], "noise is 'auto', which belongs to regression; the task is classification"),
         (
-            ["task=regression", "noise=input", "posterior.method=subnetwork-laplace", "posterior.options={}"],
+            [
+                "task=regression",
+                "noise=input",
+                "posterior.method=subnetwork-laplace",
+                "posterior.options={}",
+                "posterior.layers={}",
+            ],
             "noise is 'input', but subnetwork-laplace knows constant noise only",
         ),
     ],
