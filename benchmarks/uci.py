@@ -22,7 +22,6 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr
 from multiprocessing import get_context
@@ -206,24 +205,25 @@ def main() -> None:
         return
     console = Console()
     for figure in FIGURES:
-        console.print(table_of(figure, named, [] if args.gap else published_for(args.method, figure)))
+        console.print(table_of(figure, named, {} if args.gap else published_for(args.method, figure)))
     if not args.gap and args.method != "whvi":
         console.print(counted(next(iter(named.values()))))
     console.print(machine())
 
 
-Column = tuple[str, Callable[[str], str]]  # a title, and what it says of a set
-
-
-def published_for(method: str | None, figure: str) -> list[Column]:
+def published_for(method: str | None, figure: str) -> dict[str, dict[str, str]]:
+    """By rival, each set's figure."""
     if method == "whvi":
-        return [("WHVI, two layers of 128 (Rossi et al. 2020)", lambda name: OF_128[figure].get(name, ""))]
-    return [(rival, lambda name, i=i: f"{PUBLISHED[figure][name][i]:.2f}") for i, rival in enumerate(RIVALS)]
+        return {"WHVI, two layers of 128 (Rossi et al. 2020)": OF_128[figure]}
+    rows = PUBLISHED[figure].items()
+    return {rival: {name: f"{values[i]:.2f}" for name, values in rows} for i, rival in enumerate(RIVALS)}
 
 
-def table_of(figure: str, found: dict[str, dict[str, list[dict[str, float]]]], published: list[Column]) -> Table:
+def table_of(
+    figure: str, found: dict[str, dict[str, list[dict[str, float]]]], published: dict[str, dict[str, str]]
+) -> Table:
     table = Table(title=f"{figure.upper()}, mean ± standard error")
-    for column in ("set", "divisions", *found, *(title for title, _ in published)):
+    for column in ("set", "divisions", *found, *published):
         table.add_column(column, justify="left" if column == "set" else "right")
     first = next(iter(found.values()))
     for data in first:
@@ -232,7 +232,7 @@ def table_of(figure: str, found: dict[str, dict[str, list[dict[str, float]]]], p
         for sets in found.values():
             mean, error = mean_and_error([row[figure] for row in sets[data]])
             cells.append(f"{mean:.3f} ± {error:.3f}")
-        table.add_row(data, str(len(first[data])), *cells, *(said(name) for _, said in published))
+        table.add_row(data, str(len(first[data])), *cells, *(rows.get(name, "") for rows in published.values()))
     return table
 
 

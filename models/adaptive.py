@@ -130,8 +130,7 @@ class _Values:
     def settled(self, rows: Counts, K: int, tolerance: Reals) -> NDArray[np.bool_]:
         variance = self.M2[rows] / K
         spread = np.sqrt(variance + self.units.noise.double().numpy() ** 2 * self.ratio[rows])
-        within: NDArray[np.bool_] = (SURE * _standard_error(variance, K) <= tolerance[:, None] * spread).all(-1)
-        return within
+        return np.asarray((SURE * _standard_error(variance, K) <= tolerance[:, None] * spread).all(-1))
 
     def summary(self, drawn: Counts) -> Regressed:
         mean, variance, ratio = map(torch.from_numpy, (self.mean, self.M2 / drawn[:, None], self.ratio))

@@ -131,8 +131,8 @@ class ValueTally:
 
     def to(self, device: torch.device) -> "ValueTally":
         """One for the same targets elsewhere, with nothing added up."""
-        gain = None if self.gain is None else self.gain.to(device)
-        return ValueTally(*(t.to(device) for t in (self.noise, self.shift, self.scale)), gain)
+        noise, shift, scale = (t.to(device) for t in (self.noise, self.shift, self.scale))
+        return ValueTally(noise, shift, scale, None if self.gain is None else self.gain.to(device))
 
     def add(self, outputs: Tensor) -> None:
         """(k, B, D) means in the network's units, followed by D raw log-deviations where there is a gain."""

@@ -166,7 +166,7 @@ def test_doubt_about_the_weights_is_not_counted_twice() -> None:
 
     def cost(log_std: float) -> float:
         variance, was = epistemic + np.exp(2 * log_std), epistemic + 0.1**2
-        expected = (was / variance + np.log(variance)).mean() / 2
+        expected = float((was / variance + np.log(variance)).mean()) / 2
         return -float(stats.norm(mean, np.sqrt(variance)).logpdf(y).sum()) + BELIEF * expected
 
     best = optimize.minimize_scalar(cost, bounds=(-4, 4), method="bounded", options={"xatol": 1e-8})
