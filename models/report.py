@@ -104,7 +104,7 @@ def report(
         "format": manifest.format,
         "architecture": manifest.architecture.model_dump(mode="json"),
         "task": manifest.task.kind,
-        "noise": manifest.task.noise if manifest.task.kind == "regression" else None,
+        "noise": _noise(manifest, network),
         "parameters": None if network is None else count(network),
         "deterministic": deterministic,
         "bytes": size,
@@ -117,6 +117,14 @@ def report(
         **manifest.card.model_dump(mode="json"),
         "sha256": manifest.sha256,
     }
+
+
+def _noise(manifest: Manifest, network: BayesianNetwork | None) -> str | None:
+    """Of a regression's targets; a gain of 0 leaves it constant."""
+    if manifest.task.kind == "classification":
+        return None
+    still = network is not None and network.gain is not None and not network.gain.any()
+    return "constant" if still else manifest.task.noise
 
 
 def _subnetwork(manifest: Manifest, network: BayesianNetwork | None) -> dict[str, Any] | None:
