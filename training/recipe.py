@@ -85,9 +85,7 @@ def train(
     if run.ranks.index > 0:
         return None
     network = run.finish()
-    if network.noise is not None and recipe.laplace is None:
-        choose = recipe.noise_kind == "auto"
-        remark(noise_said(fit_noise(network, parts.validation, declared, choose=choose, seed=recipe.seed)))
+    settle_noise(network, recipe, parts, declared)
     if recipe.laplace is not None:  # so far it is the plain network at its most likely weights
         fitted = linearise(network, parts.train, parts.validation, declared, recipe.laplace, recipe.seed)
         remark(said(fitted))
@@ -97,6 +95,13 @@ def train(
     trained = Trained(finish(network, recipe, parts, declared, out), run.log)
     fitting.clean()
     return trained
+
+
+def settle_noise(network: BayesianNetwork, recipe: Recipe, parts: Parts, declared: Input) -> None:
+    """Of a regression's targets, on the validation part; a Laplace approximation takes it as training left it."""
+    if network.noise is not None and recipe.laplace is None:
+        choose = recipe.noise_kind == "auto"
+        remark(noise_said(fit_noise(network, parts.validation, declared, choose=choose, seed=recipe.seed)))
 
 
 def read_parts(recipe: Recipe, root: Path | None, download: bool = False) -> Parts:

@@ -150,6 +150,11 @@ def test_csv_with_numbers(tmp_path: Path) -> None:
     assert model.network.gain is not None
     says = "depends on the input" if model.network.gain.any() else "the same for every input"
     assert f"noise of the targets: {says}\n" in told
+    half = tmp_path / "half.safetensors"
+    answer = run("prune", tmp_path / "m.safetensors", "--keep", "0.5", "--epochs", "1", "--out", half, "--json")
+    assert answer.exit_code == 0, answer.exception
+    assert "noise fitted on the validation part" in answer.stderr
+    assert json.loads(answer.stdout)["nll"] < found["nll"] + 1
 
 
 def test_folder_of_pictures(tmp_path: Path) -> None:
