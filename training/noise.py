@@ -68,12 +68,11 @@ def fit_noise(
 
     def best(aleatoric: Tensor) -> tuple[Tensor, Tensor]:
         """The best log-factor (D,) of σ for variances (V, D) of the noise, and the NLL with it."""
-        now = epistemic + aleatoric
 
         def cost(log_factor: Tensor) -> Tensor:
-            """NLL of the examples, and of a few whose errors are just as large as the present variance says."""
+            """NLL of the examples, and of a few whose errors are just as large as training's variance says."""
             variance = epistemic + (2 * log_factor).exp() * aleatoric
-            expected: Tensor = (now / variance + (2 * math.pi * variance).log()) / 2
+            expected: Tensor = (trained / variance + (2 * math.pi * variance).log()) / 2
             return len(error) * nll(variance) + BELIEF * expected.mean(0)
 
         low, high = torch.full((D,), -RANGE).double(), torch.full((D,), RANGE).double()
@@ -86,14 +85,13 @@ def fit_noise(
         return middle, nll(epistemic + (2 * middle).exp() * aleatoric)
 
     level = sigma.square().expand_as(error)
+    known = None if network.gain is None else network.gain.cpu().double()
+    trained = epistemic + (level if known is None else level * ratio(known))
+    before = nll(trained)
     log_factor, constant = best(level)
-    if network.gain is None:
-        before, gain, least = nll(epistemic + level), None, constant
-    else:
-        known = network.gain.cpu().double()
-        before = nll(epistemic + level * ratio(known))
+    gain, least = None, constant
+    if network.gain is not None and known is not None:
         gain = torch.zeros(D).double() if choose else known
-        least = constant
         for one in [torch.full((D,), g).double() for g in GAINS[1:]] if choose else [known]:
             factor_, nll_ = best(level * ratio(one))
             better = nll_ < least if choose else torch.ones(D, dtype=torch.bool)
