@@ -114,26 +114,27 @@ class _Values:
     """Mean and sum of squares about it, each input's its own, chunk added to chunk without cancellation."""
 
     def __init__(self, units: ValueTally, B: int) -> None:
-        self.units, self.B = units, B
-        self.mean = self.M2 = np.zeros((B, 0))
+        self.units, D = units, len(units.noise)
+        self.mean, self.M2, self.ratio = np.zeros((B, D)), np.zeros((B, D)), np.ones((B, D))
 
     def add(self, rows: Counts, before: int, k: int, sums: Reals) -> None:
-        D, K = sums.shape[1] // 2, before + k
-        if before == 0:
-            self.mean, self.M2 = np.zeros((self.B, D)), np.zeros((self.B, D))
-        mean, M2 = sums[:, :D], sums[:, D:]
+        """Of k draws of these rows: as `value_sums` gives them."""
+        D, K = len(self.units.noise), before + k
+        mean, M2, ratio = sums[:, :D], sums[:, D : 2 * D], sums[:, 2 * D :]
         step = mean - self.mean[rows]
         self.mean[rows] += step * (k / K)
         self.M2[rows] += M2 + step**2 * (before * k / K)
+        if self.units.gain is not None:
+            self.ratio[rows] += (ratio - self.ratio[rows]) * (k / K)
 
     def settled(self, rows: Counts, K: int, tolerance: Reals) -> NDArray[np.bool_]:
         variance = self.M2[rows] / K
-        spread = np.sqrt(variance + self.units.noise.double().numpy() ** 2)
-        within: NDArray[np.bool_] = (SURE * _standard_error(variance, K) <= tolerance[:, None] * spread).all(-1)
-        return within
+        spread = np.sqrt(variance + self.units.noise.double().numpy() ** 2 * self.ratio[rows])
+        return np.asarray((SURE * _standard_error(variance, K) <= tolerance[:, None] * spread).all(-1))
 
     def summary(self, drawn: Counts) -> Regressed:
-        return self.units.regressed(torch.from_numpy(self.mean), torch.from_numpy(self.M2 / drawn[:, None]))
+        mean, variance, ratio = map(torch.from_numpy, (self.mean, self.M2 / drawn[:, None], self.ratio))
+        return self.units.regressed(mean, variance, ratio)
 
 
 def _standard_error(variance: Reals, K: int) -> Reals:

@@ -238,7 +238,9 @@ def _known(value: float) -> float | None:
 
 
 def _value(lists: dict[str, list[Any]], i: int, rule: Rule, card: Card) -> dict[str, Any]:
+    names = {} if card.targets is None else {"targets": list(card.targets)}
     return {
+        **names,
         "mean": lists["mean"][i],
         "epistemic_variance": lists["epistemic_variance"][i],
         "aleatoric_variance": lists["aleatoric_variance"][i],

@@ -273,7 +273,7 @@ def _table(rows: list[dict[str, Any]], samples: int, seed: int, method: str) -> 
     table = Table(title="closed form" if method == "probit" else title)
     names = ["label", "probability", "entropy", "mutual information"]
     if not classes:
-        names = ["mean", "std from weights", "std from noise"]
+        names = [clean(", ".join(rows[0].get("targets", ["mean"]))), "std from weights", "std from noise"]
     if calibrated:
         names += ["prediction set" if classes else "interval", "OOD"]
     table.add_column("input", overflow="fold")

@@ -268,23 +268,24 @@ def _under_hierarchy(
 
 def _print_quality(net: nn.Module, made: BayesianNetwork, data: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Accuracy, or for regression the root mean squared error in the network's units, before and after."""
-    factors, regression = made.factors(), made.task.kind == "regression"
+    factors = made.factors()
     before, after, n = 0.0, 0.0, 0
     for x, y in data:
         with evaluating(net), torch.no_grad():
             plain = net(x)
         mean = predict(made, factors, x, samples=0, keep_outputs=True).outputs
         assert mean is not None
-        if regression:
-            before += float((plain - y.view_as(plain)).square().mean(-1).sum())
-            after += float((mean.mean(0) - y.view_as(plain)).square().mean(-1).sum())
+        if made.task.kind == "regression":
+            D = made.task.outputs  # what follows is the noise
+            before += float((plain[:, :D] - y.view(len(y), D)).square().mean(-1).sum())
+            after += float((mean.mean(0)[:, :D] - y.view(len(y), D)).square().mean(-1).sum())
         else:
             before += int((plain.argmax(-1) == y).sum())
             after += int((mean.softmax(-1).mean(0).argmax(-1) == y).sum())
         n += len(y)
     if n == 0:
         raise ConversionError("the data given holds no examples; expected batches of inputs and labels.")
-    if regression:
+    if made.task.kind == "regression":
         said = f"RMSE {(before / n) ** 0.5:.4g} before, {(after / n) ** 0.5:.4g} after"
     else:
         said = f"accuracy {before / n:.2%} before, {after / n:.2%} after"

@@ -23,6 +23,7 @@ Size = Annotated[int, Field(gt=0, le=1 << 24)]  # one side of a tensor; beyond i
 MOST_MEMBERS = 1024
 MOST_FLOWS = 64
 Members = Annotated[int, Field(gt=0, le=MOST_MEMBERS)]  # each costs time to build, even one without storage
+Names = Annotated[tuple[str, ...], Field(max_length=1 << 20)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
@@ -46,7 +47,8 @@ class Regression(Strict):
     """Targets were shifted and scaled for training; answers are in the targets' own units."""
 
     kind: Literal["regression"] = "regression"
-    outputs: Size = 1
+    outputs: Size = 1  # D
+    noise: Literal["constant", "input"] = "constant"  # one σ per target, or one per target and input
     shift: tuple[FiniteFloat, ...] = (0.0,)
     scale: tuple[Positive, ...] = (1.0,)
 
@@ -56,6 +58,11 @@ class Regression(Strict):
             if len(values) not in (1, self.outputs):
                 raise ValueError(f"{name} has {len(values)} entries; expected one, or one per output ({self.outputs})")
         return self
+
+    @property
+    def numbers(self) -> int:
+        """Outputs of the network: D means, and D raw log-deviations where the noise depends on the input."""
+        return 2 * self.outputs if self.noise == "input" else self.outputs
 
 
 Task = Annotated[Classification | Regression, Field(discriminator="kind")]
@@ -161,6 +168,13 @@ class Image(Strict):
 class Input(Strict):
     shape: Annotated[tuple[Size, ...], Field(min_length=1, max_length=4)]  # of one input, without the batch axis
     image: Image | None = None  # None: tensors only
+    columns: Names | None = None  # of a table: what each number is
+
+    @model_validator(mode="after")
+    def _named(self) -> "Input":
+        if self.columns is not None and self.shape != (len(self.columns),):
+            raise ValueError(f"{len(self.columns)} columns are named, but an input has shape {self.shape}")
+        return self
 
     @model_validator(mode="after")
     def _channels(self) -> "Input":
@@ -312,7 +326,8 @@ class Card(Strict):
     """What is known about a model beyond its tensors."""
 
     input: Input | None = None
-    labels: Annotated[tuple[str, ...], Field(max_length=1 << 20)] | None = None
+    labels: Names | None = None
+    targets: Names | None = None  # what is predicted: a name for each number, or one for the class
     calibration: Calibration | None = None  # None: not calibrated
     metrics: dict[str, FiniteFloat] = {}
     plain: Plain | None = None  # None: no plain network was trained or given
@@ -342,6 +357,15 @@ class Manifest(Strict):
     def _formats(self) -> "Manifest":
         if self.format < format_of(self.card):
             raise ValueError(f"the format is {self.format}, but its calibration has keys of format 2")
+        return self
+
+    @model_validator(mode="after")
+    def _named(self) -> "Manifest":
+        targets, wanted = self.card.targets, self.task.outputs if self.task.kind == "regression" else 1
+        if targets is not None and len(targets) != wanted:
+            raise ValueError(f"{len(targets)} targets are named, but {wanted} are predicted")
+        if self.subnetwork is not None and self.task.kind == "regression" and self.task.noise == "input":
+            raise ValueError("a subnetwork knows constant noise only, but this task's noise depends on the input")
         return self
 
     @model_validator(mode="after")

@@ -149,9 +149,13 @@ class BayesianNetwork(nn.Module):
         self.hierarchy = hierarchy  # its "weights" are the V's of all layers, side by side
         self.subnetwork: Subnetwork | None = None  # a Gaussian over some weights of a plain network
         self.task: Task = task if task is not None else Classification()
-        self.noise: Positive | None = None  # regression: the standard deviation of the targets, learned
+        self.noise: Positive | None = None  # regression: the standard deviation σ of the targets, learned
+        self.gain: Tensor | None  # how far the noise follows the input: σ(x) = σ exp(gain · log_ratio(raw))
+        self.register_buffer("gain", None)
         if self.task.kind == "regression":
             self.noise = Positive(torch.full((self.task.outputs,), 0.1), 1e-4)
+            if self.task.noise == "input":
+                self.gain = torch.ones(self.task.outputs)
 
     @property
     def layers(self) -> dict[str, BayesianLayer]:

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -463,9 +463,9 @@ def _check_outputs(network: BayesianNetwork, outputs: Tensor) -> None:
         raise PredictionError(
             f"the network answers with shape {tuple(outputs.shape[1:])}; expected (B, classes) or (B, values)."
         )
-    if network.task.kind == "regression" and outputs.shape[2] != network.task.outputs:
+    if network.task.kind == "regression" and outputs.shape[2] != network.task.numbers:
         raise PredictionError(
-            f"the network answers with {outputs.shape[2]} values per input; its task says {network.task.outputs}."
+            f"the network answers with {outputs.shape[2]} values per input; its task says {network.task.numbers}."
         )
 
 
@@ -482,7 +482,9 @@ def finite(summary: Classified | Regressed) -> Classified | Regressed:
 
 def sums_of(network: BayesianNetwork) -> Callable[[Tensor], Tensor]:
     """What of a pass's outputs (K, B, ...) further passes are added to."""
-    return class_sums if network.task.kind == "classification" else value_sums
+    if network.task.kind == "classification":
+        return class_sums
+    return partial(value_sums, D=network.task.outputs, gain=network.gain)
 
 
 def tally_for(network: BayesianNetwork) -> ClassTally | ValueTally:
@@ -492,7 +494,7 @@ def tally_for(network: BayesianNetwork) -> ClassTally | ValueTally:
     assert network.noise is not None
     noise = network.noise()
     shift, scale = (torch.tensor(v, device=noise.device) for v in (network.task.shift, network.task.scale))
-    return ValueTally(noise.detach(), shift, scale)
+    return ValueTally(noise.detach(), shift, scale, network.gain)
 
 
 _units: WeakKeyDictionary[nn.Module, ValueTally] = WeakKeyDictionary()

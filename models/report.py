@@ -34,6 +34,7 @@ SCORED = {
     "aps": "APS: by the probability of all likelier classes",
     "raps": "RAPS: by the probability of all likelier classes and by rank",
 }
+NOISE = {"constant": "the same for every input", "input": "depends on the input"}
 SELECTED = {
     "variance": "of the largest variance under a diagonal Laplace approximation",
     "random": "chosen at random",
@@ -111,6 +112,7 @@ def report(
         "format": manifest.format,
         "architecture": manifest.architecture.model_dump(mode="json"),
         "task": manifest.task.kind,
+        "noise": _noise(manifest, network),
         "parameters": None if network is None else count(network),
         "deterministic": deterministic,
         "bytes": size,
@@ -123,6 +125,14 @@ def report(
         **manifest.card.model_dump(mode="json"),
         "sha256": manifest.sha256,
     }
+
+
+def _noise(manifest: Manifest, network: BayesianNetwork | None) -> str | None:
+    """Of a regression's targets; a gain of 0 leaves it constant."""
+    if manifest.task.kind == "classification":
+        return None
+    still = network is not None and network.gain is not None and not network.gain.any()
+    return "constant" if still else manifest.task.noise
 
 
 def _subnetwork(manifest: Manifest, network: BayesianNetwork | None) -> dict[str, Any] | None:
@@ -184,6 +194,12 @@ def show(found: dict[str, Any]) -> None:
     if found["input"] is not None:
         kind = "a picture or a tensor" if found["input"]["image"] else "a tensor"
         say(f"input: {kind} of shape {tuple(found['input']['shape'])}")
+        if found["input"]["columns"] is not None:
+            say("columns: " + ", ".join(found["input"]["columns"]))
+    if found["targets"] is not None:
+        say("predicts: " + ", ".join(found["targets"]))
+    if found["noise"] is not None:
+        say(f"noise of the targets: {NOISE[found['noise']]}")
     if found["labels"] is not None:
         say("labels: " + ", ".join(found["labels"]))
     calibration = found["calibration"]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Reals = NDArray[np.float64]
+LOG_RANGE = 3.0  # an input's noise is within a factor of e^±3 of the constant one
 ROUNDING = 1e-12  # nats: what float64 leaves of the difference of two entropies that are equal
 
 
@@ -31,7 +32,7 @@ class Classified:
 class Regressed:
     mean: Tensor  # (B, D)
     epistemic_variance: Tensor  # (B, D)  of the draws' means
-    aleatoric_variance: Tensor  # (B, D)  the noise of the targets, mean over draws
+    aleatoric_variance: Tensor  # (B, D)  of the targets' noise, mean over draws
 
 
 def on_host(tensor: Tensor) -> NDArray[Any]:
@@ -74,11 +75,22 @@ def class_sums(logits: Tensor) -> Tensor:
     return torch.cat([p.sum(0), p.square().sum(0), entropy(log_p).sum(0)[:, None]], 1)
 
 
-def value_sums(outputs: Tensor) -> Tensor:
-    """Over k draws (k, B, D): mean, and sum of squares about it: (B, 2D)."""
+def log_ratio(raw: Tensor) -> Tensor:
+    """The network's raw log-deviations -> log σ(x)/σ, held smoothly within ±LOG_RANGE."""
+    return LOG_RANGE * (raw / LOG_RANGE).tanh()
+
+
+def value_sums(outputs: Tensor, D: int, gain: Tensor | None = None) -> Tensor:
+    """Over k draws of D means: mean, and sum of squares about it: (B, 2D).
+
+    With a gain (D,) the draws are (k, B, 2D), and the mean of σ(x)²/σ² follows: (B, 3D).
+    """
     value = wide(outputs)
-    mean = value.mean(0)
-    return torch.cat([mean, (value - mean).square().sum(0)], 1)
+    mean = value[..., :D].mean(0)
+    parts = [mean, (value[..., :D] - mean).square().sum(0)]
+    if gain is not None:
+        parts.append((2 * wide(gain) * log_ratio(value[..., D:])).exp().mean(0))
+    return torch.cat(parts, 1)
 
 
 class ClassTally:
@@ -105,34 +117,46 @@ class ClassTally:
 class ValueTally:
     """The same for regression: Welford's update, which does not cancel when the variance is small."""
 
-    def __init__(self, noise: Tensor, shift: Tensor, scale: Tensor) -> None:
-        """Standard deviation of the targets in the network's units, and the targets' own location and scale."""
+    def __init__(self, noise: Tensor, shift: Tensor, scale: Tensor, gain: Tensor | None = None) -> None:
+        """σ (D,) of the targets in the network's units, and the targets' own location and scale.
+
+        With a gain (D,) the noise depends on the input: σ(x) = σ exp(gain · log_ratio(raw)).
+        """
         self.noise, self.shift, self.scale = (wide(t) for t in (noise, shift, scale))
+        self.gain = None if gain is None else wide(gain)
         self.K = 0
         self.mean: Tensor | float = 0.0
         self.M2: Tensor | float = 0.0
+        self.ratio: Tensor | None = None  # mean of σ(x)²/σ²
 
     def to(self, device: torch.device) -> "ValueTally":
         """One for the same targets elsewhere, with nothing added up."""
-        return ValueTally(*(t.to(device) for t in (self.noise, self.shift, self.scale)))
+        noise, shift, scale = (t.to(device) for t in (self.noise, self.shift, self.scale))
+        return ValueTally(noise, shift, scale, None if self.gain is None else self.gain.to(device))
 
     def add(self, outputs: Tensor) -> None:
-        """(k, B, D) means, in the network's units."""
+        """(k, B, D) means in the network's units, followed by D raw log-deviations where there is a gain."""
+        D = len(self.noise)
         for value in wide(outputs):
             self.K += 1
-            delta = value - self.mean
+            delta = value[..., :D] - self.mean
             self.mean = self.mean + delta / self.K
-            self.M2 = self.M2 + delta * (value - self.mean)
+            self.M2 = self.M2 + delta * (value[..., :D] - self.mean)
+            if self.gain is not None:
+                ratio = (2 * self.gain * log_ratio(value[..., D:])).exp()
+                self.ratio = ratio if self.ratio is None else self.ratio + (ratio - self.ratio) / self.K
 
     def summary(self) -> Regressed:
         assert isinstance(self.mean, Tensor)
         assert isinstance(self.M2, Tensor)
-        return self.regressed(self.mean, self.M2 / self.K)
+        return self.regressed(self.mean, self.M2 / self.K, self.ratio)
 
-    def regressed(self, mean: Tensor, variance: Tensor) -> Regressed:
-        """From mean and variance over draws, in the network's units."""
+    def regressed(self, mean: Tensor, variance: Tensor, ratio: Tensor | None = None) -> Regressed:
+        """From mean and variance over draws, in the network's units, and the mean of σ(x)²/σ²."""
         epistemic = variance * self.scale.square()
         aleatoric = (self.noise * self.scale).square().expand_as(epistemic)
+        if ratio is not None:
+            aleatoric = aleatoric * ratio
         return Regressed((mean * self.scale + self.shift).float(), epistemic.float(), aleatoric.float())
 
 

@@ -99,6 +99,7 @@ SCHEMAS: Json = {
     ),
     "Regressed": thing(
         {
+            "targets": {**some(TEXT), "description": "Names of the numbers, where the artifact has them."},
             **{name: some(NUMBER) for name in ("mean", "epistemic_variance", "aleatoric_variance")},
             "interval": or_none(some(some(NUMBER))),
             "ood": or_none(ref("Ood")),
@@ -125,8 +126,12 @@ SCHEMAS: Json = {
             "architecture": TEXT,
             "methods": some(TEXT),
             "method": {**METHOD, "description": "How a request is answered that does not say."},
-            "input": thing({"shape": some(WHOLE), "image": or_none({"type": "object"})}),
+            "input": thing(
+                {"shape": some(WHOLE), "image": or_none({"type": "object"}), "columns": or_none(some(TEXT))}
+            ),
             "labels": or_none(some(TEXT)),
+            "targets": or_none(some(TEXT)),
+            "noise": or_none({"enum": ["constant", "input"]}),
             "outputs": or_none(WHOLE),
             "parameters": WHOLE,
             "deterministic_parameters": WHOLE,

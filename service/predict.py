@@ -253,7 +253,7 @@ def _draws(found: Answered, served: Served) -> Tensor:
     outputs, task = found.outputs.float().transpose(0, 1), served.model.manifest.task
     if task.kind == "classification":
         return outputs.softmax(-1)
-    return outputs * torch.tensor(task.scale) + torch.tensor(task.shift)
+    return outputs[..., : task.outputs] * torch.tensor(task.scale) + torch.tensor(task.shift)
 
 
 def outputs_of(found: Answered, served: Served) -> Columns:

@@ -283,6 +283,8 @@ def about(served: Served, server: "Server") -> dict[str, Any]:
         "method": model.method,
         "input": served.declared.model_dump(mode="json"),
         "labels": known["labels"],
+        "targets": known["targets"],
+        "noise": known["noise"],
         "outputs": task.outputs if task.kind == "regression" else None,
         "parameters": known["parameters"],
         "deterministic_parameters": known["deterministic"],

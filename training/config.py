@@ -30,6 +30,7 @@ NO_KL = {  # what the plain network's training has none of
     "patience": None,
     "samples": 1,
 }
+Noise = Literal["constant", "input", "auto"]  # one σ per target; one per target and input; chosen by validation NLL
 MOST_COMPLAINTS = 3  # at a time
 
 
@@ -44,8 +45,8 @@ class Strict(BaseModel):
 class Data(Strict):
     """Where the examples come from, and how the training part is divided by the recipe's seed."""
 
-    name: str  # digits, mnist, fashion-mnist, cifar10, cifar100, svhn, uci/NAME, folder:PATH, npz:PATH, csv:PATH
-    split: Whole = 0  # of uci/NAME: which of its published divisions
+    name: str  # one of `sources.NAMES`: digits, mnist …, uci/NAME, uci-gap/NAME, folder:PATH, npz:PATH, csv:PATH
+    split: Whole = 0  # of uci/NAME and uci-gap/NAME: which of the published divisions
     target: str | None = None  # of csv:PATH: the column to predict; without one, the last
     size: tuple[Count, Count] | None = None  # of folder:PATH: height, width; without one, the first picture's
     validation: Share = 0.05
@@ -60,10 +61,11 @@ class Data(Strict):
                 f"validation + calibration is {self.validation + self.calibration:g}; expected less than 1, "
                 "for the rest is trained on"
             )
-        for key, start in (("split", "uci/"), ("target", "csv:"), ("size", "folder:")):
+        for key, starts in (("split", ("uci/", "uci-gap/")), ("target", ("csv:",)), ("size", ("folder:",))):
             value = getattr(self, key)
-            if value != type(self).model_fields[key].default and not self.name.startswith(start):
-                raise ValueError(f"{key} is {value!r}, which belongs to {start}… alone; the data is {self.name!r}")
+            if value != type(self).model_fields[key].default and not self.name.startswith(starts):
+                whose = " and ".join(f"{start}…" for start in starts)
+                raise ValueError(f"{key} is {value!r}, which belongs to {whose} alone; the data is {self.name!r}")
         return self
 
 
@@ -84,6 +86,7 @@ class Fit(Strict):
 
     epochs: Count
     pretrain_epochs: Whole = 0  # of the plain network first, whose weights the posterior then starts from
+    noise_epochs: Whole = 0  # of noise that depends on the input: constant first, then as many while it comes in
     likelihood_epochs: Whole = 0
     warmup_epochs: Whole = 0
     batch: Count = 128
@@ -179,6 +182,7 @@ class Calibrate(Strict):
 class Recipe(Strict):
     seed: Annotated[Whole, Field(lt=1 << 31)] = 0
     task: Literal["classification", "regression"] = "classification"
+    noise: Noise | None = None  # of regression's targets; None: auto where the network is trained here by a posterior
     data: Data
     network: Network
     posterior: Posterior
@@ -198,7 +202,7 @@ class Recipe(Strict):
         """This recipe with other options of its posterior, as short as `tune` says."""
         assert self.tune is not None
         share = self.tune.epochs / self.fit.epochs
-        phases = ("likelihood_epochs", "warmup_epochs", "frozen_norm_epochs")
+        phases = ("noise_epochs", "likelihood_epochs", "warmup_epochs", "frozen_norm_epochs")
         shorter = {name: int(getattr(self.fit, name) * share) for name in phases}
         fit = self.fit.model_copy(update={**shorter, "epochs": self.tune.epochs, "patience": None})
         return self.model_copy(update={"fit": fit, "posterior": self.with_options(options).posterior})
@@ -206,6 +210,13 @@ class Recipe(Strict):
     def with_options(self, options: dict[str, JsonValue]) -> "Recipe":
         chosen = self.posterior.model_copy(update={"options": {**self.posterior.options, **options}})
         return self.model_copy(update={"posterior": chosen})
+
+    @property
+    def noise_kind(self) -> Noise:
+        """`auto` trains a network whose noise depends on the input, and keeps that as far as validation favours it."""
+        if self.noise is not None:
+            return self.noise
+        return "constant" if self.posterior.method == LAPLACE or self.network.weights is not None else "auto"
 
     @property
     def laplace(self) -> "Laplace | None":
@@ -223,12 +234,16 @@ class Recipe(Strict):
                 Laplace.model_validate(self.posterior.options)
             except ValidationError as error:
                 raise ValueError(f"posterior.options: {_first(error, Laplace)}") from None
+            if self.noise_kind != "constant":
+                raise ValueError(f"noise is {self.noise!r}, but {LAPLACE} knows constant noise only: leave it out")
         elif self.calibrate.method == "probit":
             raise ValueError(f"calibrate.method is 'probit', which belongs to {LAPLACE}")
         try:
             _ = self.pretraining
         except ValidationError as error:
             raise ValueError(f"pretrain: {_first(error, Pretrain)}") from None
+        if self.task == "classification" and self.noise is not None:
+            raise ValueError(f"noise is {self.noise!r}, which belongs to regression; the task is classification")
         if self.task == "regression" and self.calibrate.temperature:
             raise ValueError("calibrate.temperature is true; a temperature belongs to classification")
         if self.task == "regression" and self.calibrate.per == "class":

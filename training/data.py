@@ -46,9 +46,11 @@ class DataSet:
     train: Examples
     test: Examples | None  # None: the set comes undivided
     labels: tuple[str, ...] | None  # None: regression
+    columns: tuple[str, ...] | None = None  # of a table: names of the inputs' numbers
+    targets: tuple[str, ...] | None = None  # and of what is predicted
 
     def hash(self) -> str:
-        """Of every input and target, not of the classes' names."""
+        """Of every input and target, not of any names."""
         total = hashlib.sha256()
         for part in (self.train, self.test):
             if part is not None:
@@ -66,6 +68,8 @@ class Parts:
     test: Examples
     labels: tuple[str, ...] | None
     hash: str
+    columns: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | None = None
 
 
 def divide(data: DataSet, validation: float, calibration: float, test: float, seed: int) -> Parts:
@@ -85,7 +89,8 @@ def divide(data: DataSet, validation: float, calibration: float, test: float, se
         )
     held, calibrating, training = order.split([*sizes, len(order) - sum(sizes)])
     train = data.train
-    return Parts(train[training], train[held], train[calibrating], whole, data.labels, data.hash())
+    parts = (train[training], train[held], train[calibrating], whole)
+    return Parts(*parts, data.labels, data.hash(), data.columns, data.targets)
 
 
 def part_of(data: DataSet, card: Card, part: str | None = None, default: str = "test") -> tuple[str, Examples]:

@@ -22,7 +22,7 @@ from dubito.training.config import Fit
 from dubito.training.data import Examples, enter
 from dubito.training.graphs import Graphs
 from dubito.training.metrics import accuracy, gaussian_nll, nll, rmse
-from dubito.training.objective import kl_weight, negative_log_likelihood, rate
+from dubito.training.objective import gain, kl_weight, negative_log_likelihood, rate
 from dubito.training.ranks import Ranks
 from dubito.training.seeds import sow, stream
 
@@ -146,6 +146,8 @@ class Run:
                 group["lr"].fill_(rate(self.fit, now))
             else:
                 group["lr"] = rate(self.fit, now)
+        if self.network.gain is not None:
+            self.network.gain.fill_(gain(self.fit, now))
         self._set_modes(frozen=now >= self.fit.epochs - self.fit.frozen_norm_epochs)
         sow(self._stream(self.step), self.device)  # the same draws on every rank
         weight = kl_weight(self.fit, now) / self.batches.examples / self.ranks.count
@@ -218,7 +220,13 @@ class Run:
 
     def _settled(self, e: Epoch) -> bool:
         """Only epochs of the full ELBO are compared: before, the NLL is that of a posterior still too narrow."""
-        return e.epoch >= self.fit.likelihood_epochs + self.fit.warmup_epochs
+        fit = self.fit
+        return e.epoch >= max(fit.likelihood_epochs + fit.warmup_epochs, self.noise_follows)
+
+    @property
+    def noise_follows(self) -> int:
+        """The epoch from which on the noise follows the input in full."""
+        return 0 if self.network.gain is None else 2 * self.fit.noise_epochs
 
     def _impatient(self) -> bool:
         settled = [e for e in self.log if self._settled(e)]

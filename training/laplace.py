@@ -90,6 +90,11 @@ def check_plain(network: BayesianNetwork) -> None:
         raise LaplaceError(
             "this network is Bayesian already; expected a plain one (method deterministic), trained as usual."
         )
+    if network.gain is not None:
+        raise LaplaceError(
+            "the noise of this network's targets depends on the input; a subnetwork Laplace approximation knows "
+            'constant noise only. Train the network with noise = "constant".'
+        )
 
 
 def check_size(net: nn.Module, settings: Laplace) -> int:

@@ -10,7 +10,7 @@ TORCHVISION = {
     "cifar100": "CIFAR100",
     "svhn": "SVHN",
 }
-DATA = ("digits", *TORCHVISION, "uci/NAME", *(f"{kind}:PATH" for kind in OWN_DATA))
+DATA = ("digits", *TORCHVISION, "uci/NAME", "uci-gap/NAME", *(f"{kind}:PATH" for kind in OWN_DATA))
 PARTS = ("train", "validation", "calibration", "test")
 
 

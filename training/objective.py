@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.models.network import BayesianNetwork
+from dubito.models.uncertainty import log_ratio
 from dubito.training.config import Fit
 
 
@@ -14,9 +15,12 @@ def negative_log_likelihood(network: BayesianNetwork, outputs: Tensor, y: Tensor
     outputs = outputs.float()
     if network.noise is None:
         return F.cross_entropy(outputs.flatten(0, 1), y.repeat(len(outputs)))
-    std: Tensor = network.noise()
-    squared = ((outputs - y) / std).square()
-    return (squared / 2 + std.log() + math.log(2 * math.pi) / 2).sum(-1).mean()
+    D = y.shape[-1]
+    log_std: Tensor = network.noise().log()
+    if network.gain is not None:
+        log_std = log_std + network.gain * log_ratio(outputs[..., D:])
+    squared = ((outputs[..., :D] - y) * (-log_std).exp()).square()
+    return (squared / 2 + log_std + math.log(2 * math.pi) / 2).sum(-1).mean()
 
 
 def kl_weight(fit: Fit, epoch: float) -> float:
@@ -26,6 +30,11 @@ def kl_weight(fit: Fit, epoch: float) -> float:
     if fit.warmup_epochs == 0:
         return fit.kl
     return fit.kl * min(1.0, (epoch - fit.likelihood_epochs) / fit.warmup_epochs)
+
+
+def gain(fit: Fit, epoch: float) -> float:
+    """How far the noise follows the input: not at all while the means find their place, then a straight rise to 1."""
+    return 1.0 if fit.noise_epochs == 0 else min(1.0, max(0.0, epoch / fit.noise_epochs - 1))
 
 
 def rate(fit: Fit, epoch: float) -> float:

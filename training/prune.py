@@ -12,7 +12,7 @@ from dubito.models.pruning import prune as prune_network
 from dubito.training.config import Calibrate, Recipe, RecipeError
 from dubito.training.data import DataError
 from dubito.training.ranks import Ranks
-from dubito.training.recipe import Fitting, finish, read_parts
+from dubito.training.recipe import Fitting, finish, read_parts, settle_noise
 
 
 def prune(
@@ -45,7 +45,8 @@ def prune(
     assert declared is not None  # `train` always writes one
     network = model.network.to(device)
     if epochs:
-        of_tuning = {"epochs": epochs, "pretrain_epochs": 0, "likelihood_epochs": 0, "warmup_epochs": 0, "lr": lr}
+        none = ("pretrain_epochs", "noise_epochs", "likelihood_epochs", "warmup_epochs")
+        of_tuning = {"epochs": epochs, **dict.fromkeys(none, 0), "lr": lr}
         of_tuning["frozen_norm_epochs"] = min(recipe.fit.frozen_norm_epochs, epochs // 2)
         fit = recipe.fit.model_copy(update={**of_tuning, "optimiser": "adam", "schedule": "cosine", "milestones": ()})
         tuned = recipe.model_copy(update={"fit": fit})
@@ -56,6 +57,7 @@ def prune(
         network = run.finish()
     elif Ranks.here().index > 0:
         return None
+    settle_noise(network, recipe, parts, declared)
     made = finish(network, recipe, parts, declared, out, model.card.provenance)
     if epochs:
         fitting.clean()

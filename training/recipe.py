@@ -31,6 +31,8 @@ from dubito.training.evaluate import measure
 from dubito.training.fit import Epoch, FitError, Run
 from dubito.training.laplace import check_size, linearise, said
 from dubito.training.log import progress, remark, tensorboard, write_csv
+from dubito.training.noise import fit_noise
+from dubito.training.noise import said as noise_said
 from dubito.training.ranks import Ranks
 from dubito.training.remarks import remarks
 from dubito.training.sources import read_data
@@ -73,19 +75,27 @@ def train(
     torch.manual_seed(recipe.seed)
     net = build_network(recipe, parts, declared)
     _check_posteriors(net, recipe, parts)
+    task = task_of(parts, recipe)
     plain: BayesianNetwork | None = None
     if recipe.network.weights is not None:
-        plain = bayesianize(net, "deterministic", task=task_of(parts))
+        plain = bayesianize(net, "deterministic", task=task)
         set_noise(plain, parts.validation, declared)
+    trained_noise: dict[str, Tensor] | None = None  # of the targets, as the plain network's training left it
     if recipe.fit.pretrain_epochs:
-        plain = bayesianize(net, "deterministic", task=task_of(parts))
-        plain = fitting.fit(plain, recipe.pretraining, "plain").finish().cpu()
+        plain = fitting.fit(bayesianize(net, "deterministic", task=task), recipe.pretraining, "plain").finish().cpu()
         net = plain.net
+        if plain.noise is not None:
+            trained_noise = {name: t.clone() for name, t in plain.noise.state_dict().items()}
+            fit_noise(plain, parts.validation, declared, choose=recipe.noise_kind == "auto", seed=recipe.seed)
     start: Literal["network", "prior"] = "prior" if plain is None else "network"
 
     def fit_posterior(net: nn.Module, changed: Recipe, phase: str) -> Run:
         torch.manual_seed(recipe.seed)
-        return fitting.fit(make_bayesian(net, changed, parts, start), changed.fit, phase)
+        network, fit = make_bayesian(net, changed, parts, start), changed.fit
+        if trained_noise is not None and network.noise is not None:
+            network.noise.load_state_dict(trained_noise)
+            fit = fit.model_copy(update={"noise_epochs": 0})
+        return fitting.fit(network, fit, phase)
 
     if recipe.tune is not None:
         first = Ranks.here().index == 0
@@ -97,6 +107,7 @@ def train(
     if run.ranks.index > 0:
         return None
     network = run.finish()
+    settle_noise(network, recipe, parts, declared)
     if recipe.laplace is not None:  # so far it is the plain network at its most likely weights
         plain = network
         fitted = linearise(network, parts.train, parts.validation, declared, recipe.laplace, recipe.seed)
@@ -107,6 +118,13 @@ def train(
     trained = Trained(finish(network, recipe, parts, declared, out, plain=plain), run.log)
     fitting.clean()
     return trained
+
+
+def settle_noise(network: BayesianNetwork, recipe: Recipe, parts: Parts, declared: Input) -> None:
+    """Of a regression's targets, on the validation part; a Laplace approximation takes it as training left it."""
+    if network.noise is not None and recipe.laplace is None:
+        choose = recipe.noise_kind == "auto"
+        remark(noise_said(fit_noise(network, parts.validation, declared, choose=choose, seed=recipe.seed)))
 
 
 def read_parts(recipe: Recipe, root: Path | None, download: bool = False) -> Parts:
@@ -137,13 +155,17 @@ def _check_units(y: Tensor, name: str) -> None:
             )
 
 
-def task_of(parts: Parts) -> Task:
+def task_of(parts: Parts, recipe: Recipe | None = None) -> Task:
+    """Without a recipe, a regression's noise is constant."""
     if parts.labels is not None:
         return Classification()
     y = parts.train.y.double()
     scale = y.std(0, unbiased=False)
     return Regression(
-        outputs=y.shape[1], shift=tuple(y.mean(0).tolist()), scale=tuple(torch.where(scale > 0, scale, 1.0).tolist())
+        outputs=y.shape[1],
+        noise="constant" if recipe is None or recipe.noise_kind == "constant" else "input",
+        shift=tuple(y.mean(0).tolist()),
+        scale=tuple(torch.where(scale > 0, scale, 1.0).tolist()),
     )
 
 
@@ -162,7 +184,8 @@ def set_noise(network: BayesianNetwork, validation: Examples, declared: Input) -
 
 def build_network(recipe: Recipe, parts: Parts, declared: Input) -> nn.Module:
     """The plain network; what the data tells of its sizes need not stand in the recipe."""
-    outputs = parts.train.y.shape[1] if parts.labels is None else len(parts.labels)
+    task = task_of(parts, recipe)
+    outputs = task.numbers if isinstance(task, Regression) else len(parts.labels or ())
     told: dict[str, Any] = {"classes": outputs, "outputs": outputs, "inputs": parts.train.x[0].numel()}
     if len(declared.shape) == 3:
         told |= {"channels": declared.shape[0], "size": list(declared.shape[1:])}
@@ -211,11 +234,13 @@ def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts) -> None:
 def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["network", "prior"]) -> BayesianNetwork:
     if recipe.laplace is not None:
         check_size(net, recipe.laplace)  # before the work, not after it
-        return bayesianize(net, "deterministic", task=task_of(parts))
+        return bayesianize(net, "deterministic", task=task_of(parts, recipe))
     options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.posterior.options.items()}
     layers: Any = recipe.posterior.layers or None
     try:
-        return bayesianize(net, recipe.posterior.method, start=start, layers=layers, task=task_of(parts), **options)
+        return bayesianize(
+            net, recipe.posterior.method, start=start, layers=layers, task=task_of(parts, recipe), **options
+        )
     except TypeError as error:
         raise RecipeError(f"posterior.options: {error}.") from None
 
@@ -312,7 +337,8 @@ def finish(
             seed=recipe.seed,
             train_sample=tuple(_sample(parts.train, recipe.seed)),
         )
-    card = Card(input=declared, labels=parts.labels, provenance=origin)
+    named = declared.model_copy(update={"columns": parts.columns})
+    card = Card(input=named, labels=parts.labels, targets=parts.targets, provenance=origin)
     draft = draft_of(out)
     try:
         save(network, draft, card=card, precision=recipe.precision)

@@ -21,6 +21,7 @@ from dubito.training.names import DATA, OWN_DATA, TORCHVISION
 
 ARRAYS = ("x", "y", "x_test", "y_test", "group", "group_test")  # of an .npz file
 MOST_LETTERS = 100  # of a group's name
+UCI = {"uci": "standard", "uci-gap": "gap"}  # divided at random; or the middle third of one feature is the test part
 MOST_CLASSES = 1 << 16  # beyond it, whole numbers are something else than classes
 MOST_BYTES = 1 << 34  # of pictures at the size of the first, which nobody asked for
 
@@ -42,12 +43,26 @@ def read_for(
         size=None if declared is None or declared.image is None else (declared.shape[1], declared.shape[2]),
         split=recipe.split if recipe is not None and recipe.name == name else 0,
     )
+    data = _ordered(data, None if declared is None else declared.columns)
     if not labelled:
         return data
     if regression != (data.labels is None):
         kinds = ("classes", "numbers")
         raise DataError(f"{name} has {kinds[not regression]} for targets; this model predicts {kinds[regression]}.")
     return data if manifest.card.labels is None else _numbered(data, name, manifest.card.labels)
+
+
+def _ordered(data: DataSet, known: tuple[str, ...] | None) -> DataSet:
+    """A table with the model's own columns in another order has them in the model's."""
+    columns = data.columns
+    if known is None or columns is None or columns == known or sorted(columns) != sorted(known):
+        return data
+    if len(set(known)) < len(known):  # two of one name: nobody knows which is which
+        return data
+    place = torch.tensor([columns.index(name) for name in known])
+    train, test = (None if part is None else Examples(part.x[:, place], part.y) for part in (data.train, data.test))
+    assert train is not None
+    return replace(data, train=train, test=test, columns=known)
 
 
 def _numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
@@ -60,9 +75,9 @@ def _numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
         both = (data.train, data.test)
         train, test = (None if part is None else Examples(part.x, place[part.y], part.group) for part in both)
         assert train is not None
-        return DataSet(train, test, known)
+        return replace(data, train=train, test=test, labels=known)
     if len(labels) == len(known) or (len(labels) < len(known) and labels == tuple(map(str, range(len(labels))))):
-        return DataSet(data.train, data.test, known)
+        return replace(data, labels=known)
     raise DataError(
         f"{name} has {len(labels)} classes ({_some(labels)}); this model tells {len(known)} apart ({_some(known)}). "
         "Bring data with the model's classes; as data from outside (--ood), their labels do not matter."
@@ -90,8 +105,8 @@ def read_data(
         return _digits()
     if name in TORCHVISION:
         return _torchvision(name, root, download)
-    if name.startswith("uci/"):
-        return _uci(name.removeprefix("uci/"), root, split)
+    if name.partition("/")[0] in UCI and "/" in name:
+        return _uci(name, root, split)
     if not colon or kind not in OWN_DATA:
         raise DataError(f"no data set {name!r}; there are: {', '.join(DATA)}.")
     path = Path(os.path.expanduser(place))  # Path.expanduser and .exists raise where these do not
@@ -138,26 +153,34 @@ def _torchvision(name: str, root: Path | None, download: bool) -> DataSet:
     return DataSet(parts[0], parts[1], classes)
 
 
-def _uci(name: str, root: Path | None, split: int) -> DataSet:
-    """The regression sets with the divisions that the literature uses: `data.txt` and index files."""
+def _uci(asked: str, root: Path | None, split: int) -> DataSet:
+    """The regression sets with the divisions that the literature uses: `data.txt` and index files.
+
+    The table lies with the standard divisions; those with gaps have index files of their own.
+    """
+    kind, _, name = asked.partition("/")
     if root is None:
-        raise DataError(f"uci/{name}: say with --data-root which folder holds UCI/standard/{name}/data/.")
-    every = root / "UCI" / "standard"
-    folder = every / name / "data"
+        raise DataError(f"{asked}: say with --data-root which folder holds UCI/{UCI[kind]}/{name}/data/.")
+    every = root / "UCI" / UCI[kind]
+    folder, home = every / name / "data", root / "UCI" / "standard" / name / "data"
     if not name or not os.path.isdir(folder):
-        known = ", ".join(f"uci/{p.parent.name}" for p in sorted(every.glob("*/data")))
-        raise DataError(f"there is no uci/{name} in {root}; there {f'are: {known}' if known else f'is no {every}'}.")
-    splits = len(list(folder.glob("index_train_*.txt")))
+        known = ", ".join(f"{kind}/{p.parent.name}" for p in sorted(every.glob("*/data")))
+        raise DataError(f"there is no {asked} in {root}; there {f'are: {known}' if known else f'is no {every}'}.")
+    splits = splits_in(folder)
     if not 0 <= split < splits:
-        raise DataError(f"uci/{name} has the splits 0 to {splits - 1}, not {split}: set data.split to one of them.")
+        raise DataError(f"{asked} has the splits 0 to {splits - 1}, not {split}: set data.split to one of them.")
     try:
-        table = _numbers(folder / "data.txt", 2)
-        features, target = (_indices(folder / f"index_{k}.txt", table.shape[1]) for k in ("features", "target"))
+        table = _numbers(home / "data.txt", 2)
+        features, target = (_indices(home / f"index_{k}.txt", table.shape[1]) for k in ("features", "target"))
         rows = [_indices(folder / f"index_{part}_{split}.txt", len(table)) for part in ("train", "test")]
     except (OSError, ValueError) as error:
-        raise DataError(f"uci/{name}, split {split}, cannot be read from {folder}: {_reason(error)}.") from None
+        raise DataError(f"{asked}, split {split}, cannot be read from {folder}: {_reason(error)}.") from None
     train, test = (_arrays(folder, table[r][:, features], table[r][:, target], True) for r in rows)
     return DataSet(train, test, None)
+
+
+def splits_in(folder: Path) -> int:
+    return len(list(folder.glob("index_train_*.txt")))
 
 
 def _numbers(file: Path, dims: Literal[1, 2]) -> NDArray[np.float64]:
@@ -350,11 +373,12 @@ def _csv(path: Path, regression: bool | None, target: str | None) -> DataSet:
         regression = any(_number(text) is not None and not _is_integer(text) for text in last)
     if regression:
         values = [_parse(path, line, [name], [text]) for line, text in zip(lines, last, strict=True)]
-        return DataSet(_arrays(path, x, np.array(values), True), None, None)
+        return DataSet(_arrays(path, x, np.array(values), True), None, None, tuple(header), (name,))
     names = [_class(path, line, text) for line, text in zip(lines, last, strict=True)]
     labels = sorted(set(names), key=lambda n: (not _is_integer(n), int(n) if _is_integer(n) else 0, n))
     index = {label: i for i, label in enumerate(labels)}
-    return DataSet(_arrays(path, x, np.array([index[n] for n in names]), False), None, tuple(labels))
+    classes = np.array([index[n] for n in names])
+    return DataSet(_arrays(path, x, classes, False), None, tuple(labels), tuple(header), (name,))
 
 
 def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:

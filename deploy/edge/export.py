@@ -412,6 +412,8 @@ def _facts(model: Model, writer: _Writer, rule: Rule, precision: Precision, law:
             "std": None if image is None else list(image.std),
         },
         "labels": None if card.labels is None else list(card.labels),
+        "columns": None if card.input.columns is None else list(card.input.columns),
+        "targets": None if card.targets is None else list(card.targets),
         "temperature": model.temperature,
         "ood": None if rule.ood is None else dict(zip(("measure", "samples", "threshold"), rule.ood, strict=True)),
         "coverage": None if card.calibration is None else card.calibration.coverage,

@@ -101,7 +101,8 @@ class EdgeModel:
         if rule is not None:
             ood = {"flag": row.pop("ood"), "score": row.pop("ood_score"), **rule}
         if "probabilities" not in row:
-            return {**row, "interval": row.get("interval"), "ood": ood}
+            names = self.facts.get("targets")
+            return {**({} if names is None else {"targets": names}), **row, "interval": row.get("interval"), "ood": ood}
         best = int(np.argmax(row["probabilities"]))
         fitting = None
         if "prediction_set" in row:
@@ -273,7 +274,8 @@ def main() -> None:
             fits = "" if row["prediction_set"] is None else f"  set {{{', '.join(row['prediction_set'])}}}"
             print(f"{row['input']}: {row['label']} {row['max_probability']:.4f}{fits}{doubt}")
         else:
-            print(f"{row['input']}: {row['mean']} interval {row['interval']}{doubt}")
+            names = f"{', '.join(row['targets'])} " if "targets" in row else ""
+            print(f"{row['input']}: {names}{row['mean']} interval {row['interval']}{doubt}")
 
 
 if __name__ == "__main__":

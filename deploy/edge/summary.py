@@ -9,6 +9,7 @@ from dubito.models.answers import Rule
 from dubito.models.manifest import Sets
 from dubito.models.network import BayesianNetwork
 from dubito.models.sets import penalties
+from dubito.models.uncertainty import LOG_RANGE
 
 TINY = float(np.finfo(np.float32).tiny)
 
@@ -72,22 +73,35 @@ def _ood(g: Graph, score: str, threshold: float) -> dict[str, int]:
 
 
 def regressed(g: Graph, means: str, network: BayesianNetwork, rule: Rule) -> dict[str, int]:
-    """(K, B, D) means in the network's units; answers are in the targets' own."""
+    """(K, B, D) means in the network's units, and D raw log-deviations where the noise depends on the input.
+
+    Answers are in the targets' own units.
+    """
     assert network.task.kind == "regression"
     assert network.noise is not None
+    D = network.task.outputs
     shift, scale = (np.array(v, np.float64) for v in (network.task.shift, network.task.scale))
-    noise = np.broadcast_to((array(network.noise()) * scale) ** 2, (network.task.outputs,))
+    noise = np.broadcast_to((array(network.noise()) * scale) ** 2, (D,))
+    raw = None
+    if network.gain is not None:
+        raw, means = g.part(means, 2, D, 2 * D), g.part(means, 2, 0, D)
     centre = g.op("ReduceMean", means, g.constant([0]), keepdims=0)
     spread = g.op("ReduceMean", g.op("Mul", *[g.op("Sub", means, centre)] * 2), g.constant([0]), keepdims=0)
     g.add(g.mul(centre, g.constant(scale)), g.constant(shift))
     g.nodes[-1].output[0] = "mean"
     g.op("Mul", spread, g.constant(scale**2), out="epistemic_variance")
-    g.op("Expand", g.constant(noise), g.op("Shape", "mean"), out="aleatoric_variance")
+    if raw is None or network.gain is None:
+        g.op("Expand", g.constant(noise), g.op("Shape", "mean"), out="aleatoric_variance")
+    else:
+        bent = g.op("Tanh", g.mul(raw, g.constant(1 / LOG_RANGE)))
+        ratio = g.op("Exp", g.mul(bent, g.constant(2 * LOG_RANGE * array(network.gain))))
+        mean_ratio = g.op("ReduceMean", ratio, g.constant([0]), keepdims=0)
+        g.op("Mul", mean_ratio, g.constant(noise), out="aleatoric_variance")
     names = ("mean", "epistemic_variance", "aleatoric_variance")
     outputs: dict[str, int] = dict.fromkeys(names, TensorProto.FLOAT)
     if rule.ood is not None:
-        ratio = g.op("Div", "epistemic_variance", g.constant(np.maximum(noise, TINY)))
-        outputs |= _ood(g, g.op("ReduceMean", ratio, g.constant([-1]), keepdims=0), rule.ood[2])
+        share = g.op("Div", "epistemic_variance", g.op("Max", "aleatoric_variance", g.constant(TINY)))
+        outputs |= _ood(g, g.op("ReduceMean", share, g.constant([-1]), keepdims=0), rule.ood[2])
     if rule.quantile is not None:
         std = g.op("Sqrt", g.add("epistemic_variance", "aleatoric_variance"))
         reach = g.mul(std, g.constant(rule.quantile))

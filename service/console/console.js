@@ -218,7 +218,7 @@ function takes({ input }) {
     $("ink").hidden = channels === 1;
     state.numbers = null;
   } else {
-    state.numbers = new Numbers($("fields"), input.shape);
+    state.numbers = new Numbers($("fields"), input.shape, input.columns);
     $("numbers-title").textContent = `Values, shape (${input.shape.join(", ")})`;
   }
 }
@@ -304,6 +304,7 @@ function shownClasses(p) {
   return all.length <= ROWS ? all : all.sort((a, b) => p[b] - p[a]).slice(0, ROWS);
 }
 
+const targetOf = (model, i) => model.targets?.[i] ?? `output ${i + 1}`;
 const nameOf = (model, i) => model.labels?.[i] ?? String(i);
 
 function layRows({ rows, model }, classes) {
@@ -316,7 +317,7 @@ function layRows({ rows, model }, classes) {
     ? "The input is ambiguous to every draw: more training data would not help."
     : "Noise of the targets themselves: more training data would not help.";
   $("bars").replaceChildren(...rows.map((i) => {
-    const name = classes ? nameOf(model, i) : `output ${i + 1}`;
+    const name = classes ? nameOf(model, i) : targetOf(model, i);
     return element("div", { class: "class-row", "data-index": i },
       element("span", { class: "class-name", title: name }, name),
       shape("svg", { viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true" }),
@@ -398,7 +399,7 @@ function showValues(answer, found, decision) {
   showSplit(parts, total, `variance ${figure(total)}`, figure, `${share} of the variance is about the weights.`);
   settling($("settle"), steps, k, figure);
   const { mean, error } = steps[k - 1];
-  $("settle-said").textContent = `Mean of output 1 after ${drawsSaid(k)}: ${figure(mean)}`
+  $("settle-said").textContent = `Mean of ${targetOf(answer.model, 0)} after ${drawsSaid(k)}: ${figure(mean)}`
     + `${Number.isNaN(error) ? "" : ` ± ${figure(2 * error)}`}. Dots: single draws; band: two standard errors.`;
   $("set-row").hidden = true;
 }

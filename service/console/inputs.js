@@ -43,14 +43,17 @@ function numbersFor(n) {
 
 /** Fields for the numbers of one input; `read` gives them nested as the shape says, or throws what is wrong. */
 export class Numbers {
-  constructor(box, shape) {
+  constructor(box, shape, columns = null) {
     this.shape = shape;
     this.n = size(shape);
+    this.nameOf = (i) => columns?.[i] ?? `Value ${i + 1}`;
     if (this.n <= FIELDS) {
       this.fields = Array.from({ length: this.n }, (_, i) => element("input", {
-        type: "number", step: "any", value: "0", required: "", "aria-label": `Value ${i + 1}`,
+        type: "number", step: "any", value: "0", required: "", "aria-label": this.nameOf(i),
       }));
-      box.replaceChildren(...this.fields);
+      box.replaceChildren(...(columns
+        ? this.fields.map((field, i) => element("label", { class: "column" }, element("span", {}, columns[i]), field))
+        : this.fields));
     } else {
       this.text = element("textarea", { rows: "6", "aria-label": `${this.n} numbers`, spellcheck: "false" });
       box.replaceChildren(this.text);
@@ -66,7 +69,7 @@ export class Numbers {
     const words = this.text ? this.text.value.split(/[\s,;[\]]+/).filter(Boolean) : this.fields.map((field) => field.value);
     const values = words.map((word) => (word === "" ? NaN : Number(word)));
     const wrong = values.findIndex((value) => !Number.isFinite(value));
-    if (wrong >= 0) throw new Error(`Value ${wrong + 1} is no number.`);
+    if (wrong >= 0) throw new Error(`${this.nameOf(wrong)} is no number.`);
     if (values.length !== this.n) throw new Error(`${values.length} numbers are there; this model takes ${this.n}.`);
     return this.shape.slice(1).reduceRight((flat, width) => {
       const rows = [];

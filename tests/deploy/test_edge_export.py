@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -21,6 +21,7 @@ from dubito.deploy.edge.export import Exported, export, save
 from dubito.deploy.edge.graph import Graph
 from dubito.deploy.edge.noise import Noise
 from dubito.deploy.edge.rotations import completed, logarithm
+from dubito.deploy.edge.runtime import EdgeModel
 from dubito.models import bayesianize, build, ensemble, load
 from dubito.models import save as save_artifact
 from dubito.models.architectures import input_of
@@ -226,15 +227,17 @@ def test_networks_trained_apart_keep_their_own_batchnorm(tmp_path: Path) -> None
     assert parity(path, model, inputs_for(model)).largest < CLOSE
 
 
-def test_regression_answers_mean_variances_and_interval(tmp_path: Path) -> None:
+@pytest.mark.parametrize("noise", ["constant", "input"])
+def test_regression_answers_mean_variances_and_interval(noise: Literal["constant", "input"], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    task = Regression(outputs=2, shift=(1.0, -2.0), scale=(3.0, 0.5))
-    net = build("mlp", inputs=4, hidden=[10], outputs=2)
+    task = Regression(outputs=2, noise=noise, shift=(1.0, -2.0), scale=(3.0, 0.5))
+    net = build("mlp", inputs=4, hidden=[10], outputs=task.numbers)
     measure: Any = "epistemic_variance"
     calibration = Calibration(
         false_positive_rate=0.05, coverage=0.9, measure=measure, thresholds={measure: {1: 0.01}}, quantiles={1: 1.7}
     )
-    card = Card(input=Input(shape=(4,)), calibration=calibration)
+    declared = Input(shape=(4,), columns=("a", "b", "c", "d"))
+    card = Card(input=declared, targets=("price", "rent"), calibration=calibration)
     model = saved(lively(bayesianize(net, "ffg-u", inducing=4, task=task)), tmp_path, card)
     path = written(exported(model, samples=6), tmp_path)
     x = inputs_for(model)
@@ -242,6 +245,12 @@ def test_regression_answers_mean_variances_and_interval(tmp_path: Path) -> None:
     found = run(path, x)
     std = np.sqrt(found["epistemic_variance"] + found["aleatoric_variance"])
     np.testing.assert_allclose(found["interval"][..., 1] - found["mean"], 1.7 * std, rtol=1e-5)
+    assert (np.ptp(found["aleatoric_variance"], axis=0) > 0).all() == (noise == "input")
+    device = EdgeModel(path)
+    assert device.facts["columns"] == ["a", "b", "c", "d"]
+    row = device.answers(device.predict(x, 0))[0]
+    assert row["targets"] == ["price", "rent"]
+    assert list(row)[1:] == ["mean", "epistemic_variance", "aleatoric_variance", "interval", "ood"]
     assert set(found) == {
         "mean", "epistemic_variance", "aleatoric_variance", "interval", "ood_score", "ood",
     }  # fmt: skip

@@ -1,5 +1,7 @@
 """`samples="auto"` against its rule worked out by hand, input by input, from the draws themselves."""
 
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
@@ -85,23 +87,22 @@ def test_settled_answers_are_within_the_tolerance_of_many_draws(tolerance: float
     assert near.double().mean() >= 0.95
 
 
-def test_regression_settles_by_its_mean() -> None:
-    network, x, tolerance, most = (
-        wavering(outputs=2, task=Regression(outputs=2, shift=(1.0,), scale=(3.0,))),
-        inputs(),
-        0.2,
-        64,
-    )
+@pytest.mark.parametrize("noise", ["constant", "input"])
+def test_regression_settles_by_its_mean(noise: Literal["constant", "input"]) -> None:
+    task = Regression(outputs=2, noise=noise, shift=(1.0,), scale=(3.0,))
+    network, x, tolerance, most = wavering(outputs=task.numbers, task=task), inputs(), 0.2, 64
     factors = network.factors()
     found = predict_settled(network, factors, x, SEED, tolerance=tolerance, max_samples=most)
     outputs = predict(network, factors, x, most, SEED, keep_outputs=True).outputs
     assert outputs is not None
     assert found.settled is not None
     assert network.noise is not None
-    f, noise = outputs.double().numpy(), network.noise().detach().double().numpy()
+    f, raw = outputs.double().numpy()[..., :2], outputs.double().numpy()[..., 2:]
+    ratio = np.exp(3 * np.tanh(raw / 3)) if noise == "input" else np.ones_like(f)
+    sigma = network.noise().detach().double().numpy() * ratio
     for i, drawn in enumerate(found.settled.samples.tolist()):
         for K in range(CHUNK, most + 1, CHUNK):
-            spread = np.sqrt(f[:K, i].var(0) + noise**2)
+            spread = np.sqrt(f[:K, i].var(0) + (sigma[:K, i] ** 2).mean(0))
             if (2 * f[:K, i].std(0, ddof=1) / np.sqrt(K) <= tolerance * spread).all():
                 break
         assert drawn == K
@@ -111,6 +112,8 @@ def test_regression_settles_by_its_mean() -> None:
             9 * f[:K, i].var(0),
             rtol=1e-4,
         )
+        aleatoric = found.summary.aleatoric_variance[i]  # type: ignore[union-attr]
+        np.testing.assert_allclose(aleatoric, 9 * (sigma[:K, i] ** 2).mean(0), rtol=1e-4)
 
 
 def test_a_network_without_noise_draws_each_member_once() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dubito.models.uncertainty import ClassTally, summarise, summarise_regression
+from dubito.models.uncertainty import ClassTally, ValueTally, summarise, summarise_regression, value_sums
 
 Array = npt.NDArray[np.float64]
 
@@ -97,3 +97,22 @@ def test_regression_splits_the_variance(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(found.aleatoric_variance, np.broadcast_to([0.25, 4.0], (6, 2)), rtol=1e-6)
     one = summarise_regression(means[:1], noise)
     assert one.epistemic_variance.abs().max() == 0
+
+
+def test_noise_that_depends_on_the_input_is_the_mean_over_draws_of_its_variance() -> None:
+    """σ(x) = σ exp(gain · 3 tanh(raw/3)), against numpy; draw by draw, and as a device adds up a pass."""
+    rng = torch.Generator().manual_seed(0)
+    outputs = torch.randn(7, 5, 4, generator=rng) * torch.tensor([1.0, 3.0, 2.0, 8.0])  # two means, two raw numbers
+    noise, gain, scale = torch.tensor([0.5, 2.0]), torch.tensor([1.0, 0.4]), torch.tensor([3.0, 0.1])
+    tally = ValueTally(noise, torch.tensor([1.0, 2.0]), scale, gain)
+    for piece in outputs.split([1, 4, 2]):
+        tally.add(piece)
+    found = tally.summary()
+    means, raw = np.split(outputs.double().numpy(), 2, axis=-1)
+    ratio = np.exp(2 * gain.numpy() * 3 * np.tanh(raw / 3)).mean(0)
+    np.testing.assert_allclose(found.mean, means.mean(0) * scale.numpy() + [1, 2], rtol=1e-5)
+    np.testing.assert_allclose(found.epistemic_variance, means.var(0) * scale.numpy() ** 2, rtol=1e-5)
+    np.testing.assert_allclose(found.aleatoric_variance, (noise * scale).numpy() ** 2 * ratio, rtol=1e-5)
+    sums = value_sums(outputs, 2, gain)
+    np.testing.assert_allclose(sums, np.concatenate([means.mean(0), 7 * means.var(0), ratio], 1), rtol=1e-6)
+    assert value_sums(outputs[..., :2], 2).shape == (5, 4)

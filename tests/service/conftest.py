@@ -124,15 +124,20 @@ def make_artifact() -> Callable[..., Path]:
     return write_artifact
 
 
+COLUMNS, TARGETS = ("rooms", "area", "age", "floor"), ("price", "rent")  # of `regression`
+
+
 def write_artifact(path: Path, *, seed: int = 0, kind: str = "tabular", method: str = "ffg-u") -> Path:
     """A small model, made in milliseconds: `tabular`, `image` (3 × 8 × 8) or `regression`."""
     torch.manual_seed(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     image = kind == "image"
     shape = (3, 8, 8) if image else (4,)
-    outputs = 2 if kind == "regression" else 3
+    outputs = 4 if kind == "regression" else 3  # two means and two raw log-deviations
     net = build("mlp", inputs=192 if image else 4, hidden=[16], outputs=outputs)
-    task = Regression(outputs=2, shift=(1.0, -2.0), scale=(2.0, 0.5)) if kind == "regression" else None
+    task = None
+    if kind == "regression":
+        task = Regression(outputs=2, noise="input", shift=(1.0, -2.0), scale=(2.0, 0.5))
     network = bayesianize(net, method, task=task, inducing=4)
     measures: tuple[Measure, ...] = (
         ("epistemic_variance",) if kind == "regression" else ("entropy", "mutual_information", "max_probability")
@@ -146,8 +151,13 @@ def write_artifact(path: Path, *, seed: int = 0, kind: str = "tabular", method: 
         quantiles={K: (1.5 if kind == "regression" else 0.7) + 0.001 * K for K in grid},
     )
     card = Card(
-        input=Input(shape=shape, image=Image(mean=(0.5,) * 3, std=(0.25,) * 3) if image else None),
+        input=Input(
+            shape=shape,
+            image=Image(mean=(0.5,) * 3, std=(0.25,) * 3) if image else None,
+            columns=COLUMNS if kind == "regression" else None,
+        ),
         labels=None if kind == "regression" else ("ant", "bee", "cat"),
+        targets=TARGETS if kind == "regression" else None,
         calibration=calibration,
     )
     save(network, path, card=card)

@@ -19,6 +19,7 @@ from PIL import Image
 
 from dubito.models import load, save
 from dubito.service.security import hash_key
+from tests.service.conftest import COLUMNS, TARGETS
 from tests.service.test_groups import write_by_group as write_groups
 from tests.service.test_laplace import write as write_laplace
 from tests.service.test_whvi import write as write_mixed
@@ -325,20 +326,22 @@ def test_labels_are_text_whatever_they_look_like(inside: Console) -> None:
 
 def test_numbers_are_typed_and_regression_answers_with_its_own_fields(inside: Console) -> None:
     inside.page.select_option("#model", "regression")
-    for i, value in enumerate((0.5, -1, 2, 0)):
-        inside.page.get_by_label(f"Value {i + 1}", exact=True).fill(str(value))
+    for name, value in zip(COLUMNS, (0.5, -1, 2, 0), strict=True):
+        inside.page.get_by_label(name, exact=True).fill(str(value))
     told = inside.answer(lambda: inside.page.keyboard.press("Enter"))
     row = told["predictions"][0]
     shown = [float(word.replace("−", "-")) for word in inside.text("#label").split(", ")]
     assert shown == pytest.approx(row["mean"], rel=0.01)
     assert inside.page.locator(".class-row").count() == 2
+    assert tuple(inside.page.locator(".class-name").all_text_contents()) == TARGETS
+    assert inside.text("#settle-said").startswith("Mean of price after")
     assert float(inside.text("#in-data")) == pytest.approx(sum(row["aleatoric_variance"]), rel=0.01)
     assert float(inside.text("#in-weights")) == pytest.approx(sum(row["epistemic_variance"]), rel=0.01)
     inside.photograph("regression")
     inside.slide(7)
-    inside.page.get_by_label("Value 2", exact=True).fill("")
+    inside.page.get_by_label("area", exact=True).fill("")
     inside.page.get_by_role("button", name="Predict").click()
-    assert inside.text("#problem") == "Value 2 is no number."
+    assert inside.text("#problem") == "area is no number."
 
 
 def test_pictures_in_colour_have_examples_made_for_them(inside: Console) -> None:

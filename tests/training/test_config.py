@@ -238,8 +238,19 @@ def test_a_value_of_the_wrong_kind(mine: str, change: str, said: str) -> None:
         (["fit.milestones=[3]"], "fit: schedule is 'cosine' and milestones [3]; milestones belong to"),
         (["data.validation=0.5", "data.calibration=0.5"], "data: validation + calibration is 1; expected less than 1"),
         (["data.target=price"], "data: target is 'price', which belongs to csv:… alone; the data is 'digits'"),
-        (["data.split=1"], "data: split is 1, which belongs to uci/… alone"),
+        (["data.split=1"], "data: split is 1, which belongs to uci/… and uci-gap/… alone"),
         (["data.size=[8, 8]", "data.name=npz:x"], "data: size is (8, 8), which belongs to folder:… alone"),
+        (["noise=auto"], "noise is 'auto', which belongs to regression; the task is classification"),
+        (
+            [
+                "task=regression",
+                "noise=input",
+                "posterior.method=subnetwork-laplace",
+                "posterior.options={}",
+                "posterior.layers={}",
+            ],
+            "noise is 'input', but subnetwork-laplace knows constant noise only",
+        ),
     ],
 )
 def test_values_that_contradict_each_other(mine: str, changes: list[str], said: str) -> None:

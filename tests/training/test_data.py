@@ -339,6 +339,7 @@ def test_a_target_column_by_name(table: Callable[..., str]) -> None:
     name = table("kind,a,b\ncat,1,2\ndog,3,4\n")
     data = read_data(name, target="kind")
     assert (data.train.x.tolist(), data.train.y.tolist(), data.labels) == ([[1, 2], [3, 4]], [0, 1], ("cat", "dog"))
+    assert (data.columns, data.targets) == (("a", "b"), ("kind",))
     assert "has 0 columns 'species'; it has: kind, a, b" in complaint(name, target="species")
 
 
@@ -709,6 +710,19 @@ def test_a_set_in_the_uci_layout(tmp_path: Path, uci: Path) -> None:
     assert (other.train.x.tolist(), other.train.y.tolist()) == ([[4, 4.5, 5.5]], [[5]])
     np.savetxt(uci / "index_features.txt", [1])
     assert read_data("uci/tiny", tmp_path).train.x.tolist() == [[8.5], [0.5], [2.5]]
+
+
+def test_a_set_with_a_gap_has_the_table_of_the_standard_one(tmp_path: Path, uci: Path) -> None:
+    assert "there is no uci-gap/tiny in" in complaint("uci-gap/tiny", tmp_path)
+    folder = tmp_path / "UCI" / "gap" / "tiny" / "data"
+    folder.mkdir(parents=True)
+    for part, rows in {"train": [0, 4], "test": [2]}.items():
+        np.savetxt(folder / f"index_{part}_0.txt", rows)
+    data = read_data("uci-gap/tiny", tmp_path)
+    assert data.test is not None
+    assert data.train.x.tolist() == [[0, 0.5, 1.5], [8, 8.5, 9.5]]
+    assert data.test.y.tolist() == [[5]]
+    assert "uci-gap/tiny has the splits 0 to 0, not 1" in complaint("uci-gap/tiny", tmp_path, split=1)
 
 
 def test_a_uci_set_that_is_not_there(tmp_path: Path, uci: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -11,7 +12,7 @@ from torch.distributions import Categorical, Normal
 from dubito.models.manifest import Regression
 from dubito.models.network import BayesianNetwork
 from dubito.training.config import Fit
-from dubito.training.objective import kl_weight, negative_log_likelihood, rate
+from dubito.training.objective import gain, kl_weight, negative_log_likelihood, rate
 
 
 def test_the_nll_of_classes_is_the_mean_over_draws_and_examples() -> None:
@@ -34,6 +35,26 @@ def test_the_nll_of_numbers_is_a_gaussian_with_the_learned_noise() -> None:
     torch.testing.assert_close(found.detach(), -Normal(mean, std).log_prob(y).sum(-1).mean())
     by_scipy = -stats.norm(mean.numpy(), std.numpy()).logpdf(y.numpy()).sum(-1).mean()
     assert float(found.detach()) == pytest.approx(by_scipy, rel=1e-5)
+
+
+def test_noise_by_input_in_the_nll() -> None:
+    network = BayesianNetwork(nn.Linear(2, 4), task=Regression(outputs=2, noise="input"))
+    assert network.noise is not None
+    assert network.gain is not None
+    rng = torch.Generator().manual_seed(1)
+    outputs, y = 4 * torch.randn(4, 6, 4, generator=rng), 2 * torch.randn(6, 2, generator=rng)  # (K, B, 2D)
+    for share in (0.0, 0.3, 1.0):
+        network.gain.fill_(share)
+        mean, raw = outputs.double().numpy()[..., :2], outputs.double().numpy()[..., 2:]
+        std = network.noise().detach().double().numpy() * np.exp(share * 3 * np.tanh(raw / 3))
+        found = float(negative_log_likelihood(network, outputs, y).detach())
+        assert found == pytest.approx(-stats.norm(mean, std).logpdf(y.numpy()).sum(-1).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("epoch", "expected"), [(0, 0.0), (4, 0.0), (5, 0.25), (6.5, 0.625), (8, 1.0), (30, 1.0)])
+def test_the_noise_is_constant_first_and_then_follows_the_input(epoch: float, expected: float) -> None:
+    assert gain(Fit(epochs=40, noise_epochs=4), epoch) == pytest.approx(expected)
+    assert gain(Fit(epochs=40), epoch) == 1
 
 
 def test_the_noise_that_minimises_the_nll_is_that_of_the_residuals() -> None:

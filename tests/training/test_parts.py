@@ -91,6 +91,17 @@ def test_classes_go_by_name(manifest: Manifest, tmp_path: Path) -> None:
     assert data.train.x.tolist() == [[1, 2], [3, 4]]
 
 
+def test_columns_go_by_name(manifest: Manifest, tmp_path: Path) -> None:
+    card = manifest.card.model_copy(update={"input": Input(shape=(2,), columns=("a", "b"))})
+    named = manifest.model_copy(update={"card": card})
+    (tmp_path / "turned.csv").write_text("what,b,a\nowl,2,1\ncat,4,3\n")
+    for labelled in (True, False):
+        data = read_for(named, f"csv:{tmp_path / 'turned.csv'}", labelled=labelled)
+        assert data.train.x.tolist() == [[1, 2], [3, 4]]
+    (tmp_path / "other.csv").write_text("what,c,a\nowl,2,1\ncat,4,3\n")
+    assert read_for(named, f"csv:{tmp_path / 'other.csv'}").train.x.tolist() == [[2, 1], [4, 3]]
+
+
 def test_unknown_names_go_by_number_where_there_are_as_many(manifest: Manifest, tmp_path: Path) -> None:
     np.savez(tmp_path / "two.npz", x=np.zeros((2, 2)), y=np.array([0, 1]))
     assert read_for(manifest, f"npz:{tmp_path / 'two.npz'}").train.y.tolist() == [0, 1]

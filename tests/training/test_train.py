@@ -154,6 +154,20 @@ def test_csv_with_numbers(tmp_path: Path) -> None:
     assert isinstance(model.network.task, Regression)
     assert model.network.task.shift[0] == pytest.approx(float(parts.train.y.mean()))
     assert model.network.task.scale[0] == pytest.approx(float(parts.train.y.std(unbiased=False)))
+    assert model.network.task.noise == "input"
+    assert model.card.input is not None
+    assert (model.card.input.columns, model.card.targets) == (("a", "b", "c", "d"), ("price",))
+    told = run("inspect", str(tmp_path / "m.safetensors")).stdout
+    assert "columns: a, b, c, d\n" in told
+    assert "predicts: price\n" in told
+    assert model.network.gain is not None
+    says = "depends on the input" if model.network.gain.any() else "the same for every input"
+    assert f"noise of the targets: {says}\n" in told
+    smaller = tmp_path / "smaller.safetensors"
+    answer = run("prune", tmp_path / "m.safetensors", "--keep", "0.9", "--epochs", "1", "--out", smaller, "--json")
+    assert answer.exit_code == 0, answer.exception
+    assert "noise fitted on the validation part" in answer.stderr
+    assert json.loads(answer.stdout)["nll"] < found["nll"] + 1
 
 
 def test_folder_of_pictures(tmp_path: Path) -> None:
