@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MYPY = $(BIN)/mypy .types/dubito tests $(wildcard benchmarks) docs/reference.py
 READY := .venv/.ready
-NEED_DATA := fashion rotated_mnist uci
+NEED_DATA := caps fashion rotated_mnist uci
 BENCH ?= $(filter-out _% $(NEED_DATA),$(basename $(notdir $(wildcard benchmarks/*.py))))
 DATA ?= data
 

@@ -18,6 +18,7 @@ RETURNS = (  # `probabilities` and `samples` are large, and left out unless they
     "entropy",
     "expected_entropy",
     "mutual_information",
+    "targets",
     "prediction_set",
     "ood",
     "mean",

@@ -147,7 +147,7 @@ def test_csv_with_numbers(tmp_path: Path) -> None:
     changes = ["task=regression", "data.target=price", "fit.pretrain_epochs=10", "fit.epochs=6", "fit.lr=0.02"]
     found = train(f"csv:{tmp_path / 't.csv'}", tmp_path / "m.safetensors", *changes)
     assert found["rmse"] < 40  # of 102 without a model, and 15 with the true one; eleven seeds gave 15.1 to 19.9
-    parts = divide(read_data(f"csv:{tmp_path / 't.csv'}", target="price", regression=True), 0.05, 0.2, 0.2, 0)
+    parts = divide(read_data(f"csv:{tmp_path / 't.csv'}", target="price", regression=True), 0.1, 0.2, 0.2, 0)
     error = math.sqrt(0.9 * 0.1 * (1 / len(parts.calibration) + 1 / len(parts.test)))
     assert abs(found["coverage"] - 0.9) < 4 * error
     model = load(tmp_path / "m.safetensors")
