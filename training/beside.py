@@ -16,14 +16,13 @@ from dubito.models.network import BayesianNetwork
 from dubito.models.uncertainty import Classified
 from dubito.models.verdict import verdict
 from dubito.training import metrics
-from dubito.training.calibrate import best_temperature, spoil, with_temperature
+from dubito.training.calibrate import best_temperature, spoil, to_spoil, with_temperature
 from dubito.training.checkpoint import draft_of
 from dubito.training.config import Calibrate
 from dubito.training.data import Examples
-from dubito.training.evaluate import Summary, Way, default_measure
+from dubito.training.evaluate import Summary, Way, default_measure, quality
 
 RESAMPLED = 100  # times, for the standard error of a difference
-SPOILED = 1000  # examples whose spoiled copies stand for data from outside
 SAMPLES = 20  # K
 REQUESTS = 4  # that inputs from outside come in: few are quick, and a mean over inputs needs no more
 
@@ -50,25 +49,16 @@ def answers_of(model: Model, examples: Examples, outside: Mapping[str, Tensor], 
 def spoiled(examples: Examples, seed: int) -> dict[str, Tensor]:
     """Copies of some examples that keep their values and lose their structure."""
     rng = torch.Generator().manual_seed(seed)
-    some = examples.x[torch.randperm(len(examples), generator=rng)[:SPOILED]]
-    return {str(i): x for i, x in enumerate(spoil(some, rng))}
+    return {str(i): x for i, x in enumerate(spoil(to_spoil(examples.x, rng), rng))}
 
 
 def figures_of(a: Answers, y: Tensor, rows: Tensor | None = None, others: list[Tensor] | None = None) -> Figures:
     """Plain numbers; of some rows only, as often as these are named, where they are given."""
-    rows = torch.arange(len(y)) if rows is None else rows
-    y = y[rows]
-    found: Figures = {}
-    if isinstance(a.inside, Classified):
-        p = a.inside.probabilities[rows]
-        found = {f.__name__: f(p, y) for f in (metrics.accuracy, metrics.nll, metrics.ece, metrics.brier)}
-    else:
-        mean = a.inside.mean[rows]
-        variance = (a.inside.epistemic_variance + a.inside.aleatoric_variance)[rows]
-        found = {"rmse": metrics.rmse(mean, y), "nll": metrics.gaussian_nll(mean, variance, y)}
+    chosen = slice(None) if rows is None else rows
+    found = quality(a.inside, y, chosen)
     if a.doubts:
         which = others or [torch.arange(len(far)) for _, far in a.doubts]
-        aurocs = [metrics.auroc(near[rows], far[i]) for (near, far), i in zip(a.doubts, which, strict=True)]
+        aurocs = [metrics.auroc(near[chosen], far[i]) for (near, far), i in zip(a.doubts, which, strict=True)]
         found["auroc"] = sum(aurocs) / len(aurocs)  # mean over the kinds of data from outside
     return found
 

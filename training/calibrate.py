@@ -25,7 +25,7 @@ from dubito.training.metrics import auroc
 from dubito.training.seeds import stream
 
 PATCHES_FROM = 128  # examples that the directions of way 3 are found on
-SPOILED = 1000  # examples that the measure is chosen on
+SPOILED = 1000  # examples whose spoiled copies stand for data from outside
 CHOOSING = 20  # K of that choice
 ASKED = 100  # requests: inputs that share draws err together, so few requests give thresholds that hold for few draws
 FEWEST = 20  # examples that a temperature or the constants of RAPS are found on
@@ -308,7 +308,7 @@ def best_temperature(model: Model, held: Examples, seed: int) -> float:
 def choose_measure(model: Model, held: Examples, seed: int, method: Predictive = "sampling") -> Measure:
     """The measure that best tells held-out examples from spoiled copies of them: no OOD data are needed."""
     rng = torch.Generator().manual_seed(seed)
-    x = held.x[torch.randperm(len(held), generator=rng)[:SPOILED]]
+    x = to_spoil(held.x, rng)
     way = Way.of(model, CHOOSING, method)
     inside = scores(way.ask(model, x, seed))
     total = dict.fromkeys(inside, 0.0)
@@ -319,6 +319,11 @@ def choose_measure(model: Model, held: Examples, seed: int, method: Predictive =
         for measure in total:
             total[measure] += auroc(inside[measure], outside[measure])
     return max(total, key=total.__getitem__)
+
+
+def to_spoil(x: Tensor, rng: torch.Generator) -> Tensor:
+    """Some of the inputs, at random."""
+    return x[torch.randperm(len(x), generator=rng)[:SPOILED]]
 
 
 def spoil(x: Tensor, rng: torch.Generator) -> Iterator[Tensor]:

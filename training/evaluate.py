@@ -133,18 +133,24 @@ def default_measure(summary: Summary, rule: Rule) -> Measure:
 
 def _quality(summary: Summary, y: Tensor, rule: Rule, *, errors: bool = False) -> dict[str, float]:
     """With `errors`, the standard errors of what calibration promises too."""
+    found = quality(summary, y)
     if isinstance(summary, Classified):
-        p = summary.probabilities
-        found = {f.__name__: f(p, y) for f in (metrics.accuracy, metrics.nll, metrics.ece, metrics.brier)}
         found |= {name: float(getattr(summary, name).mean()) for name in ("entropy", "mutual_information")}  # or NaN
-    else:
-        variance = summary.epistemic_variance + summary.aleatoric_variance
-        found = {"rmse": metrics.rmse(summary.mean, y), "nll": metrics.gaussian_nll(summary.mean, variance, y)}
     for name, values in _promised(summary, y, rule).items():
         found[name] = float(values.double().mean())
         if errors:
             found[f"{name}_se"] = metrics.standard_error(values, REQUESTS)
     return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def quality(summary: Summary, y: Tensor, rows: Tensor | slice = slice(None)) -> dict[str, float]:
+    """How good the answers are; of some rows only, as often as these are named, where they are given."""
+    y = y[rows]
+    if isinstance(summary, Classified):
+        p = summary.probabilities[rows]
+        return {f.__name__: f(p, y) for f in (metrics.accuracy, metrics.nll, metrics.ece, metrics.brier)}
+    mean, variance = summary.mean[rows], (summary.epistemic_variance + summary.aleatoric_variance)[rows]
+    return {"rmse": metrics.rmse(mean, y), "nll": metrics.gaussian_nll(mean, variance, y)}
 
 
 def _promised(summary: Summary, y: Tensor, rule: Rule) -> dict[str, Tensor]:
