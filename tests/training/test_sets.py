@@ -52,7 +52,7 @@ def test_coverage_is_kept_over_random_divisions(sets: Sets, C: int, sharpness: f
     score = strangeness(summary, y, sets)
     assert (score == 0).double().mean() < coverage - 0.02
     rng, n, found = np.random.default_rng(4), 52, []
-    for _ in range(1000):
+    for _ in range(400):
         order = rng.permutation(len(y))
         rest = Classified(*(values[order[n:]] for values in vars(summary).values()))
         rule = Rule(None, outer_quantile(score[order[:n]], coverage), sets)
