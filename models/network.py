@@ -232,7 +232,7 @@ class BayesianNetwork(nn.Module):
 
     def _copies(self) -> int:
         """Members of the layers that are kept in copies; 0 where there are none."""
-        return max((len(m.copies) for m in self.net.modules() if isinstance(m, MemberLayer)), default=0)
+        return max([0, *(len(m.copies) for m in self.net.modules() if isinstance(m, MemberLayer))])
 
     def run(self, x: Tensor, factors: NetworkFactors, draws: Draws, plan: Plan) -> Tensor:
         """K samples on B inputs, one pass with the samples folded into the batch: (B, ...) -> (K, B, ...)."""
