@@ -100,7 +100,7 @@ class Fit(Strict):
     kl: NonNegative = 1.0
     function_space: bool = False  # weight λ's term by min(1, N/d_in) [Ritter21, eq. 45]
     clip: Positive | None = None  # of the gradient's norm
-    frozen_norm_epochs: Whole = 0  # the last ones, in which BatchNorm keeps its statistics, as it does in answers
+    frozen_norm_epochs: Whole = 0  # the last ones, at most half: BatchNorm keeps its statistics, as in answers
     patience: Count | None = None  # epochs of ELBO without a better validation NLL before stopping at the best
     amp: bool = True  # bfloat16 autocast, on GPUs only
     compile: bool = False  # torch.compile
@@ -113,11 +113,6 @@ class Fit(Strict):
                 f"likelihood_epochs + warmup_epochs is {self.likelihood_epochs + self.warmup_epochs}, "
                 f"but epochs only {self.epochs}; expected no more than that"
             )
-        if self.frozen_norm_epochs > self.epochs:
-            raise ValueError(
-                f"frozen_norm_epochs is {self.frozen_norm_epochs}, but epochs only {self.epochs}; "
-                "expected no more than that"
-            )
         if self.optimiser == "adam" and self.momentum != type(self).model_fields["momentum"].default:
             raise ValueError(f"momentum is {self.momentum}, which belongs to the optimiser sgd; it is adam")
         if (self.schedule == "step") != bool(self.milestones):
@@ -126,6 +121,11 @@ class Fit(Strict):
                 "milestones belong to the schedule 'step', which needs them"
             )
         return self
+
+    @property
+    def frozen_from(self) -> int:
+        """The epoch from which on BatchNorm keeps its statistics."""
+        return self.epochs - min(self.frozen_norm_epochs, self.epochs // 2)
 
 
 class Pretrain(Strict):

@@ -47,7 +47,6 @@ def prune(
     if epochs:
         none = ("pretrain_epochs", "noise_epochs", "likelihood_epochs", "warmup_epochs")
         of_tuning = {"epochs": epochs, **dict.fromkeys(none, 0), "lr": lr}
-        of_tuning["frozen_norm_epochs"] = min(recipe.fit.frozen_norm_epochs, epochs // 2)
         fit = recipe.fit.model_copy(update={**of_tuning, "optimiser": "adam", "schedule": "cosine", "milestones": ()})
         tuned = recipe.model_copy(update={"fit": fit})
         fitting = Fitting(tuned, parts, declared, out, device, fresh, start=f"{model.manifest.sha256} {keep}")
