@@ -14,7 +14,7 @@ from dubito.models.errors import ArtifactError, InputError
 from dubito.models.manifest import Calibration, Card, Measure, Part, Sets, at_or_below
 from dubito.models.prediction import Prediction
 from dubito.models.sets import fitting
-from dubito.models.uncertainty import Classified, Regressed, on_host
+from dubito.models.uncertainty import Classified, Regressed, known_in, on_host
 
 Columns = dict[str, NDArray[Any]]  # by name, one row per input
 
@@ -140,7 +140,7 @@ def scores(summary: Classified | Regressed) -> dict[Measure, Tensor]:
 
 
 def _on_host(summary: Classified | Regressed) -> Columns:
-    return {name: on_host(tensor) for name, tensor in vars(summary).items()}
+    return {name: on_host(tensor) for name, tensor in known_in(summary).items()}
 
 
 def _doubts(columns: Columns) -> dict[Measure, NDArray[np.float32]]:

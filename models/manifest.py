@@ -18,6 +18,7 @@ from pydantic import (
 
 FORMATS = (1, 2)  # 2: a calibration with `sets`, `classes` or `groups`, which readers of format 1 do not know
 LARGEST_INPUT = 1 << 26  # numbers
+LARGEST_BANK = 1 << 26  # numbers
 
 Size = Annotated[int, Field(gt=0, le=1 << 24)]  # one side of a tensor; beyond it a header lies
 MOST_MEMBERS = 1024
@@ -149,6 +150,21 @@ class SubnetworkEntry(Strict):
     select: Selection
     prior_precision: Positive
     examples: Annotated[int, Field(gt=0)]  # that the curvature was summed over
+
+
+class BankEntry(Strict):
+    """Points that stand for the training data's features: the inputs of the layer that makes the outputs."""
+
+    layer: Annotated[str, Field(max_length=1000)]
+    members: Members = 1  # each with points of its own
+    points: Size  # N of each member
+    features: Size  # d
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "BankEntry":
+        if self.members * self.points * self.features > LARGEST_BANK:
+            raise ValueError(f"the bank has more than {LARGEST_BANK:,} numbers")
+        return self
 
 
 class Architecture(Strict):

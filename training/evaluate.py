@@ -15,7 +15,7 @@ from dubito.models.errors import DubitoError
 from dubito.models.manifest import Calibration, Input, Measure, Part, Predictive
 from dubito.models.model import Model
 from dubito.models.prediction import tally_for
-from dubito.models.uncertainty import Classified, Regressed
+from dubito.models.uncertainty import Classified, Regressed, known_in
 from dubito.training import metrics
 from dubito.training.data import DataError, Examples, enter
 from dubito.training.log import bar
@@ -198,7 +198,7 @@ def _by_part(model: Model, summary: Summary, examples: Examples, way: "Way") -> 
     for name, mine, group, part in named:
         if not mine.any():
             continue
-        some = type(summary)(**{key: values[mine] for key, values in vars(summary).items()})
+        some = type(summary)(**{key: values[mine] for key, values in known_in(summary).items()})
         found = _promised(some, examples.y[mine], way.rule(model, group))
         means = {key: float(values.double().mean()) for key, values in found.items() if key != "ood_rate"}
         known = {"name": name, "examples": int(mine.sum()), "calibrated_on": part.examples, "promised": part.coverage}
@@ -344,7 +344,7 @@ def _nested(model: Model, x: Tensor, grid: list[int], seed: int) -> dict[int, Su
 
 def _joined(parts: list[Summary], order: Tensor) -> Summary:
     kind = type(parts[0])
-    return kind(**{name: torch.cat([vars(part)[name] for part in parts]).cpu()[order] for name in vars(parts[0])})
+    return kind(**{name: torch.cat([vars(part)[name] for part in parts]).cpu()[order] for name in known_in(parts[0])})
 
 
 def drawn(model: Model, samples: int) -> int:
