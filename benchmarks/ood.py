@@ -26,12 +26,12 @@ from torch import Tensor
 
 from benchmarks._measure import machine
 from dubito.models.artifact import load
-from dubito.models.bank import Bank
+from dubito.models.feature_bank import FeatureBank
 from dubito.models.model import Model
-from dubito.training.bank import FeatureReader, centres, find_layer, mean_features
 from dubito.training.calibrate import spoil, to_spoil
 from dubito.training.data import Examples, data_recipe, enter, part_of
 from dubito.training.evaluate import declared_by, drawn
+from dubito.training.feature_bank import FeatureReader, centres, find_layer, mean_features
 from dubito.training.metrics import auroc
 from dubito.training.seeds import stream
 from dubito.training.sources import read_data, read_for
@@ -129,7 +129,7 @@ def banks_of(reader: FeatureReader, train: Examples, most: int, seed: int) -> di
     found = {"kNN, all": Points(whole, max(1, n // 1000), whole.numel() * 4)}
     for N in SIZES:
         points = torch.stack([centres(each, N, seed) for each in whole])
-        stored = Bank.of(points, "").to(whole.device)
+        stored = FeatureBank.of(points, "").to(whole.device)
         found[f"kNN, {N} centres int8"] = Points(stored.reading().points, 1, points.numel() + 4 * E * N)
     found["kNN, 256 centres float32"] = Points(
         torch.stack([centres(each, 256, seed) for each in whole]), 1, 256 * E * d * 4

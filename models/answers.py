@@ -150,7 +150,12 @@ def _doubts(columns: Columns) -> dict[Measure, NDArray[np.float32]]:
     known: dict[Measure, NDArray[np.float32]] = {"entropy": columns["entropy"]}
     if not np.isnan(columns["mutual_information"]).all():  # a closed form does not know it
         known["mutual_information"] = columns["mutual_information"]
-    return known | {"max_probability": 1 - columns["probabilities"].max(-1)}
+    known["max_probability"] = 1 - columns["probabilities"].max(-1)
+    if "energy" in columns:
+        known["energy"] = columns["energy"]
+    if "distance" in columns:
+        known["knn"] = columns["distance"]
+    return known
 
 
 def threshold_for(calibration: Calibration, K: int) -> tuple[Measure, int, float] | None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.blocks import Blocks
-from dubito.models.errors import PredictionError
-from dubito.models.features import Reading, keeping
+from dubito.models.errors import ConversionError, PredictionError
+from dubito.models.feature_bank import FeatureBank
+from dubito.models.features import Reading, is_linear, keeping, watch
 from dubito.models.geometry import How
 from dubito.models.inducing import Inducing, TrainableInducing, kl_together, train_together
 from dubito.models.laplace import Subnetwork, SubnetworkFactors
@@ -150,6 +151,7 @@ class BayesianNetwork(nn.Module):
         self.net = net
         self.hierarchy = hierarchy  # its "weights" are the V's of all layers, side by side
         self.subnetwork: Subnetwork | None = None  # a Gaussian over some weights of a plain network
+        self.feature_bank: FeatureBank | None = None  # set by `set_feature_bank`
         self.task: Task = task if task is not None else Classification()
         self.noise: Positive | None = None  # regression: the standard deviation σ of the targets, learned
         self.gain: Tensor | None  # how far the noise follows the input: σ(x) = σ exp(gain · log_ratio(raw))
@@ -229,8 +231,28 @@ class BayesianNetwork(nn.Module):
         chosen = None if self.subnetwork is None else self.subnetwork.factors()
         like = next(self.net.parameters(), torch.empty(0))
         return NetworkFactors(
-            MappingProxyType(made), above, self._copies(), Structure.of(self.net), chosen, like.device, like.dtype
+            MappingProxyType(made),
+            above,
+            self._copies(),
+            Structure.of(self.net),
+            chosen,
+            like.device,
+            like.dtype,
+            read=None if self.feature_bank is None else self.feature_bank.reading(),
         )
+
+    def set_feature_bank(self, bank: FeatureBank | None) -> None:
+        """Passes then read the distance of the features to the bank's points, too."""
+        self.feature_bank = bank
+        if bank is None:
+            return
+        layer = dict(self.net.named_modules()).get(bank.entry.layer)
+        if layer is None or not is_linear(layer) or layer.in_features != bank.entry.features:
+            raise ConversionError(
+                f"its bank holds {bank.entry.features} features of layer {bank.entry.layer!r}; the network has no such "
+                "linear layer."
+            )
+        watch(layer)
 
     def _copies(self) -> int:
         """Members of the layers that are kept in copies; 0 where there are none."""

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dubito.models.bank import Nearest
 from dubito.models.errors import InputError, PredictionError
+from dubito.models.feature_bank import Nearest
 from dubito.models.features import Reading, keeping
 from dubito.models.laplace import SubnetworkFactors, linear_moments, linear_rows, linear_samples, outputs_of, plain
 from dubito.models.layers import FoldError
@@ -290,12 +290,7 @@ class Job:
         if self.factors.subnetwork is None or self.factors.read is None:
             return None
         x, _ = self._padded(None)
-        found = []
-        for block in x.split(self._rows_at_once(len(x), 1)):
-            with keeping() as features:
-                plain(self.network.net, block)
-            found.append(self.factors.read(features[0], 1, Draws(1, None, 0).member))
-        return torch.cat(found)[: self.B]
+        return read_at_mean(self.network, self.factors.read, x, self._rows_at_once(len(x), 1))[: self.B]
 
     def sums(self, draws: Draws, rows: Tensor | None = None) -> Reals:
         """What these draws add up to, for all of the inputs or for some of them."""
@@ -354,6 +349,16 @@ class Job:
         if folded and tuple(x.shape) not in _folds.setdefault(self.network, set()):
             _check_folding(self.network, self.factors, draws, self.plan(1, 1), x, outputs)
         return tempered(outputs, self.temperature, read)
+
+
+def read_at_mean(network: BayesianNetwork, read: Reading, x: Tensor, rows: int) -> Tensor:
+    """What is read off the features of a linearised network at its own weights, `rows` inputs at a time."""
+    found = []
+    for block in x.split(rows):
+        with keeping() as features:
+            plain(network.net, block)
+        found.append(read(features[0], 1, Draws(1, None, 0).member))
+    return torch.cat(found)
 
 
 def tempered(outputs: Tensor, temperature: float, read: Reading | None) -> Tensor:

@@ -15,7 +15,7 @@ from dubito.models.errors import DubitoError
 from dubito.models.manifest import Calibration, Input, Measure, Part, Predictive
 from dubito.models.model import Model
 from dubito.models.prediction import tally_for
-from dubito.models.uncertainty import Classified, Regressed, known_in
+from dubito.models.uncertainty import Classified, ClassTally, Regressed, known_in
 from dubito.training import metrics
 from dubito.training.data import DataError, Examples, enter
 from dubito.training.log import bar
@@ -333,11 +333,14 @@ def _shared_out(n: int, requests: int) -> list[Tensor]:
 def _nested(model: Model, x: Tensor, grid: list[int], seed: int) -> dict[int, Summary]:
     if len(grid) == 1:
         return {grid[0]: model.predict(x, grid[0], seed).summary}
-    outputs = model.predict(x, grid[-1], seed, keep_outputs=True).outputs
-    assert outputs is not None
+    drawn_ = model.predict(x, grid[-1], seed, keep_outputs=True)
+    assert drawn_.outputs is not None
     tally, found = tally_for(model.network), {}
     for low, high in pairwise([0, *grid]):
-        tally.add(outputs[low:high])
+        if drawn_.read is not None and isinstance(tally, ClassTally):
+            tally.add(drawn_.outputs[low:high], drawn_.read[low:high, :, 0])
+        else:
+            tally.add(drawn_.outputs[low:high])
         found[high] = tally.summary()
     return found
 

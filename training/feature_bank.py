@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dubito.models.feature_bank import FeatureBank
 from dubito.models.features import Whole, last_linear, watch
+from dubito.models.laplace import plain
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.plan import cheapest
@@ -21,16 +23,25 @@ ROUNDS = 25  # of Lloyd's algorithm
 ROWS = 1 << 14  # rows of features that are compared with all points at a time
 
 
+def make_bank(model: Model, train: Examples, N: int, seed: int) -> FeatureBank | None:
+    """N points in all, as many for each member; None where the network's outputs are not made by one linear layer."""
+    layer = find_layer(model, enter(train.x[:1], declared_by(model)).to(model.device))
+    if layer is None:
+        return None
+    features = mean_features(FeatureReader(model, *layer), train, MOST_EXAMPLES, seed)
+    each = max(1, N // len(features))
+    return FeatureBank.of(torch.stack([centres(own, each, seed) for own in features]), layer[0])
+
+
 def find_layer(model: Model, x: Tensor) -> tuple[str, int] | None:
     """The linear layer that makes the outputs and the number d of its features, by a pass of the mean on one input."""
     network, factors = model.network, model.factors
-    plain = replace(factors, form=None, read=None)
+    bare = replace(factors, form=None, read=None)
 
     def run() -> Tensor:
         if factors.subnetwork is not None:
-            out: Tensor = network.net(x[:1])
-            return out
-        return network.run(x[:1], plain, Draws(1, None, 0), cheapest(factors))
+            return plain(network.net, x[:1])
+        return network.run(x[:1], bare, Draws(1, None, 0), cheapest(factors))
 
     with evaluating(network), torch.inference_mode():
         name = last_linear(network.net, run)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dubito.models.manifest import BankEntry
+from dubito.models.manifest import FeatureBankEntry
 
 LEVELS = 127  # of int8, on either side of zero
 
@@ -38,31 +38,31 @@ def _nearest(z: Tensor, points: Tensor) -> Tensor:
     return (z.square().sum(-1) + squares.amin(-1)).clamp(min=0).sqrt()
 
 
-class Bank(nn.Module):
+class FeatureBank(nn.Module):
     """The points as they are stored: int8, and a scale for each."""
 
     levels: Tensor
     scale: Tensor
 
-    def __init__(self, levels: Tensor, scale: Tensor, entry: BankEntry) -> None:
+    def __init__(self, levels: Tensor, scale: Tensor, entry: FeatureBankEntry) -> None:
         super().__init__()
         self.register_buffer("levels", levels)  # (E, N, d)
-        self.register_buffer("scale", scale)  # (E, N)
+        self.register_buffer("scale", scale)  # (E · N,)
         self.entry = entry  # what an artifact says of it
 
     @classmethod
-    def of(cls, points: Tensor, layer: str) -> "Bank":
+    def of(cls, points: Tensor, layer: str) -> "FeatureBank":
         """Of points (E, N, d)."""
         scale = points.abs().amax(-1).clamp(min=1e-12) / LEVELS
         levels = (points / scale[..., None]).round().to(torch.int8)
         E, N, d = points.shape
-        return cls(levels, scale, BankEntry(layer=layer, members=E, points=N, features=d))
+        return cls(levels, scale.flatten(), FeatureBankEntry(layer=layer, members=E, points=N, features=d))
 
     @classmethod
-    def blank(cls, entry: BankEntry) -> "Bank":
+    def blank(cls, entry: FeatureBankEntry) -> "FeatureBank":
         """Of the right size, for what is about to be loaded."""
         shape = (entry.members, entry.points, entry.features)
-        return cls(torch.empty(shape, dtype=torch.int8), torch.empty(shape[:2]), entry)
+        return cls(torch.empty(shape, dtype=torch.int8), torch.empty(shape[0] * shape[1]), entry)
 
     def reading(self) -> Nearest:
-        return Nearest(self.levels.float() * self.scale[..., None].float())
+        return Nearest(self.levels.float() * self.scale.float().view(*self.levels.shape[:2], 1))
