@@ -100,7 +100,7 @@ def test_the_bank_stays_exact_where_activations_are_in_int8(tmp_path: Path) -> N
     model = model_of("deterministic", "knn", tmp_path / "m.safetensors")
     x = torch.randn(64, 5).numpy()
     made = export(model, samples=1, precision="int8", data=x)
-    bank = [node for node in made.model.graph.node if node.name == "exact"]
+    bank = [node for node in made.model.graph.node if node.name.startswith("exact")]
     assert [node.op_type for node in bank] == ["MatMul"]
 
 
@@ -108,5 +108,5 @@ def test_features_that_do_not_show_are_an_error(tmp_path: Path) -> None:
     model = model_of("plain last layer", "knn", tmp_path / "m.safetensors")
     skeleton = export(model, samples=K).skeleton
     del skeleton.graph.node[-1]  # the last product
-    with pytest.raises(ExportError, match="does not show the features before layer '5'. Calibrate it by another"):
+    with pytest.raises(ExportError, match=r"does not show the features before layer .5.\. Calibrate it by another"):
         features_in(skeleton.graph, model.network)
