@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dubito.models.manifest import FeatureBankEntry
+from dubito.models.posterior import Value
 
 LEVELS = 127  # of int8, on either side of zero
 
 
 @dataclass(frozen=True)
-class Nearest:
+class Nearest(Value):
     """Reads the distance of features to the nearest point off a pass."""
 
     points: Tensor  # (E, N, d)  of each member; E is 1 where there are none

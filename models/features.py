@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from dubito.models.geometry import Linear
 from dubito.models.layers import BayesianLayer
+from dubito.models.posterior import Value
 
 MOST_FEATURES = 1 << 13  # d beyond which no bank is kept: its points would outweigh the network
 
@@ -33,9 +34,11 @@ class Reading(Protocol):
         """Features (K·B, d) of K samples, in order -> (K·B, columns) in float32; `member` as in `Run`."""
         ...
 
+    def to(self, device: torch.device) -> Self: ...
+
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(Value):
     """The features themselves."""
 
     columns: int  # d

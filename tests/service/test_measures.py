@@ -9,10 +9,13 @@ import torch
 
 from dubito.models import bayesianize, build, load, save
 from dubito.models.answers import answers
-from dubito.models.feature_bank import FeatureBank
+from dubito.models.feature_bank import FeatureBank, Nearest
 from dubito.models.manifest import Calibration, Card, Input, Measure
 from dubito.models.model import Model
+from dubito.models.prediction import predict
+from dubito.models.resident import reside
 from dubito.service.engine import Ask, Engine
+from dubito.service.programs import for_gpu
 from tests.service.beside import Beside
 from tests.service.conftest import Serve
 
@@ -85,6 +88,27 @@ def test_captured_passes_carry_distances(tmp_path: Path) -> None:
     assert not isinstance(found, Exception)
     assert np.allclose(found.columns["ood_score"], captured["ood_score"], atol=1e-5)
     assert np.allclose(captured["ood_score"], _scores(model, x), atol=1e-5)
+
+
+def test_fused_layers_leave_the_features_to_be_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = build("cnn", classes=3, width=4, hidden=D, size=8)
+    network = bayesianize(net, "ffg-u", inducing=4, **OPTIONS["ffg-u"]).eval()  # type: ignore[arg-type]
+    points = torch.nn.functional.normalize(torch.rand(1, 12, D), dim=-1)
+    network.set_feature_bank(FeatureBank.of(points, "17"))
+    path = tmp_path / "m.safetensors"
+    save(network, path, card=Card(input=Input(shape=(1, 8, 8))))
+    model, x = load(path), torch.randn(5, 1, 8, 8)
+    kept = reside(model, torch.device("cpu"), torch.float32)
+    assert kept.network.feature_bank is None  # the factors have its points
+    fused = for_gpu(kept)
+    assert fused.factors.form is not None
+    for other in (kept, fused):
+        found = predict(other.network, other.factors, x, 6, 3).summary
+        assert torch.allclose(vars(found)["distance"], vars(model.predict(x, 6, 3).summary)["distance"], atol=1e-5)
+    elsewhere = reside(model, torch.device("meta"), torch.bfloat16).factors.read
+    assert isinstance(elsewhere, Nearest)
+    assert (elsewhere.points.device.type, elsewhere.points.dtype) == ("meta", torch.float32)
 
 
 def test_members_are_matched_with_their_points(tmp_path: Path) -> None:
