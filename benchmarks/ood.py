@@ -39,7 +39,7 @@ from dubito.training.sources import read_data, read_for
 SAMPLES = 20  # K
 REQUESTS = 20  # with draws of their own
 ROWS = 1 << 12  # rows of features that are compared with a whole bank at a time
-SIZES = (32, 128, 256, 1024)  # N of the compressed banks
+SIZES = (64, 256, 512, 1024)  # N of the compressed banks
 SUBSET = 1024  # of the random one
 
 

@@ -267,7 +267,7 @@ def _parse_header(header: bytes, rest: int) -> tuple[Manifest, dict[str, Any]]:
         raise ArtifactError(f"it has {rest:,} bytes of tensors, but its header describes {data:,}: cut or damaged.")
     found = stated.get("format") if isinstance(stated, dict) else None
     if type(found) is not int or found not in FORMATS:
-        known = " and ".join(map(str, FORMATS))
+        known = f"{', '.join(map(str, FORMATS[:-1]))} and {FORMATS[-1]}"
         raise ArtifactError(
             f"its format is {found!r}; this version of dubito reads format {known}. Update dubito, or save it again."
         )
