@@ -31,7 +31,7 @@ from dubito.models.model import Model
 from dubito.training.calibrate import spoil, to_spoil
 from dubito.training.data import Examples, data_recipe, enter, part_of
 from dubito.training.evaluate import declared_by, drawn
-from dubito.training.feature_bank import FeatureReader, centres, find_layer, mean_features
+from dubito.training.feature_bank import FeatureReader, centres, find_layer, unit_features
 from dubito.training.metrics import auroc
 from dubito.training.seeds import stream
 from dubito.training.sources import read_data, read_for
@@ -124,7 +124,7 @@ class Setting:
 
 
 def banks_of(reader: FeatureReader, train: Examples, most: int, seed: int) -> dict[str, Points]:
-    whole = mean_features(reader, train, most, seed)  # (E, n, d)
+    whole = unit_features(reader, train, most, seed)  # (E, n, d)
     E, n, d = whole.shape
     found = {"kNN, all": Points(whole, max(1, n // 1000), whole.numel() * 4)}
     for N in SIZES:
@@ -134,6 +134,9 @@ def banks_of(reader: FeatureReader, train: Examples, most: int, seed: int) -> di
     found["kNN, 256 centres float32"] = Points(
         torch.stack([centres(each, 256, seed) for each in whole]), 1, 256 * E * d * 4
     )
+    if reader.factors.normals and E == 1:  # of each input, the features under one draw
+        drawn_ = unit_features(reader, train, most, seed, samples=1)[0]
+        found["kNN, 512 centres of draws float32"] = Points(centres(drawn_, 512, seed)[None], 1, 512 * d * 4)
     found[f"kNN, {SUBSET} at random"] = Points(whole[:, :SUBSET], max(1, SUBSET // 1000), SUBSET * E * d * 4)
     return found
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.errors import ArtifactError, InputError
-from dubito.models.manifest import Calibration, Card, Measure, Part, Sets, at_or_below
+from dubito.models.manifest import Calibration, Card, Part, Sets, at_or_below
+from dubito.models.names import Measure
 from dubito.models.prediction import Prediction
 from dubito.models.sets import fitting
 from dubito.models.uncertainty import Classified, Regressed, known_in, on_host

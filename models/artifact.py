@@ -267,7 +267,8 @@ def _parse_header(header: bytes, rest: int) -> tuple[Manifest, dict[str, Any]]:
         raise ArtifactError(f"it has {rest:,} bytes of tensors, but its header describes {data:,}: cut or damaged.")
     found = stated.get("format") if isinstance(stated, dict) else None
     if type(found) is not int or found not in FORMATS:
-        known = f"{', '.join(map(str, FORMATS[:-1]))} and {FORMATS[-1]}"
+        *others, last = map(str, FORMATS)
+        known = " and ".join([*([", ".join(others)] if others else []), last])
         raise ArtifactError(
             f"its format is {found!r}; this version of dubito reads format {known}. Update dubito, or save it again."
         )

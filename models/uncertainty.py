@@ -99,7 +99,7 @@ def class_sums(logits: Tensor, distance: Tensor | None = None) -> Tensor:
 
 def classes_in(sums: Reals) -> int:
     """C, of what `class_sums` gives."""
-    return (sums.shape[-1] - 2) // 2
+    return (int(sums.shape[-1]) - 2) // 2
 
 
 def from_sums(mean: Reals) -> Classified:

@@ -15,8 +15,9 @@ from dubito.models.answers import label_of, scores
 from dubito.models.directions import set_directions
 from dubito.models.errors import DubitoError
 from dubito.models.feature_bank import FeatureBank
-from dubito.models.manifest import NEW_MEASURES, Auto, Calibration, Closed, Measure, Part, Predictive, Sets
+from dubito.models.manifest import NEW_MEASURES, Auto, Calibration, Closed, Part, Predictive, Sets
 from dubito.models.model import Model
+from dubito.models.names import Measure
 from dubito.models.sets import class_scores
 from dubito.models.uncertainty import Classified
 from dubito.training.config import Calibrate

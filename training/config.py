@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Measure, Precision, Predictive, Selection, SetScore
-from dubito.models.names import LAPLACE
+from dubito.models.manifest import Precision, Predictive, Selection, SetScore
+from dubito.models.names import LAPLACE, Measure
 from dubito.training.names import OWN_DATA, recipes, shipped
 
 # strict: true, "20" and 20.0 are no whole numbers

@@ -12,8 +12,9 @@ from torch import Tensor
 from dubito.models.adaptive import AT_MOST, TOLERANCE
 from dubito.models.answers import Rule, auto_rule, closed_rule, columns_of, label_of, rule_for, scores
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Calibration, Input, Measure, Part, Predictive
+from dubito.models.manifest import Calibration, Input, Part, Predictive
 from dubito.models.model import Model
+from dubito.models.names import Measure
 from dubito.models.prediction import tally_for
 from dubito.models.uncertainty import Classified, ClassTally, Regressed, known_in
 from dubito.training import metrics

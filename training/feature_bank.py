@@ -28,7 +28,7 @@ def make_bank(model: Model, train: Examples, N: int, seed: int) -> FeatureBank |
     layer = find_layer(model, enter(train.x[:1], declared_by(model)).to(model.device))
     if layer is None:
         return None
-    features = mean_features(FeatureReader(model, *layer), train, MOST_EXAMPLES, seed)
+    features = unit_features(FeatureReader(model, *layer), train, MOST_EXAMPLES, seed)
     each = max(1, N // len(features))
     return FeatureBank.of(torch.stack([centres(own, each, seed) for own in features]), layer[0])
 
@@ -69,14 +69,17 @@ class FeatureReader:
         return found.outputs, found.read
 
 
-def mean_features(reader: FeatureReader, train: Examples, most: int, seed: int) -> Tensor:
-    """Features of length 1 of some training inputs under the posterior mean: (E, n, d), E members."""
+def unit_features(reader: FeatureReader, train: Examples, most: int, seed: int, samples: int = 0) -> Tensor:
+    """Features of length 1 of some training inputs under the posterior mean: (E, n, d), E members.
+
+    With `samples`, under so many draws, others for each 512 inputs: (samples, n, d).
+    """
     declared = declared_by(reader.model)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(stream(seed, "bank")))[:most]
     device = reader.model.device
     found = [
-        F.normalize(reader.read(enter(train.x[rows].to(device), declared), 0, 0)[1], dim=-1)
-        for rows in order.sort().values.split(512)
+        F.normalize(reader.read(enter(train.x[rows].to(device), declared), samples, stream(seed, "bank", i))[1], dim=-1)
+        for i, rows in enumerate(order.sort().values.split(512))
     ]
     return torch.cat(found, 1)
 

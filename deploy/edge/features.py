@@ -35,7 +35,7 @@ def _values(traced: onnx.GraphProto) -> list[str]:
 
 
 def _called(node: onnx.NodeProto) -> str:
-    return next(a.s.decode() for a in node.attribute if a.name == "name")
+    return next(str(a.s.decode()) for a in node.attribute if a.name == "name")
 
 
 def nearest(g: Graph, z: str, levels: NDArray[np.int8], scale: Array) -> str:

@@ -18,8 +18,9 @@ from dubito.models import save as save_artifact
 from dubito.models.conversion import ensemble
 from dubito.models.feature_bank import FeatureBank
 from dubito.models.laplace import Subnetwork
-from dubito.models.manifest import Calibration, Card, Input, Measure, SubnetworkEntry
+from dubito.models.manifest import Calibration, Card, Input, SubnetworkEntry
 from dubito.models.model import Model
+from dubito.models.names import Measure
 from dubito.models.network import BayesianNetwork
 
 D, K = 8, 4

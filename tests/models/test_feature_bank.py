@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dubito.models import bayesianize, build, load, save
+from dubito.models import artifact, bayesianize, build, load, save
 from dubito.models.answers import scores
 from dubito.models.conversion import ensemble
 from dubito.models.errors import ArtifactError, ConversionError
@@ -43,7 +43,8 @@ def network_of(method: str, **more: Any) -> BayesianNetwork:
 
 
 def head(network: BayesianNetwork) -> str:
-    return [name for name, module in network.net.named_modules() if is_linear(module)][-1]
+    names: list[str] = [name for name, module in network.net.named_modules() if is_linear(module)]
+    return names[-1]
 
 
 def with_bank(network: BayesianNetwork, N: int = 9) -> FeatureBank:
@@ -204,7 +205,7 @@ def test_thresholds_of_knn_need_a_bank(tmp_path: Path) -> None:
         save(network, tmp_path / "model.safetensors", card=Card(input=Input(shape=(6,)), calibration=calibration))
 
 
-def test_an_older_reader_is_told_the_format(tmp_path: Path) -> None:
+def test_an_older_reader_is_told_the_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an energy that decides; a calibration by what format 1 knows still has that number."""
     network = network_of("ffg-u")
     for measure, expected in (("entropy", 1), ("energy", 3)):
@@ -215,8 +216,13 @@ def test_an_older_reader_is_told_the_format(tmp_path: Path) -> None:
             thresholds={measure: {0: 0.5}},  # type: ignore[dict-item]
             quantiles={0: 0.5},
         )
-        made = save(network, tmp_path / "m.safetensors", card=Card(input=Input(shape=(6,)), calibration=calibration))
-        assert made.format == expected
+        path = tmp_path / "m.safetensors"
+        assert save(network, path, card=Card(input=Input(shape=(6,)), calibration=calibration)).format == expected
+    monkeypatch.setattr(artifact, "FORMATS", (1, 2))  # as it was before
+    with pytest.raises(
+        ArtifactError, match="its format is 3; this version of dubito reads format 1 and 2"
+    ):
+        load(path)
 
 
 class Twice(nn.Module):

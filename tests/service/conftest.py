@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from dubito.models import bayesianize, build, save
-from dubito.models.manifest import Calibration, Card, Image, Input, Measure, Regression
+from dubito.models.manifest import Calibration, Card, Image, Input, Regression
+from dubito.models.names import Measure
 from tests import forked
 
 LIMIT = 90.0  # seconds to start or to stop on a busy machine

@@ -1,6 +1,7 @@
 """A server flags by energy and by distances of features as the same model does without one."""
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from dubito.models import bayesianize, build, load, save
 from dubito.models.answers import answers
 from dubito.models.feature_bank import FeatureBank, Nearest
-from dubito.models.manifest import Calibration, Card, Input, Measure
+from dubito.models.manifest import Calibration, Card, Input
 from dubito.models.model import Model
+from dubito.models.names import Measure
 from dubito.models.prediction import predict
 from dubito.models.resident import reside
 from dubito.service.engine import Ask, Engine
@@ -21,7 +23,7 @@ from tests.service.conftest import Serve
 
 GRID = (0, 1, 8, 20)
 D = 16
-OPTIONS: dict[str, dict[str, float]] = {"ffg-u": {"sigma_max": 0.6, "spread": 0.4}, "ensemble-u": {"members": 3}}
+OPTIONS: dict[str, dict[str, Any]] = {"ffg-u": {"sigma_max": 0.6, "spread": 0.4}, "ensemble-u": {"members": 3}}
 
 
 def written(path: Path, measure: Measure, method: str = "ffg-u") -> Path:
@@ -93,7 +95,7 @@ def test_captured_passes_carry_distances(tmp_path: Path) -> None:
 def test_fused_layers_leave_the_features_to_be_read(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = build("cnn", classes=3, width=4, hidden=D, size=8)
-    network = bayesianize(net, "ffg-u", inducing=4, **OPTIONS["ffg-u"]).eval()  # type: ignore[arg-type]
+    network = bayesianize(net, "ffg-u", inducing=4, **OPTIONS["ffg-u"]).eval()
     points = torch.nn.functional.normalize(torch.rand(1, 12, D), dim=-1)
     network.set_feature_bank(FeatureBank.of(points, "17"))
     path = tmp_path / "m.safetensors"

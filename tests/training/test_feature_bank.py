@@ -99,7 +99,7 @@ def test_energy_and_distances_are_chosen_only_where_they_are_clearly_better(mode
     by_hand = {m: np.mean([_auroc(*pair) for pair in each]) for m, each in pairs.items()}
     assert found.keys() == by_hand.keys() >= {"entropy", "energy", "knn"}
     for m, value in by_hand.items():
-        assert abs(found[m] - value) < 1e-6  # type: ignore[index]
+        assert abs(found[m] - value) < 1e-6
     usual = max((m for m in found if m not in NEW_MEASURES), key=lambda m: found[m])
     if chosen != usual:
         assert chosen in NEW_MEASURES
