@@ -219,9 +219,7 @@ def test_an_older_reader_is_told_the_format(tmp_path: Path, monkeypatch: pytest.
         path = tmp_path / "m.safetensors"
         assert save(network, path, card=Card(input=Input(shape=(6,)), calibration=calibration)).format == expected
     monkeypatch.setattr(artifact, "FORMATS", (1, 2))  # as it was before
-    with pytest.raises(
-        ArtifactError, match="its format is 3; this version of dubito reads format 1 and 2"
-    ):
+    with pytest.raises(ArtifactError, match="its format is 3; this version of dubito reads format 1 and 2"):
         load(path)
 
 
