@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Precision, Predictive, Selection, SetScore
-from dubito.models.names import LAPLACE
+from dubito.models.names import LAPLACE, Measure
 from dubito.training.names import OWN_DATA, recipes, shipped
 
 # strict: true, "20" and 20.0 are no whole numbers
@@ -177,6 +177,8 @@ class Calibrate(Strict):
     method: Predictive | None = None  # that answers by default; None: probit where there is a closed form
     sets: SetScore = "aps"  # of classification: how classes are scored
     per: Literal["class", "group"] | None = None  # a quantile for each class, or each group that the data names
+    measure: Measure | None = None  # that OOD flags go by; None: chosen by spoiled copies of held-out examples
+    bank: Annotated[int, Field(strict=True, ge=0, le=1 << 16)] = 512  # points that `knn` may keep; 0: none is tried
 
 
 class Recipe(Strict):

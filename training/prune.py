@@ -33,6 +33,7 @@ def prune(
         raise RecipeError(f"lr is {lr}; expected a rate above 0.")
     model = load(file)
     recipe = recipe_of(model)
+    model.network.set_feature_bank(None)  # other weights have other features
     prune_network(model.network, keep)
     with Ranks.here().in_turn():
         parts = read_parts(recipe, data_root, download)
@@ -87,5 +88,7 @@ def recipe_of(model: Model) -> Recipe:
             method=None if promised.closed is None else promised.method,
             sets="aps" if promised.sets is None else promised.sets.score,
             per="class" if promised.classes is not None else "group" if promised.groups is not None else None,
+            measure=recipe.calibrate.measure,
+            bank=recipe.calibrate.bank,
         )
     return recipe.model_copy(update=today)
