@@ -28,17 +28,27 @@ from dubito.training.evaluate import evaluate
 from dubito.training.recipe import train
 from dubito.training.sources import read_data
 
-PLAIN = ["fit.epochs=20", "fit.pretrain_epochs=0", "fit.likelihood_epochs=0", "fit.warmup_epochs=0"]
+PLAIN = [  # the recipe's plain network, for as long as it and its posterior together
+    "tune=none",
+    "fit.pretrain_epochs=0",
+    "fit.epochs=60",
+    "fit.likelihood_epochs=0",
+    "fit.warmup_epochs=0",
+    "fit.frozen_norm_epochs=0",
+    "fit.optimiser=sgd",
+    "fit.lr=0.05",
+    "fit.weight_decay=5e-4",
+    "fit.batch=128",
+]
 METHODS: dict[str, list[str]] = {
     "deterministic": ["posterior.method=deterministic", "posterior.options={}", *PLAIN],
     "ensemble-w": ["posterior.method=ensemble-w", "posterior.options={members=3}", "fit.samples=3", *PLAIN],
-    "ffg-w": ["posterior.method=ffg-w", "posterior.options={}"],
+    "ffg-w": ["posterior.method=ffg-w", "posterior.options={}", "tune=none"],
     "ffg-u": [],
     "ensemble-u": [
         "posterior.method=ensemble-u",
-        "posterior.options={inducing=32, members=4, lam_max=0.1, spread=0.4}",
-        "fit.likelihood_epochs=5",
-        "fit.warmup_epochs=10",
+        "posterior.options={inducing=32, members=4, lam_share=0.1}",
+        "tune.trials=[{spread=0.3}, {spread=0.45}, {spread=0.6}]",
     ],
 }
 COLUMNS = (

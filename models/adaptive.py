@@ -9,7 +9,7 @@ from dubito.models.errors import InputError
 from dubito.models.network import BayesianNetwork, NetworkFactors
 from dubito.models.plan import Plan
 from dubito.models.prediction import MAX_SAMPLES, Job, Prediction, Settled, evaluating, finite, predict, units_of
-from dubito.models.uncertainty import Classified, Reals, Regressed, ValueTally, classified
+from dubito.models.uncertainty import Classified, Reals, Regressed, ValueTally, classes_in, from_sums
 
 TOLERANCE = 0.05
 AT_MOST = 128  # draws
@@ -83,20 +83,20 @@ def answer_each(job: Job, most: Counts, tolerance: Reals) -> tuple[Classified | 
 
 
 class _Classes:
-    """Sums over draws, each input's its own: of probabilities, of their squares and of entropies."""
+    """Sums over draws, each input's its own, as `class_sums` gives them."""
 
     def __init__(self, B: int) -> None:
         self.B = B
         self.sums: Reals = np.zeros((B, 0))
 
     def add(self, rows: Counts, before: int, k: int, sums: Reals) -> None:
-        """Of k draws of these rows, which all had `before` of them: (b, 2C + 1)."""
+        """Of k draws of these rows, which all had `before` of them."""
         if before == 0:
             self.sums = np.zeros((self.B, sums.shape[1]))
         self.sums[rows] += sums
 
     def settled(self, rows: Counts, K: int, tolerance: Reals) -> NDArray[np.bool_]:
-        C = self.sums.shape[1] // 2
+        C = classes_in(self.sums)
         mean, squares = self.sums[rows, :C] / K, self.sums[rows, C : 2 * C] / K
         error = _standard_error(squares - mean**2, K)
         order = np.argsort(-mean, 1, kind="stable")[:, :2]
@@ -105,9 +105,7 @@ class _Classes:
         return settled if C == 1 else settled & (leading[:, 0] - leading[:, 1] >= SURE * errors.sum(1))
 
     def summary(self, drawn: Counts) -> Classified:
-        C = self.sums.shape[1] // 2
-        mean = self.sums / drawn[:, None]
-        return classified(mean[:, :C], mean[:, -1])
+        return from_sums(self.sums / drawn[:, None])
 
 
 class _Values:

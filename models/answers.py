@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.errors import ArtifactError, InputError
-from dubito.models.manifest import Calibration, Card, Measure, Part, Sets, at_or_below
+from dubito.models.manifest import Calibration, Card, Part, Sets, at_or_below
+from dubito.models.names import Measure
 from dubito.models.prediction import Prediction
 from dubito.models.sets import fitting
-from dubito.models.uncertainty import Classified, Regressed, on_host
+from dubito.models.uncertainty import Classified, Regressed, known_in, on_host
 
 Columns = dict[str, NDArray[Any]]  # by name, one row per input
 
@@ -140,7 +141,7 @@ def scores(summary: Classified | Regressed) -> dict[Measure, Tensor]:
 
 
 def _on_host(summary: Classified | Regressed) -> Columns:
-    return {name: on_host(tensor) for name, tensor in vars(summary).items()}
+    return {name: on_host(tensor) for name, tensor in known_in(summary).items()}
 
 
 def _doubts(columns: Columns) -> dict[Measure, NDArray[np.float32]]:
@@ -150,7 +151,12 @@ def _doubts(columns: Columns) -> dict[Measure, NDArray[np.float32]]:
     known: dict[Measure, NDArray[np.float32]] = {"entropy": columns["entropy"]}
     if not np.isnan(columns["mutual_information"]).all():  # a closed form does not know it
         known["mutual_information"] = columns["mutual_information"]
-    return known | {"max_probability": 1 - columns["probabilities"].max(-1)}
+    known["max_probability"] = 1 - columns["probabilities"].max(-1)
+    if "energy" in columns:
+        known["energy"] = columns["energy"]
+    if "distance" in columns:
+        known["knn"] = columns["distance"]
+    return known
 
 
 def threshold_for(calibration: Calibration, K: int) -> tuple[Measure, int, float] | None:

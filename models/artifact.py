@@ -26,6 +26,7 @@ from dubito.models.architectures import architecture_of, build, input_of, on_met
 from dubito.models.conversion import assemble
 from dubito.models.encoding import MASK, SCALE, decode, decode_whole, encode
 from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError
+from dubito.models.feature_bank import FeatureBank
 from dubito.models.inducing import Inducing
 from dubito.models.laplace import Subnetwork
 from dubito.models.layers import MemberLayer
@@ -147,22 +148,25 @@ def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> Man
         assert entry.kind == "inducing"
         hierarchy = Hierarchy(d_out=d_out, d_in=d_in, layer=entry)
     folded = any(isinstance(m, ScaleShift) for m in network.modules())
+    bank = None if network.feature_bank is None else network.feature_bank.entry
     versions = {"dubito": version("dubito"), "torch": torch.__version__, "python": platform.python_version()}
     provenance = card.provenance.model_copy(update={"versions": {**versions, **card.provenance.versions}})
-    made = Manifest(
-        format=format_of(card),
-        architecture=_name(network, layers, members, hierarchy),
-        task=network.task,
-        layers=layers,
-        members=members,
-        hierarchy=hierarchy,
-        subnetwork=None if network.subnetwork is None else network.subnetwork.entry,
-        batchnorm="folded" if folded else "kept",
-        precision=precision,
-        card=card.model_copy(update={"provenance": provenance}),
-        sha256="0" * 64,
-    )
-    try:  # as `load` will read it: a card may hold what no file can, such as a metric that is NaN
+    try:
+        made = Manifest(
+            format=format_of(card, bank),
+            architecture=_name(network, layers, members, hierarchy),
+            task=network.task,
+            layers=layers,
+            members=members,
+            hierarchy=hierarchy,
+            subnetwork=None if network.subnetwork is None else network.subnetwork.entry,
+            feature_bank=bank,
+            batchnorm="folded" if folded else "kept",
+            precision=precision,
+            card=card.model_copy(update={"provenance": provenance}),
+            sha256="0" * 64,
+        )
+        # as `load` will read it: a card may hold what no file can, such as a metric that is NaN
         return Manifest.model_validate_json(made.model_dump_json(warnings=False))
     except (ValidationError, PydanticSerializationError) as error:
         raise ArtifactError(f"the manifest cannot be saved: {_complaint(error)}.") from None
@@ -179,7 +183,7 @@ def _name(
         again = assemble(build(known.name, **known.arguments), layers, members, hierarchy, network.task, "prior")
     if any(isinstance(m, ScaleShift) for m in network.modules()):
         again = fold_batchnorm(again)
-    again.subnetwork = network.subnetwork
+    again.subnetwork, again.feature_bank = network.subnetwork, network.feature_bank
     shapes = [{k: v.shape for k, v in n.state_dict().items() if not k.endswith(".keep")} for n in (network, again)]
     if shapes[0] == shapes[1] and repr(network.net) == repr(again.net):
         return known
@@ -263,7 +267,8 @@ def _parse_header(header: bytes, rest: int) -> tuple[Manifest, dict[str, Any]]:
         raise ArtifactError(f"it has {rest:,} bytes of tensors, but its header describes {data:,}: cut or damaged.")
     found = stated.get("format") if isinstance(stated, dict) else None
     if type(found) is not int or found not in FORMATS:
-        known = " and ".join(map(str, FORMATS))
+        *others, last = map(str, FORMATS)
+        known = " and ".join([*([", ".join(others)] if others else []), last])
         raise ArtifactError(
             f"its format is {found!r}; this version of dubito reads format {known}. Update dubito, or save it again."
         )
@@ -353,6 +358,8 @@ def _skeleton(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
     remember(network.net, manifest.architecture)
     if manifest.subnetwork is not None:
         network.subnetwork = Subnetwork.blank(manifest.subnetwork)
+    if manifest.feature_bank is not None:
+        network.set_feature_bank(FeatureBank.blank(manifest.feature_bank))
     return fold_batchnorm(network) if manifest.batchnorm == "folded" else network
 
 

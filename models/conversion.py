@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from dubito.models.architectures import architecture_of, remember
 from dubito.models.errors import ConversionError
+from dubito.models.features import watched
 from dubito.models.geometry import Conv, Geometry, Linear
 from dubito.models.layers import BayesianLayer, MemberLayer
 from dubito.models.manifest import Hierarchy, InducingLayer, Layer, Task
@@ -187,8 +188,9 @@ def _some(names: list[str]) -> str:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Hooks would not follow a layer into its Bayesian form."""
-    return bool(module._forward_pre_hooks or module._forward_hooks or module._backward_hooks)
+    """Hooks would not follow a layer into its Bayesian form; that of a bank of features need not."""
+    before = len(module._forward_pre_hooks) - watched(module)
+    return bool(before or module._forward_hooks or module._backward_hooks)
 
 
 def _check_size(entry: Layer, d_out: int, d_in: int) -> None:

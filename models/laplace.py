@@ -144,7 +144,8 @@ def by_jvp(net: nn.Module, x: Tensor, index: Tensor, moves: Tensor, at_once: int
     _wake_forward_mode()
     k = max(1, min(at_once, TANGENTS // sum(p.numel() for p in centre.values())))
     found: list[Tensor] = []
-    with turn(net), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no forward mode
+    # in inference mode torch 2.11 gives tangents of zero, without a word; the fused attention has no forward mode
+    with turn(net), torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         for some in moves.split(k):
             tangents = {}
             for name, (columns, local) in chosen.items():

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from dubito.models.errors import ConversionError, InputError
 from dubito.models.geometry import Conv, Geometry, How, Linear, apply
 from dubito.models.manifest import Layer
 from dubito.models.posterior import Operand, Posterior
+
+if TYPE_CHECKING:
+    from dubito.models.features import Reading
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Run:
     channels_last: bool = False
     form: nn.Module | None = None  # the network in another form, to be run instead
     begun: Sequence[Callable[[], object]] = ()  # draws that are under way: a capture ends when all were called for
+    read: "Reading | None" = None  # what is read off the features, in further columns of the outputs
 
 
 _run: ContextVar[Run | None] = ContextVar("run", default=None)

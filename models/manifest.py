@@ -16,8 +16,13 @@ from pydantic import (
     model_validator,
 )
 
-FORMATS = (1, 2)  # 2: a calibration with `sets`, `classes` or `groups`, which readers of format 1 do not know
+from dubito.models.names import Measure
+
+# 2: a calibration with `sets`, `classes` or `groups`, which readers of format 1 do not know
+# 3: a calibration with `auroc`, or thresholds of `energy` or `knn`; a bank of features
+FORMATS = (1, 2, 3)
 LARGEST_INPUT = 1 << 26  # numbers
+LARGEST_BANK = 1 << 26  # numbers
 
 Size = Annotated[int, Field(gt=0, le=1 << 24)]  # one side of a tensor; beyond it a header lies
 MOST_MEMBERS = 1024
@@ -30,7 +35,6 @@ Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Predictive = Literal["probit", "sampling"]  # how a linearised network answers: in closed form, or by draws
 Selection = Literal["variance", "random", "magnitude", "last-layer"]
 SetScore = Literal["probability", "aps", "raps"]
-Measure = Literal["entropy", "mutual_information", "max_probability", "epistemic_variance"]
 
 
 class Strict(BaseModel):
@@ -151,6 +155,21 @@ class SubnetworkEntry(Strict):
     examples: Annotated[int, Field(gt=0)]  # that the curvature was summed over
 
 
+class FeatureBankEntry(Strict):
+    """Points that stand for the training data's features: the inputs of the layer that makes the outputs."""
+
+    layer: Annotated[str, Field(max_length=1000)]
+    members: Members = 1  # each with points of its own
+    points: Size  # N of each member
+    features: Size  # d
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "FeatureBankEntry":
+        if self.members * self.points * self.features > LARGEST_BANK:
+            raise ValueError(f"the bank has more than {LARGEST_BANK:,} numbers")
+        return self
+
+
 class Architecture(Strict):
     """`custom` names no builder: such an artifact is loaded into a network that the caller brings."""
 
@@ -240,13 +259,15 @@ class Part(Strict):
 
 
 NEW = ("sets", "classes", "groups")  # keys of a calibration since format 2
+NEW_MEASURES = {"energy", "knn"}  # since format 3
 
 
 class Calibration(Strict):
     """Chosen on held-out data for a grid of K: the grid point at or below the K really drawn is used.
 
-    Each measure's score grows with doubt: entropy, mutual information, 1 − the maximum probability, and for
-    regression the epistemic variance over the aleatoric one.
+    Each measure's score grows with doubt: entropy, mutual information, 1 − the maximum probability, the energy
+    −log Σ exp(logits), the distance of features to the nearest of the feature bank (`knn`), and for regression the
+    epistemic variance over the aleatoric one.
     """
 
     false_positive_rate: Share
@@ -261,11 +282,12 @@ class Calibration(Strict):
     sets: Sets | None = None  # None: the score is 1 − p for every class, and a set may be empty, as in format 1
     classes: tuple[Part, ...] | None = None  # where each class has quantiles of its own
     groups: dict[str, Part] | None = None  # of requests that name their group; others get the quantiles above
+    auroc: dict[Measure, Annotated[float, Field(ge=0, le=1)]] | None = None  # against spoiled copies of held-out inputs
 
     @model_serializer(mode="wrap")
     def _as_format_1(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """What readers of format 1 do not know is left out where it says nothing."""
-        return {key: value for key, value in write(self).items() if key not in NEW or value is not None}
+        return {key: value for key, value in write(self).items() if key not in (*NEW, "auroc") or value is not None}
 
     @model_validator(mode="after")
     def _of_parts(self) -> "Calibration":
@@ -290,6 +312,12 @@ class Calibration(Strict):
         if not self.quantiles or not all(self.thresholds.values()):
             raise ValueError("every calibration needs at least one K")
         return self
+
+    @property
+    def measures(self) -> set[Measure]:
+        """All that have thresholds."""
+        others = [part.thresholds for part in (self.auto, self.closed) if part is not None]
+        return set(self.thresholds).union(*others)
 
     def _all_quantiles(self) -> Iterator[float]:
         yield from self.quantiles.values()
@@ -334,20 +362,27 @@ class Card(Strict):
     provenance: Provenance = Provenance()
 
 
-def format_of(card: Card) -> Literal[1, 2]:
-    """The oldest format whose readers understand the card."""
+Format = Literal[1, 2, 3]
+
+
+def format_of(card: Card, bank: FeatureBankEntry | None = None) -> Format:
+    """The oldest format whose readers understand the card and the bank."""
     calibration = card.calibration
+    newer = calibration is not None and (calibration.auroc is not None or calibration.measures & NEW_MEASURES)
+    if bank is not None or newer:
+        return 3
     return 1 if calibration is None or all(getattr(calibration, key) is None for key in NEW) else 2
 
 
 class Manifest(Strict):
-    format: Literal[1, 2]
+    format: Format
     architecture: Architecture
     task: Task
     layers: dict[str, Layer]  # by module name; layers not named here are deterministic
     members: dict[str, Members] = {}  # modules kept in one copy per ensemble member
     hierarchy: Hierarchy | None = None
     subnetwork: SubnetworkEntry | None = None
+    feature_bank: FeatureBankEntry | None = None
     batchnorm: Literal["kept", "folded"]
     precision: Precision = "float32"  # of the numbers in the file
     card: Card = Card()
@@ -355,9 +390,19 @@ class Manifest(Strict):
 
     @model_validator(mode="after")
     def _formats(self) -> "Manifest":
-        if self.format < format_of(self.card):
-            raise ValueError(f"the format is {self.format}, but its calibration has keys of format 2")
+        if self.format < (needed := format_of(self.card, self.feature_bank)):
+            raise ValueError(f"the format is {self.format}, but it has keys of format {needed}")
+        if self.feature_bank is not None and self.task.kind == "regression":
+            raise ValueError("a bank of features belongs to classification")
+        calibration = self.card.calibration
+        if self.feature_bank is None and calibration is not None and "knn" in calibration.measures:
+            raise ValueError("it has thresholds for knn, but no bank of features")
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What readers of formats 1 and 2 do not know is left out where it says nothing."""
+        return {key: value for key, value in write(self).items() if key != "feature_bank" or value is not None}
 
     @model_validator(mode="after")
     def _named(self) -> "Manifest":

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.blocks import Blocks
-from dubito.models.errors import PredictionError
+from dubito.models.errors import ConversionError, PredictionError
+from dubito.models.feature_bank import FeatureBank
+from dubito.models.features import Reading, is_linear, keeping, watch
 from dubito.models.geometry import How
 from dubito.models.inducing import Inducing, TrainableInducing, kl_together, train_together
 from dubito.models.laplace import Subnetwork, SubnetworkFactors
@@ -60,6 +62,7 @@ class NetworkFactors:
     dtype: torch.dtype  # of activations
     form: nn.Module | None = None  # the network in another form, with the same layers, to be run instead
     groups: "Sequence[Group]" = ()  # layers that are drawn together
+    read: Reading | None = None  # what passes read off the features of the last layer, which is watched
 
     @cached_property
     def normals(self) -> int:
@@ -148,6 +151,7 @@ class BayesianNetwork(nn.Module):
         self.net = net
         self.hierarchy = hierarchy  # its "weights" are the V's of all layers, side by side
         self.subnetwork: Subnetwork | None = None  # a Gaussian over some weights of a plain network
+        self.feature_bank: FeatureBank | None = None  # set by `set_feature_bank`
         self.task: Task = task if task is not None else Classification()
         self.noise: Positive | None = None  # regression: the standard deviation σ of the targets, learned
         self.gain: Tensor | None  # how far the noise follows the input: σ(x) = σ exp(gain · log_ratio(raw))
@@ -227,12 +231,32 @@ class BayesianNetwork(nn.Module):
         chosen = None if self.subnetwork is None else self.subnetwork.factors()
         like = next(self.net.parameters(), torch.empty(0))
         return NetworkFactors(
-            MappingProxyType(made), above, self._copies(), Structure.of(self.net), chosen, like.device, like.dtype
+            MappingProxyType(made),
+            above,
+            self._copies(),
+            Structure.of(self.net),
+            chosen,
+            like.device,
+            like.dtype,
+            read=None if self.feature_bank is None else self.feature_bank.reading(),
         )
+
+    def set_feature_bank(self, bank: FeatureBank | None) -> None:
+        """Passes then read the distance of the features to the bank's points, too."""
+        self.feature_bank = bank
+        if bank is None:
+            return
+        layer = dict(self.net.named_modules()).get(bank.entry.layer)
+        if layer is None or not is_linear(layer) or layer.in_features != bank.entry.features:
+            raise ConversionError(
+                f"its bank holds {bank.entry.features} features of layer {bank.entry.layer!r}; the network has no such "
+                "linear layer."
+            )
+        watch(layer)
 
     def _copies(self) -> int:
         """Members of the layers that are kept in copies; 0 where there are none."""
-        return max((len(m.copies) for m in self.net.modules() if isinstance(m, MemberLayer)), default=0)
+        return max([0, *(len(m.copies) for m in self.net.modules() if isinstance(m, MemberLayer))])
 
     def run(self, x: Tensor, factors: NetworkFactors, draws: Draws, plan: Plan) -> Tensor:
         """K samples on B inputs, one pass with the samples folded into the batch: (B, ...) -> (K, B, ...)."""
@@ -244,7 +268,7 @@ class BayesianNetwork(nn.Module):
         by_layer: dict[nn.Module, How] = {layers[name]: how for name, how in plan.items()}
         if draws.stock is not None:
             stored = {layer: partial(all_.part, draws.start, draws.K) for layer, all_ in draws.stock.items()}
-            return Run(draws.K, stored, by_layer, draws.member, factors.structure, form=factors.form)
+            return Run(draws.K, stored, by_layer, draws.member, factors.structure, form=factors.form, read=factors.read)
         V: dict[nn.Module, Tensor] = {}
         if factors.hierarchy is not None:
             V = self._shared_out(as_matrix(_draw(factors.hierarchy, 0, factors.sizes[0], draws, None)))
@@ -261,7 +285,16 @@ class BayesianNetwork(nn.Module):
             begun = drawn = begin(drawn, draws.key.device)
         for group, together in zip(groups, drawn, strict=True):
             operands |= {layers[name]: partial(_among, together, i) for i, name in enumerate(group.names)}
-        return Run(draws.K, operands, by_layer, draws.member, factors.structure, form=factors.form, begun=begun)
+        return Run(
+            draws.K,
+            operands,
+            by_layer,
+            draws.member,
+            factors.structure,
+            form=factors.form,
+            begun=begun,
+            read=factors.read,
+        )
 
     def _shared_out(self, V: Tensor) -> dict[nn.Module, Tensor]:
         """What a hierarchy has drawn: each layer's own columns."""
@@ -294,11 +327,14 @@ class BayesianNetwork(nn.Module):
         folded = x.repeat(run.K, *[1] * (x.dim() - 1)) if run.K > 1 else x
         if channels_last:
             folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-        with running(replace(run, B=len(x), channels_last=channels_last)), layer_by_layer(run.structure.attends):
+        here = replace(run, B=len(x), channels_last=channels_last)
+        with running(here), layer_by_layer(run.structure.attends), keeping(run.read is not None) as features:
             out = (self.net if run.form is None else run.form)(folded)
         if not isinstance(out, Tensor) or len(out) != run.K * len(x):
             came = f"a tensor of {len(out)} rows" if isinstance(out, Tensor) else type(out).__name__
             raise PredictionError(f"the network answers with {came}; expected a tensor with one row per input.")
+        if run.read is not None:
+            out = torch.cat([out.float(), run.read(features[0], run.K, run.member)], 1)
         return out.view(run.K, len(x), *out.shape[1:])
 
 

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.errors import InputError, PredictionError
-from dubito.models.laplace import SubnetworkFactors, linear_moments, linear_rows, linear_samples, outputs_of
+from dubito.models.feature_bank import Nearest
+from dubito.models.features import Reading, keeping
+from dubito.models.laplace import SubnetworkFactors, linear_moments, linear_rows, linear_samples, outputs_of, plain
 from dubito.models.layers import FoldError
 from dubito.models.manifest import Predictive
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors, Stock
@@ -72,6 +74,7 @@ class Prediction:
     outputs: Tensor | None  # (K, B, ...) logits or means of each draw, where asked for
     settled: Settled | None = None  # of `samples="auto"`, where `samples` is the most that any input needed
     method: Predictive = "sampling"
+    read: Tensor | None = None  # (K, B, columns)  what was read off the features, where outputs are asked for
 
 
 def predict(
@@ -108,12 +111,13 @@ def predict(
             job.watch.lap("sample")
             outputs = job.outputs(draws)
             job.watch.lap("forward", wait=True)
-            tally.add(outputs)
+            add_up(tally, outputs, factors.read)
             job.watch.lap("summarise")
             if keep_outputs:
                 kept.append(outputs)
         samples = K if noisy or not factors.random else 0
-        return Prediction(finite(tally.summary()), samples, job.seed, torch.cat(kept) if keep_outputs else None)
+        all_, read = apart(torch.cat(kept), factors.read) if keep_outputs else (None, None)
+        return Prediction(finite(tally.summary()), samples, job.seed, all_, read=read)
 
 
 def predict_closed(
@@ -142,7 +146,8 @@ def predict_closed(
         if isinstance(tally, ValueTally):
             summary: Classified | Regressed = tally.regressed(wide(f), wide(variance))
         else:
-            summary = probit(f, variance)
+            read = job.readings if isinstance(factors.read, Nearest) else None
+            summary = probit(f, variance, None if read is None else read[:, 0])
         return Prediction(finite(summary), 0, job.seed, None, method="probit")
 
 
@@ -269,9 +274,24 @@ class Job:
         if draws.noise is not None and self._linear is not None and self.factors.subnetwork is not None:
             f, J = self._linear if rows is None else (t[rows] for t in self._linear)
             moves = self.factors.subnetwork.draw(draws.noise)
-            return (f + torch.einsum("bcs,ks->kbc", J, moves.to(J.dtype))) / self.temperature
+            return self._beside((f + torch.einsum("bcs,ks->kbc", J, moves.to(J.dtype))) / self.temperature, rows)
         x, B = self._padded(rows)
-        return self._outputs(x, draws)[:, :B]
+        return self._beside(self._outputs(x, draws)[:, :B], rows)
+
+    def _beside(self, outputs: Tensor, rows: Tensor | None) -> Tensor:
+        """A linearised network's outputs with what is read off its features, which no draw moves."""
+        if self.factors.subnetwork is None or self.readings is None:
+            return outputs
+        read = self.readings if rows is None else self.readings[rows.to(self.readings.device)]
+        return torch.cat([outputs.float(), read.expand(len(outputs), *read.shape)], -1)
+
+    @cached_property
+    def readings(self) -> Tensor | None:
+        """What is read off the features of a linearised network at its own weights: (B, columns)."""
+        if self.factors.subnetwork is None or self.factors.read is None:
+            return None
+        x, _ = self._padded(None)
+        return read_at_mean(self.network, self.factors.read, x, self._rows_at_once(len(x), 1))[: self.B]
 
     def sums(self, draws: Draws, rows: Tensor | None = None) -> Reals:
         """What these draws add up to, for all of the inputs or for some of them."""
@@ -280,7 +300,7 @@ class Job:
             program = self.captured(self._bucket(len(x)), draws.K)
             assert program is not None
             return program.sums(x, self.seed, draws.start)
-        found: Reals = sums_of(self.network)(self.outputs(draws, rows)).cpu().double().numpy()
+        found: Reals = sums_of(self.network, self.factors.read)(self.outputs(draws, rows)).cpu().double().numpy()
         return found
 
     def _padded(self, rows: Tensor | None) -> tuple[Tensor, int]:
@@ -324,11 +344,43 @@ class Job:
     def _folded(self, x: Tensor, draws: Draws) -> Tensor:
         rows = self._rows_at_once(len(x), draws.K if self.factors.subnetwork is None else 1)
         outputs = _forward(self.network, self.factors, draws, self.plan, x, rows)
-        _check_outputs(self.network, outputs)
+        read = self.factors.read if self.factors.subnetwork is None else None
+        _check_outputs(self.network, outputs, 0 if read is None else read.columns)
         folded = draws.K > 1 and self.factors.subnetwork is None
         if folded and tuple(x.shape) not in _folds.setdefault(self.network, set()):
             _check_folding(self.network, self.factors, draws, self.plan(1, 1), x, outputs)
-        return outputs / self.temperature if self.temperature != 1 else outputs
+        return tempered(outputs, self.temperature, read)
+
+
+def read_at_mean(network: BayesianNetwork, read: Reading, x: Tensor, rows: int) -> Tensor:
+    """What is read off the features of a linearised network at its own weights, `rows` inputs at a time."""
+    found = []
+    for block in x.split(rows):
+        with keeping() as features:
+            plain(network.net, block)
+        found.append(read(features[0], 1, Draws(1, None, 0).member))
+    return torch.cat(found)
+
+
+def tempered(outputs: Tensor, temperature: float, read: Reading | None) -> Tensor:
+    """Outputs over the temperature, and what was read off the features as it is."""
+    if temperature == 1:
+        return outputs
+    first, rest = apart(outputs, read)
+    return first / temperature if rest is None else torch.cat([first / temperature, rest], -1)
+
+
+def apart(outputs: Tensor, read: Reading | None) -> tuple[Tensor, Tensor | None]:
+    """Logits or means (K, B, …), and what was read off the features (K, B, columns)."""
+    if read is None:
+        return outputs, None
+    return outputs[..., : -read.columns], outputs[..., -read.columns :]
+
+
+def with_distances(outputs: Tensor, read: Reading | None) -> tuple[Tensor, Tensor | None]:
+    """Logits (K, B, C), and the distances (K, B) of the features to the bank, where a pass has read them."""
+    logits, rest = apart(outputs, read)
+    return logits, rest[..., 0] if rest is not None and isinstance(read, Nearest) else None
 
 
 _only_used: WeakSet[nn.Module] = WeakSet()
@@ -459,14 +511,15 @@ def _linear_in_blocks(
     return torch.cat([first for first, _ in blocks]), torch.cat([second for _, second in blocks])
 
 
-def _check_outputs(network: BayesianNetwork, outputs: Tensor) -> None:
+def _check_outputs(network: BayesianNetwork, outputs: Tensor, beside: int = 0) -> None:
     if outputs.dim() != 3:
         raise PredictionError(
             f"the network answers with shape {tuple(outputs.shape[1:])}; expected (B, classes) or (B, values)."
         )
-    if network.task.kind == "regression" and outputs.shape[2] != network.task.numbers:
+    if network.task.kind == "regression" and outputs.shape[2] - beside != network.task.numbers:
         raise PredictionError(
-            f"the network answers with {outputs.shape[2]} values per input; its task says {network.task.numbers}."
+            f"the network answers with {outputs.shape[2] - beside} values per input; "
+            f"its task says {network.task.numbers}."
         )
 
 
@@ -481,11 +534,19 @@ def finite(summary: Classified | Regressed) -> Classified | Regressed:
     return summary
 
 
-def sums_of(network: BayesianNetwork) -> Callable[[Tensor], Tensor]:
+def sums_of(network: BayesianNetwork, read: Reading | None = None) -> Callable[[Tensor], Tensor]:
     """What of a pass's outputs (K, B, ...) further passes are added to."""
     if network.task.kind == "classification":
-        return class_sums
+        return lambda outputs: class_sums(*with_distances(outputs, read))
     return partial(value_sums, D=network.task.outputs, gain=network.gain)
+
+
+def add_up(tally: ClassTally | ValueTally, outputs: Tensor, read: Reading | None) -> None:
+    """Adds a pass's outputs (K, B, ...) to a tally."""
+    if isinstance(tally, ClassTally):
+        tally.add(*with_distances(outputs, read))
+    else:
+        tally.add(outputs)
 
 
 def tally_for(network: BayesianNetwork) -> ClassTally | ValueTally:

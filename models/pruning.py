@@ -1,11 +1,16 @@
 """Global pruning: the least of all Z entries (inducing methods) or of all weights (FFG-W) become exactly zero."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from dubito.models.errors import ConversionError
+from dubito.models.full_covariance import FullCovariance
 from dubito.models.inducing import Inducing
+from dubito.models.matheron import regularise, whiten
 from dubito.models.mean_field import MeanField
+from dubito.models.mixture import Mixture
 from dubito.models.network import BayesianNetwork
 from dubito.models.parameters import Free, Positive
 from dubito.models.weight_space import WeightSpace
@@ -16,7 +21,8 @@ def prune(network: BayesianNetwork, keep: float) -> None:
     """Keep the given share, over the whole network, of the Z of inducing layers and of the weights of FFG-W layers.
 
     Z goes by magnitude, FFG-W by |mean|/std, its mean and its std each one parameter: of an odd number kept, the last
-    weight keeps its mean alone. Biases stay [Ritter21, appendix K]. What is pruned gets no gradient afterwards.
+    weight keeps its mean alone. Biases stay [Ritter21, appendix K]. What is pruned gets no gradient afterwards. The
+    mean of q(V) follows what is left of Z, so that the mean weights change as little as they can.
     """
     if not 0 < keep <= 1:
         raise ConversionError(f"keep is {keep}; expected a share above 0 and up to 1.")
@@ -25,22 +31,26 @@ def prune(network: BayesianNetwork, keep: float) -> None:
             "this is a subnetwork-laplace model, which has nothing to prune: its posterior is as small as the size S "
             "that it was made with. Make it anew with a smaller one (dubito laplace --size)."
         )
-    Z: list[Free] = []
+    inducing: list[Inducing] = []
     gaussians: list[tuple[MeanField, int]] = []
     for layer in network.layers.values():
         q = layer.posterior
         if isinstance(q, Inducing):
-            Z += [q.Z_r, q.Z_c]
+            inducing.append(q)
         elif isinstance(q, WeightSpace) and isinstance(q.law, MeanField):
             gaussians.append((q.law, layer.geometry.shape[1] - layer.geometry.bias))
     if network.hierarchy is not None and isinstance(network.hierarchy.posterior, Inducing):
-        Z += [network.hierarchy.posterior.Z_r, network.hierarchy.posterior.Z_c]
+        inducing.append(network.hierarchy.posterior)
+    Z = [part for q in inducing for part in (q.Z_r, q.Z_c)]
     if not Z and not gaussians:
         raise ConversionError(
             "nothing to prune: only inducing layers (their Z) and ffg-w layers can be pruned; whvi layers have no Z, "
             "and every entry of S_1, S_2 and g takes part in a whole block."
         )
+    before = [_projections(q) for q in inducing]
     _keep_largest(Z, [part().abs() for part in Z], round(keep * sum(part.value.numel() for part in Z)))
+    for q, whole in zip(inducing, before, strict=True):
+        _follow(q, whole)
     scores = []
     for law, weights in gaussians:
         signal: Tensor = (law.centre().abs() / law.spread()).nan_to_num(nan=0.0)  # 0/0: pruned before
@@ -50,6 +60,22 @@ def prune(network: BayesianNetwork, keep: float) -> None:
     n = round(2 * keep * (sum(s.numel() for s in scores) - biases))
     _keep_largest([law.centre for law, _ in gaussians], [s.clone() for s in scores], n - n // 2 + biases)
     _keep_largest([law.spread for law, _ in gaussians], scores, n // 2 + biases)
+
+
+def _projections(q: Inducing) -> list[Tensor]:
+    """A_r (d_out, M_out) and A_c (d_in, M_in)."""
+    halves = [(Z().double(), D().double()) for Z, D in ((q.Z_r, q.D_r), (q.Z_c, q.D_c))]
+    return [whiten(Z, regularise(Z, D)) for Z, D in halves]
+
+
+def _follow(q: Inducing, whole: Sequence[Tensor]) -> None:
+    """The mean of q(V) for pruned projections: that whose mean weight A_r V A_cᵀ is nearest to what it was."""
+    if q.law is None:  # a hierarchy draws V
+        return
+    left, right = (torch.linalg.pinv(now) @ was for now, was in zip(_projections(q), whole, strict=True))
+    assert isinstance(q.law, Mixture | MeanField | FullCovariance)
+    V = (q.law.points if isinstance(q.law, Mixture) else q.law.centre).value
+    V.copy_(left @ V.double() @ right.mT)
 
 
 def _keep_largest(parts: list[Free] | list[Positive], scores: list[Tensor], n: int) -> None:

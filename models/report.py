@@ -122,6 +122,7 @@ def report(
         "members": max([0, *manifest.members.values(), *members, (above and above.layer.members) or 0]),
         "hierarchy": None if above is None else above.model_dump(mode="json"),
         "subnetwork": _subnetwork(manifest, network),
+        "feature_bank": _feature_bank(manifest),
         **manifest.card.model_dump(mode="json"),
         "sha256": manifest.sha256,
     }
@@ -145,6 +146,17 @@ def _subnetwork(manifest: Manifest, network: BayesianNetwork | None) -> dict[str
         by_name = {name: len(local) for name, (_, local) in chosen.items()}
     S = manifest.subnetwork.size
     return {**manifest.subnetwork.model_dump(mode="json"), "triangle": S * (S + 1) // 2, "parameters": by_name}
+
+
+def _feature_bank(manifest: Manifest) -> dict[str, Any] | None:
+    bank = manifest.feature_bank
+    if bank is None:
+        return None
+    points = bank.members * bank.points
+    return {
+        **bank.model_dump(mode="json"),
+        "bytes": points * (bank.features + (4 if manifest.precision == "float32" else 2)),
+    }
 
 
 def clean(text: str) -> str:
@@ -210,6 +222,15 @@ def show(found: dict[str, Any]) -> None:
             f"calibrated: OOD by {calibration['measure']} at {calibration['false_positive_rate']:.0%} false positives, "
             f"prediction sets for {calibration['coverage']:.0%} coverage"
             + said_of_sets(Calibration.model_validate(calibration))
+        )
+        if calibration.get("auroc"):
+            each = ", ".join(f"{measure} {value:.3f}" for measure, value in calibration["auroc"].items())
+            say(f"AUROC of held-out inputs against spoiled copies of them: {each}")
+    if (bank := found["feature_bank"]) is not None:
+        each = f", for each of {bank['members']} members" if bank["members"] > 1 else ""
+        say(
+            f"bank: {bank['points']:,} points that stand for the {bank['features']:,} training features before layer "
+            f"{bank['layer']}{each}; {bank['bytes']:,} bytes"
         )
     for line in columns(found["metrics"], None if found["plain"] is None else Plain.model_validate(found["plain"])):
         say(line)

@@ -31,6 +31,7 @@ def reside(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
         hierarchy=None if made.hierarchy is None else made.hierarchy.to(device),
         structure=Structure.of(network.net),
         subnetwork=None if made.subnetwork is None else made.subnetwork.to(device),
+        read=None if made.read is None else made.read.to(device),
         device=device,
         dtype=dtype,
     )
@@ -44,6 +45,8 @@ def _without_posteriors(network: BayesianNetwork) -> BayesianNetwork:
         memo |= folds(network)
     else:  # its factors know it, and which weights it is over is counted among them as they are
         memo[id(network.subnetwork)] = None
+    if network.feature_bank is not None:  # its points are among the factors
+        memo[id(network.feature_bank)] = None
     return copy.deepcopy(network, memo)
 
 

@@ -22,6 +22,8 @@ class Classified:
     entropy: Tensor  # (B,)  of the mean: all uncertainty
     expected_entropy: Tensor  # (B,)  mean over draws: what would remain if the weights were known
     mutual_information: Tensor  # (B,)  of label and weights, ≥ 0: what is not known about the weights
+    energy: Tensor | None = None  # (B,)  −log Σ exp(logits), mean over draws
+    distance: Tensor | None = None  # (B,)  of the features to the bank's nearest, mean over draws; None: no bank
 
     @property
     def max_probability(self) -> Tensor:
@@ -33,6 +35,11 @@ class Regressed:
     mean: Tensor  # (B, D)
     epistemic_variance: Tensor  # (B, D)  of the draws' means
     aleatoric_variance: Tensor  # (B, D)  of the targets' noise, mean over draws
+
+
+def known_in(summary: Classified | Regressed) -> dict[str, Tensor]:
+    """What a summary holds, by name."""
+    return {name: tensor for name, tensor in vars(summary).items() if tensor is not None}
 
 
 def on_host(tensor: Tensor) -> NDArray[Any]:
@@ -47,20 +54,30 @@ def entropy(log_p: Tensor) -> Tensor:
     return each.sum(-1)
 
 
-def classified(p: Reals, expected: Reals) -> Classified:
-    """From means over draws: probabilities (B, C) and entropies (B,). By numpy: of few numbers it is soon done."""
+def classified(p: Reals, expected: Reals, energy: Reals, distance: Reals | None = None) -> Classified:
+    """From means over draws: probabilities (B, C), the rest (B,). By numpy: of few numbers it is soon done."""
     total = 0.0 - (p * np.log(np.where(p > 0, p, 1.0))).sum(-1)  # not −0
     knowledge = total - expected  # ≥ 0 by Jensen, but for rounding
     knowledge[knowledge < ROUNDING] = 0.0
-    return Classified(*(torch.from_numpy(a.astype(np.float32)) for a in (p, total, expected, knowledge)))
+    means = (p, total, expected, knowledge, energy, *(() if distance is None else (distance,)))
+    return Classified(*(torch.from_numpy(a.astype(np.float32)) for a in means))
 
 
-def probit(f: Tensor, variance: Tensor) -> Classified:
-    """softmax(f/√(1 + π/8 · variance)) for Gaussian logits (B, C); the parts of its entropy are not known: NaN."""
+def probit(f: Tensor, variance: Tensor, distance: Tensor | None = None) -> Classified:
+    """softmax(f/√(1 + π/8 · variance)) for Gaussian logits (B, C); the parts of its entropy are not known: NaN.
+
+    The energy is that of the mean logits f.
+    """
     log_p = (wide(f) / (1 + math.pi / 8 * wide(variance)).sqrt()).log_softmax(-1)
     total = entropy(log_p)
     unknown = torch.full_like(total, torch.nan)
-    return Classified(*(t.float() for t in (log_p.exp(), total, unknown, unknown)))
+    known = (log_p.exp(), total, unknown, unknown, energies(wide(f)), *(() if distance is None else (distance,)))
+    return Classified(*(t.float() for t in known))
+
+
+def energies(logits: Tensor) -> Tensor:
+    """−log Σ exp(logits): (…, C) -> (…)."""
+    return -logits.logsumexp(-1)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -68,11 +85,27 @@ def wide(x: Tensor) -> Tensor:
     return x.double() if x.device.type != "mps" else x.float()  # MPS has no float64
 
 
-def class_sums(logits: Tensor) -> Tensor:
-    """Over k draws (k, B, C): of probabilities, of their squares, and of entropies, side by side: (B, 2C + 1)."""
-    log_p = wide(logits).log_softmax(-1)
+def class_sums(logits: Tensor, distance: Tensor | None = None) -> Tensor:
+    """Over k draws (k, B, C): of probabilities, of their squares, of entropies and of energies: (B, 2C + 2).
+
+    With distances (k, B) of the features, these follow: (B, 2C + 3).
+    """
+    value = wide(logits)
+    log_p = value.log_softmax(-1)
     p = log_p.exp()
-    return torch.cat([p.sum(0), p.square().sum(0), entropy(log_p).sum(0)[:, None]], 1)
+    last = [entropy(log_p), energies(value), *(() if distance is None else (wide(distance),))]
+    return torch.cat([p.sum(0), p.square().sum(0), torch.stack([each.sum(0) for each in last], 1)], 1)
+
+
+def classes_in(sums: Reals) -> int:
+    """C, of what `class_sums` gives."""
+    return (int(sums.shape[-1]) - 2) // 2
+
+
+def from_sums(mean: Reals) -> Classified:
+    """From what `class_sums` gives, over the number of draws."""
+    C = classes_in(mean)
+    return classified(mean[:, :C], *mean[:, 2 * C :].T)
 
 
 def log_ratio(raw: Tensor) -> Tensor:
@@ -98,20 +131,16 @@ class ClassTally:
 
     def __init__(self) -> None:
         self.K = 0
-        self.p: Tensor | float = 0.0
-        self.H: Tensor | float = 0.0
+        self.sums: Tensor | float = 0.0
 
-    def add(self, logits: Tensor) -> None:
-        """(k, B, C) logits in any floating type."""
-        log_p = wide(logits).log_softmax(-1)
-        self.p = self.p + log_p.exp().sum(0)
-        self.H = self.H + entropy(log_p).sum(0)
+    def add(self, logits: Tensor, distance: Tensor | None = None) -> None:
+        """(k, B, C) logits in any floating type, and (k, B) distances where there is a bank."""
+        self.sums = self.sums + class_sums(logits, distance)
         self.K += len(logits)
 
     def summary(self) -> Classified:
-        assert isinstance(self.p, Tensor)
-        assert isinstance(self.H, Tensor)
-        return classified(*((sums / self.K).cpu().double().numpy() for sums in (self.p, self.H)))
+        assert isinstance(self.sums, Tensor)
+        return from_sums((self.sums / self.K).cpu().double().numpy())
 
 
 class ValueTally:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from dubito.models.features import watched
 from dubito.models.geometry import Conv, How, apply
 from dubito.models.layers import BayesianLayer, MemberLayer, current
 from dubito.models.normalisation import FOLDABLE, ScaleShift, folded
@@ -80,7 +81,10 @@ class _Tracer(fx.Tracer):
 
 
 def fuse(net: nn.Module, device: torch.device) -> nn.Module:
-    """The network, evaluating on a device, with units for layers; as it is, where its code cannot be followed."""
+    """The network, evaluating on a device, with units for layers; as it is, where its code cannot be followed.
+
+    A layer whose inputs are features stays as it is: nothing follows it.
+    """
     try:
         graph = _Tracer().trace(net)
     except Exception as error:  # code that looks at its inputs' values or sizes, mostly
@@ -90,7 +94,7 @@ def fuse(net: nn.Module, device: torch.device) -> nn.Module:
     modules = dict(root.named_modules())
     for number, node in enumerate(list(graph.nodes)):
         layer = modules.get(str(node.target)) if node.op == "call_module" else None
-        if not isinstance(layer, BayesianLayer) or len(node.args) != 1:
+        if not isinstance(layer, BayesianLayer) or len(node.args) != 1 or watched(layer):
             continue
         last, norm, residual = node, None, None
         if (after := _only_user(last)) is not None and _is_norm(modules.get(str(after.target)), after):

@@ -5,6 +5,7 @@ import binascii
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -224,50 +225,40 @@ def _decoded(data: list[Any], name: str, count: int) -> list[bytes]:
     return found
 
 
-class Writer:
-    """Of one model's replies; `known` tells the datatype of each output."""
-
-    def __init__(self, model: str, version: str, known: Mapping[str, tuple[str, list[int]]]) -> None:
-        self.model, self.version, self.known = model, version, known
-        self.remembered: dict[tuple[Any, ...], orjson.Fragment] = {}
-
-    def write(
-        self, asked: Header, outputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, Any]
-    ) -> tuple[bytes, Pairs]:
-        """The reply and its headers."""
-        described: Any
-        if asked.outputs is None and asked.binary:  # as programs ask, and again and again
-            blobs = [array.tobytes() for array in outputs.values()]
-            described = self._all_binary(outputs)
-        else:
-            binary = dict.fromkeys(outputs, False) if asked.outputs is None else asked.outputs
-            blobs = [outputs[name].tobytes() for name, packed in binary.items() if packed]
-            described = [_entry(name, self.known[name][0], outputs[name], packed) for name, packed in binary.items()]
-        told: dict[str, Any] = {
-            "model_name": self.model,
-            "model_version": self.version,
-            "outputs": described,
-            "parameters": parameters,
-        }
-        if asked.id is not None:
-            told["id"] = asked.id
-        head = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
-        if not blobs:
-            return head, [AS_JSON]
-        return b"".join([head, *blobs]), [AS_OCTETS, (SPLIT, b"%d" % len(head))]
-
-    def _all_binary(self, outputs: Mapping[str, NDArray[Any]]) -> orjson.Fragment:
-        """Their description, as JSON: it is the same for as many rows of a model."""
-        key = (len(next(iter(outputs.values()))), *outputs)
-        if (found := self.remembered.get(key)) is None:
-            entries = [_binary_entry(name, self.known[name][0], array.shape) for name, array in outputs.items()]
-            found = orjson.Fragment(orjson.dumps(entries))
-            if len(self.remembered) < MOST_REMEMBERED:
-                self.remembered[key] = found
-        return found
+def write(
+    name: str, version: str, asked: Header, outputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, Any]
+) -> tuple[bytes, Pairs]:
+    """A model's reply and its headers."""
+    described: Any
+    if asked.outputs is None and asked.binary:  # as programs ask, and again and again
+        blobs = [array.tobytes() for array in outputs.values()]
+        described = _all_binary(tuple((output, KINDS[array.dtype], array.shape) for output, array in outputs.items()))
+    else:
+        binary = dict.fromkeys(outputs, False) if asked.outputs is None else asked.outputs
+        blobs = [outputs[output].tobytes() for output, packed in binary.items() if packed]
+        described = [_entry(output, outputs[output], packed) for output, packed in binary.items()]
+    told: dict[str, Any] = {
+        "model_name": name,
+        "model_version": version,
+        "outputs": described,
+        "parameters": parameters,
+    }
+    if asked.id is not None:
+        told["id"] = asked.id
+    head = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
+    if not blobs:
+        return head, [AS_JSON]
+    return b"".join([head, *blobs]), [AS_OCTETS, (SPLIT, b"%d" % len(head))]
 
 
-def _entry(name: str, kind: str, array: NDArray[Any], binary: bool) -> dict[str, Any]:
+@lru_cache(MOST_REMEMBERED)
+def _all_binary(outputs: tuple[tuple[str, str, tuple[int, ...]], ...]) -> orjson.Fragment:
+    """Names, datatypes and shapes as JSON: they are the same for as many rows of a model."""
+    return orjson.Fragment(orjson.dumps([_binary_entry(*output) for output in outputs]))
+
+
+def _entry(name: str, array: NDArray[Any], binary: bool) -> dict[str, Any]:
+    kind = KINDS[array.dtype]
     if binary:
         return _binary_entry(name, kind, array.shape)
     return {"name": name, "shape": array.shape, "datatype": kind, "data": np.ascontiguousarray(array).reshape(-1)}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dubito.models.answers import Columns, check_group, rows_of
+from dubito.models.model import Model
 from dubito.service import oip
 from dubito.service.codec import NPY, Codec, Inputs
 from dubito.service.engine import Answered, Ask
@@ -139,18 +140,19 @@ class Predictor:
 
         light = isinstance(values, np.ndarray) and (len(body) <= HEAVY or values.dtype == np.float32)  # taken as it is
         served, x = await self._inputs(asked, name, version, read, light)
+        declared = declared_outputs(served.model)
         for output in header.outputs or ():
-            if output not in served.outputs:
-                known = ", ".join(served.outputs)
-                raise Problem(400, f"this model has no output {output[:40]!r}; it has {known}.")
+            if output not in declared:
+                raise Problem(400, f"this model has no output {output[:40]!r}; it has {', '.join(declared)}.")
         found = await self._ask(asked, served, x, wish.options, wish.keep)
         told = {"samples": found.samples, "seed": str(found.seed), "method": found.method}
-        outputs = outputs_of(found, served)
+        columns = columns_of(found, served)
+        outputs = {output: columns[output] for output in declared if output in columns}
         for output in header.outputs or ():
             if output not in outputs:
                 why = f"{found.samples} samples by {found.method}"
                 raise Problem(400, f"the output {output!r} was not calibrated for {why}; it has {', '.join(outputs)}.")
-        content, headers = served.writer.write(header, outputs, told)
+        content, headers = oip.write(served.name, served.version, header, outputs, told)
         return await self._packed(asked, served, found, content, headers)
 
     def _wish(self, head: bytes) -> Wish:
@@ -256,11 +258,34 @@ def _draws(found: Answered, served: Served) -> Tensor:
     return outputs[..., : task.outputs] * torch.tensor(task.scale) + torch.tensor(task.shift)
 
 
-def outputs_of(found: Answered, served: Served) -> Columns:
-    """The named outputs, in the order and the types that metadata names; a calibration's where there is one."""
+def columns_of(found: Answered, served: Served) -> Columns:
+    """The named outputs in the types that metadata names; a calibration's where there is one."""
     columns = found.columns
     if found.outputs is not None:
         columns = {**columns, DRAWS: _draws(found, served).numpy()}
     if "interval" in columns:
         columns = {**columns, "interval": columns["interval"].astype(np.float32)}
-    return {name: columns[name] for name in served.outputs if name in columns}
+    return columns
+
+
+def declared_outputs(model: Model) -> dict[str, tuple[str, list[int]]]:
+    """The named outputs of a model: datatype and shape, −1 where it varies."""
+    card, task = model.card, model.manifest.task
+    calibrated = card.calibration is not None
+    if task.kind == "classification":
+        C = -1 if card.labels is None else len(card.labels)
+        found = {"probabilities": ("FP32", [-1, C]), "class": ("INT64", [-1])}
+        names = ("max_probability", "entropy", "expected_entropy", "mutual_information")
+        found |= {name: ("FP32", [-1]) for name in names}
+        if calibrated:
+            found["prediction_set"] = ("BOOL", [-1, C])
+        draws = [-1, -1, C]
+    else:
+        D = task.outputs
+        found = {name: ("FP32", [-1, D]) for name in ("mean", "epistemic_variance", "aleatoric_variance")}
+        if calibrated:
+            found["interval"] = ("FP32", [-1, D, 2])
+        draws = [-1, -1, D]
+    if calibrated:
+        found |= {"ood": ("BOOL", [-1]), "ood_score": ("FP32", [-1]), "ood_threshold": ("FP32", [-1])}
+    return {**found, "samples": ("INT64", [-1]), DRAWS: ("FP32", draws)}

@@ -19,7 +19,7 @@ from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.normals import counted
 from dubito.models.plan import Plan
-from dubito.models.prediction import Job, evaluating, foldable, sums_of
+from dubito.models.prediction import Job, evaluating, foldable, sums_of, tempered
 from dubito.models.streams import stream
 from dubito.models.together import gather
 from dubito.models.uncertainty import Reals, on_host
@@ -131,8 +131,8 @@ class Program:
             out = network.go(inputs, run)
             for wait in run.begun:
                 wait()
-            out = out / temperature if temperature != 1 else out
-            sums = sums_of(network)(out)
+            out = tempered(out, temperature, factors.read)
+            sums = sums_of(network, factors.read)(out)
             if self._sums is None:
                 self._sums = torch.zeros(sums.shape, dtype=sums.dtype, pin_memory=True)
             self._sums.copy_(sums, non_blocking=True)

@@ -24,7 +24,6 @@ from dubito.service.batcher import Batcher
 from dubito.service.budget import Budget
 from dubito.service.engine import Engine
 from dubito.service.metrics import Metrics, Series, model_bytes
-from dubito.service.oip import DRAWS, Writer
 from dubito.service.plans import Memory, plan_file
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
@@ -56,37 +55,12 @@ class Served:
     bytes: dict[str, int]
     batcher: Batcher
     series: Series
-    outputs: dict[str, tuple[str, list[int]]]  # of the Open Inference Protocol
     retired: bool = False  # another one answers now
 
     def __post_init__(self) -> None:
         self.name, self.version = self.source.name, self.source.version
         self.model = self.engine.model
         self.method = self.model.method  # of requests that name none
-        self.writer = Writer(self.name, self.version, self.outputs)
-
-
-def outputs_of(model: Model) -> dict[str, tuple[str, list[int]]]:
-    """Named outputs of the Open Inference Protocol: datatype and shape, −1 where it varies."""
-    card, task = model.card, model.manifest.task
-    calibrated = card.calibration is not None
-    if task.kind == "classification":
-        C = -1 if card.labels is None else len(card.labels)
-        found = {"probabilities": ("FP32", [-1, C]), "class": ("INT64", [-1])}
-        names = ("max_probability", "entropy", "expected_entropy", "mutual_information")
-        found |= {name: ("FP32", [-1]) for name in names}
-        if calibrated:
-            found["prediction_set"] = ("BOOL", [-1, C])
-        draws = [-1, -1, C]
-    else:
-        D = task.outputs
-        found = {name: ("FP32", [-1, D]) for name in ("mean", "epistemic_variance", "aleatoric_variance")}
-        if calibrated:
-            found["interval"] = ("FP32", [-1, D, 2])
-        draws = [-1, -1, D]
-    if calibrated:
-        found |= {"ood": ("BOOL", [-1]), "ood_score": ("FP32", [-1]), "ood_threshold": ("FP32", [-1])}
-    return {**found, "samples": ("INT64", [-1]), DRAWS: ("FP32", draws)}
 
 
 def find(paths: Sequence[Path]) -> dict[tuple[str, str], Source]:
@@ -194,9 +168,8 @@ class Repository:
                 on_batch=series.batch,
             )
             sizes = model_bytes(engine.model, known["bytes"], known["deterministic"])
-            outputs = outputs_of(engine.model)
             old = self.served.get(name)
-            self.served[name] = Served(source, engine, declared, known, sizes, batcher, series, outputs)
+            self.served[name] = Served(source, engine, declared, known, sizes, batcher, series)
             self.expected.add(name)  # once more, where it had been unloaded
             log.info("model serves", extra={"model": name, "version": source.version, "device": str(self.device)})
             if old is not None:

@@ -16,6 +16,7 @@ from dubito.service import openapi
 from dubito.service.http import body_of, json_object, read_body
 from dubito.service.oip import DRAWS, INPUT
 from dubito.service.openapi import ANY, FLAG, OF_ANY, TEXT, answer, content, errors, ref, some, thing
+from dubito.service.predict import declared_outputs
 from dubito.service.problems import Problem
 from dubito.service.repository import Repository, Served
 
@@ -305,5 +306,9 @@ def metadata_of(served: Served) -> dict[str, Any]:
         "versions": [served.version],
         "platform": "dubito_safetensors",
         "inputs": [{"name": INPUT, "datatype": "FP32", "shape": [-1, *served.declared.shape]}],
-        "outputs": [{"name": n, "datatype": kind, "shape": s} for n, (kind, s) in served.outputs.items() if n != DRAWS],
+        "outputs": [
+            {"name": output, "datatype": kind, "shape": shape}
+            for output, (kind, shape) in declared_outputs(served.model).items()
+            if output != DRAWS
+        ],
     }

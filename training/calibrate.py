@@ -14,19 +14,24 @@ from dubito.models.adaptive import AT_MOST, TOLERANCE
 from dubito.models.answers import label_of, scores
 from dubito.models.directions import set_directions
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Auto, Calibration, Closed, Measure, Part, Predictive, Sets
+from dubito.models.feature_bank import FeatureBank
+from dubito.models.manifest import NEW_MEASURES, Auto, Calibration, Closed, Part, Predictive, Sets
 from dubito.models.model import Model
+from dubito.models.names import Measure
 from dubito.models.sets import class_scores
 from dubito.models.uncertainty import Classified
 from dubito.training.config import Calibrate
 from dubito.training.data import Examples, enter
 from dubito.training.evaluate import GRID, Summary, Way, ask, ask_closed, ask_settled, check, declared_by, drawn
-from dubito.training.metrics import auroc
+from dubito.training.feature_bank import make_bank
+from dubito.training.log import remark
+from dubito.training.metrics import placements
 from dubito.training.seeds import stream
 
 PATCHES_FROM = 128  # examples that the directions of way 3 are found on
 SPOILED = 1000  # examples whose spoiled copies stand for data from outside
 CHOOSING = 20  # K of that choice
+CLEARLY = 2.0  # standard errors
 ASKED = 100  # requests: inputs that share draws err together, so few requests give thresholds that hold for few draws
 FEWEST = 20  # examples that a temperature or the constants of RAPS are found on
 LAMBDAS, K_REGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3), (2, 3, 5, 8)  # constants of RAPS that are tried
@@ -57,12 +62,14 @@ def calibrate(
     *,
     seed: int = 0,
     validation: Examples | None = None,
+    train: Examples | None = None,
 ) -> Model:
     """A copy of the model with directions, thresholds and quantiles found on `held`.
 
     A temperature and the constants of RAPS come from `validation`, for a quantile holds for scores that were fixed
-    before; without one, from some of `held`, which are then left out of the rest. What was measured before was measured
-    under other thresholds: the copy has no metrics.
+    before; without one, from some of `held`, which are then left out of the rest. A bank of features is made of
+    `train`, and kept where `knn` is the measure. What was measured before was measured under other thresholds: the copy
+    has no metrics.
     """
     settings = Calibrate() if settings is None else settings
     held, validation = divided(held, validation, settings, model.manifest.task.kind, seed)
@@ -80,6 +87,13 @@ def calibrate(
         model = with_temperature(model, settings, T)
     sets = choose_sets(model, validation, settings, seed)
     parts = _parts_of(model, held, settings)
+    model = try_bank(model, train, settings, seed)
+    measure, auroc = choose_measure(model, held, seed, asked=settings.measure)
+    measure_closed = measure
+    if model.manifest.subnetwork is not None:
+        measure_closed, _ = choose_measure(model, held, seed, "probit", asked=settings.measure)
+    if "knn" not in (measure, measure_closed):
+        model = with_bank(model, None)
     drawn_for = ask(model, held.x, list(GRID), seed, requests=ASKED) | ask(model, held.x, [0], seed)
     limits = {K: _limits(drawn_for[K], held.y, settings, sets, parts) for K in sorted(drawn_for)}
     settled = ask_settled(model, held.x, seed, requests=ASKED)
@@ -90,16 +104,15 @@ def calibrate(
     found = Calibration(
         false_positive_rate=settings.false_positive_rate,
         coverage=settings.coverage,
-        measure=choose_measure(model, held, seed),
+        measure=measure,
         thresholds={m: {K: limit.thresholds[m] for K, limit in limits.items()} for m in limits[0].thresholds},
         quantiles={K: limit.quantile for K, limit in limits.items()},
         auto=None if of_auto is None else Auto(tolerance=TOLERANCE, max_samples=AT_MOST, **_of_all(of_auto)),
         temperature=T,
-        closed=None
-        if of_closed is None
-        else Closed(measure=choose_measure(model, held, seed, "probit"), **_of_all(of_closed)),
+        closed=None if of_closed is None else Closed(measure=measure_closed, **_of_all(of_closed)),
         method=settings.method or ("sampling" if of_closed is None else "probit"),
         sets=sets,
+        auroc=auroc,
         **_of_parts(parts, settings, limits, of_auto, of_closed),
     )
     return model.with_card(calibration=found)
@@ -305,20 +318,71 @@ def best_temperature(model: Model, held: Examples, seed: int) -> float:
     return math.exp((low + high) / 2)
 
 
-def choose_measure(model: Model, held: Examples, seed: int, method: Predictive = "sampling") -> Measure:
-    """The measure that best tells held-out examples from spoiled copies of them: no OOD data are needed."""
+def try_bank(model: Model, train: Examples | None, settings: Calibrate, seed: int) -> Model:
+    """The model with a bank of features of `train`, where one can be made; without `train`, with the bank it has."""
+    if model.manifest.task.kind == "regression":
+        if settings.measure not in (None, "epistemic_variance"):
+            raise CalibrationError(f"measure is {settings.measure!r}; of numbers it is 'epistemic_variance', or none.")
+        return model
+    wanted = settings.measure in (None, "knn") and settings.bank > 0
+    if not wanted or (train is None and model.network.feature_bank is None):
+        if settings.measure == "knn":
+            raise CalibrationError(
+                "measure is 'knn', but there is no bank of training features, and none can be made: "
+                + ("bank is 0." if not settings.bank else "calibrate on the data that the model was trained on.")
+            )
+        return with_bank(model, None)
+    if train is None:
+        return model
+    bank = make_bank(model, train, settings.bank, seed)
+    if bank is None:
+        said = "the network's outputs are not made by one linear layer of at most 8,192 features, so it has no bank"
+        if settings.measure == "knn":
+            raise CalibrationError(f"measure is 'knn', but {said} to compare with. Leave it out.")
+        remark(f"{said}: knn is not among the OOD measures.")
+    return with_bank(model, bank)
+
+
+def with_bank(model: Model, bank: FeatureBank | None) -> Model:
+    """The same model with that bank; it is the network's, which changes."""
+    if bank is None and model.network.feature_bank is None:
+        return model
+    model.network.set_feature_bank(bank)
+    entry = None if bank is None else bank.entry
+    return Model(model.network, model.manifest.model_copy(update={"feature_bank": entry}))
+
+
+def choose_measure(
+    model: Model, held: Examples, seed: int, method: Predictive = "sampling", *, asked: Measure | None = None
+) -> tuple[Measure, dict[Measure, float]]:
+    """The measure that best tells held-out examples from spoiled copies of them, and the AUROC of each.
+
+    No OOD data are needed.
+
+    Energy and distances of features must be better than the best of the others by two standard errors: they say
+    nothing about the answer, and a bank takes room and time.
+    """
+    way = Way.of(model, CHOOSING, method)
     rng = torch.Generator().manual_seed(seed)
     x = to_spoil(held.x, rng)
-    way = Way.of(model, CHOOSING, method)
     inside = scores(way.ask(model, x, seed))
-    total = dict.fromkeys(inside, 0.0)
+    if asked is not None and asked not in inside:
+        raise CalibrationError(f"measure is {asked!r}; this model has {', '.join(inside)}.")
     if not model.factors.random:
-        total.pop("mutual_information", None)  # one function agrees with itself
+        inside.pop("mutual_information", None)  # one function agrees with itself
+    found: dict[Measure, list[tuple[Tensor, Tensor]]] = {measure: [] for measure in inside}
     for spoiled in spoil(x, rng):
         outside = scores(way.ask(model, spoiled, seed))
-        for measure in total:
-            total[measure] += auroc(inside[measure], outside[measure])
-    return max(total, key=total.__getitem__)
+        for measure, pairs in found.items():
+            pairs.append(placements(inside[measure], outside[measure]))
+    # (2, n): shares of inside and of outside examples, mean over the ways of spoiling
+    placed = {measure: torch.stack([torch.stack(pair) for pair in pairs]).mean(0) for measure, pairs in found.items()}
+    best = max((m for m in placed if m not in NEW_MEASURES), key=lambda m: float(placed[m][0].mean()))
+    for measure in (m for m in placed if m in NEW_MEASURES):
+        gain = placed[measure] - placed[best]
+        if float(gain[0].mean()) > CLEARLY * float((gain.var(1) / gain.shape[1]).sum().sqrt()):
+            best = measure
+    return best if asked is None else asked, {m: float(shares[0].mean()) for m, shares in placed.items()}
 
 
 def to_spoil(x: Tensor, rng: torch.Generator) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dubito.models.cli import Artifact, AsJson, Method, Samples, chosen_method
-from dubito.models.names import LAPLACE, listed
+from dubito.models.names import LAPLACE, MEASURES, listed
 from dubito.training.names import DATA, PARTS, recipes
 
 if TYPE_CHECKING:
@@ -305,6 +305,22 @@ def calibrate(
             show_default=False,
         ),
     ] = None,
+    measure: Annotated[
+        str | None,
+        typer.Option(
+            help=f"What OOD flags go by: {listed(MEASURES)}. Without it: what best tells these inputs from spoiled "
+            "copies.",
+            show_default=False,
+        ),
+    ] = None,
+    bank: Annotated[
+        int,
+        typer.Option(
+            help="Points that stand for the training data's features; kept where knn is the measure. 0: none.",
+            min=0,
+            max=1 << 16,
+        ),
+    ] = 512,
     seed: Seed = 0,
     data_root: DataRoot = None,
     download: Download = False,
@@ -323,7 +339,7 @@ def calibrate(
     from dubito.training.calibrate import check_held_out
     from dubito.training.config import Calibrate
     from dubito.training.data import part_of
-    from dubito.training.evaluate import measure
+    from dubito.training.evaluate import measure as measured
     from dubito.training.sources import read_for
 
     try:
@@ -335,11 +351,14 @@ def calibrate(
             method=chosen_method(method),
             sets=sets,  # type: ignore[arg-type]
             per=per,  # type: ignore[arg-type]
+            measure=measure,  # type: ignore[arg-type]
+            bank=bank,
         )
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]).replace("_", "-")
-        expected = {"sets": "aps, raps or probability", "per": "class or group"}.get(name, "a share between 0 and 1")
+        known = {"sets": "aps, raps or probability", "per": "class or group", "measure": ", ".join(MEASURES)}
+        expected = known.get(name, "a share between 0 and 1")
         raise InputError(f"--{name} is {first['input']}; expected {expected}.") from None
     model = load(file)
     found = read_for(model.manifest, data, data_root, download=download)
@@ -348,10 +367,10 @@ def calibrate(
         check_held_out(model, held)
     _writable(out)
     own = name == "calibration"  # of the model's own data: its other parts can be used too
-    validation = part_of(found, model.card, "validation")[1] if own else None
-    model = calibrated(model.to(chosen_device(device)), held, settings, seed=seed, validation=validation)
+    others = {key: part_of(found, model.card, key)[1] if own else None for key in ("validation", "train")}
+    model = calibrated(model.to(chosen_device(device)), held, settings, seed=seed, **others)
     if own:  # its test part says what the new promises are worth
-        model = model.with_card(metrics=measure(model, part_of(found, model.card, "test")[1], seed=seed))
+        model = model.with_card(metrics=measured(model, part_of(found, model.card, "test")[1], seed=seed))
     save(model, out)
     _tell(out, model, as_json)
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Precision, Predictive, Selection, SetScore
-from dubito.models.names import LAPLACE
+from dubito.models.names import LAPLACE, Measure
 from dubito.training.names import OWN_DATA, recipes, shipped
 
 # strict: true, "20" and 20.0 are no whole numbers
@@ -100,7 +100,7 @@ class Fit(Strict):
     kl: NonNegative = 1.0
     function_space: bool = False  # weight λ's term by min(1, N/d_in) [Ritter21, eq. 45]
     clip: Positive | None = None  # of the gradient's norm
-    frozen_norm_epochs: Whole = 0  # the last ones, in which BatchNorm keeps its statistics, as it does in answers
+    frozen_norm_epochs: Whole = 0  # the last ones, at most half: BatchNorm keeps its statistics, as in answers
     patience: Count | None = None  # epochs of ELBO without a better validation NLL before stopping at the best
     amp: bool = True  # bfloat16 autocast, on GPUs only
     compile: bool = False  # torch.compile
@@ -113,11 +113,6 @@ class Fit(Strict):
                 f"likelihood_epochs + warmup_epochs is {self.likelihood_epochs + self.warmup_epochs}, "
                 f"but epochs only {self.epochs}; expected no more than that"
             )
-        if self.frozen_norm_epochs > self.epochs:
-            raise ValueError(
-                f"frozen_norm_epochs is {self.frozen_norm_epochs}, but epochs only {self.epochs}; "
-                "expected no more than that"
-            )
         if self.optimiser == "adam" and self.momentum != type(self).model_fields["momentum"].default:
             raise ValueError(f"momentum is {self.momentum}, which belongs to the optimiser sgd; it is adam")
         if (self.schedule == "step") != bool(self.milestones):
@@ -126,6 +121,11 @@ class Fit(Strict):
                 "milestones belong to the schedule 'step', which needs them"
             )
         return self
+
+    @property
+    def frozen_from(self) -> int:
+        """The epoch from which on BatchNorm keeps its statistics."""
+        return self.epochs - min(self.frozen_norm_epochs, self.epochs // 2)
 
 
 class Pretrain(Strict):
@@ -177,6 +177,8 @@ class Calibrate(Strict):
     method: Predictive | None = None  # that answers by default; None: probit where there is a closed form
     sets: SetScore = "aps"  # of classification: how classes are scored
     per: Literal["class", "group"] | None = None  # a quantile for each class, or each group that the data names
+    measure: Measure | None = None  # that OOD flags go by; None: chosen by spoiled copies of held-out examples
+    bank: Annotated[int, Field(strict=True, ge=0, le=1 << 16)] = 512  # points that `knn` may keep; 0: none is tried
 
 
 class Recipe(Strict):

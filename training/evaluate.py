@@ -12,10 +12,11 @@ from torch import Tensor
 from dubito.models.adaptive import AT_MOST, TOLERANCE
 from dubito.models.answers import Rule, auto_rule, closed_rule, columns_of, label_of, rule_for, scores
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Calibration, Input, Measure, Part, Predictive
+from dubito.models.manifest import Calibration, Input, Part, Predictive
 from dubito.models.model import Model
+from dubito.models.names import Measure
 from dubito.models.prediction import tally_for
-from dubito.models.uncertainty import Classified, Regressed
+from dubito.models.uncertainty import Classified, ClassTally, Regressed, known_in
 from dubito.training import metrics
 from dubito.training.data import DataError, Examples, enter
 from dubito.training.log import bar
@@ -198,7 +199,7 @@ def _by_part(model: Model, summary: Summary, examples: Examples, way: "Way") -> 
     for name, mine, group, part in named:
         if not mine.any():
             continue
-        some = type(summary)(**{key: values[mine] for key, values in vars(summary).items()})
+        some = type(summary)(**{key: values[mine] for key, values in known_in(summary).items()})
         found = _promised(some, examples.y[mine], way.rule(model, group))
         means = {key: float(values.double().mean()) for key, values in found.items() if key != "ood_rate"}
         known = {"name": name, "examples": int(mine.sum()), "calibrated_on": part.examples, "promised": part.coverage}
@@ -333,18 +334,21 @@ def _shared_out(n: int, requests: int) -> list[Tensor]:
 def _nested(model: Model, x: Tensor, grid: list[int], seed: int) -> dict[int, Summary]:
     if len(grid) == 1:
         return {grid[0]: model.predict(x, grid[0], seed).summary}
-    outputs = model.predict(x, grid[-1], seed, keep_outputs=True).outputs
-    assert outputs is not None
+    drawn_ = model.predict(x, grid[-1], seed, keep_outputs=True)
+    assert drawn_.outputs is not None
     tally, found = tally_for(model.network), {}
     for low, high in pairwise([0, *grid]):
-        tally.add(outputs[low:high])
+        if drawn_.read is not None and isinstance(tally, ClassTally):
+            tally.add(drawn_.outputs[low:high], drawn_.read[low:high, :, 0])
+        else:
+            tally.add(drawn_.outputs[low:high])
         found[high] = tally.summary()
     return found
 
 
 def _joined(parts: list[Summary], order: Tensor) -> Summary:
     kind = type(parts[0])
-    return kind(**{name: torch.cat([vars(part)[name] for part in parts]).cpu()[order] for name in vars(parts[0])})
+    return kind(**{name: torch.cat([vars(part)[name] for part in parts]).cpu()[order] for name in known_in(parts[0])})
 
 
 def drawn(model: Model, samples: int) -> int:

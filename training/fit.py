@@ -148,7 +148,7 @@ class Run:
                 group["lr"] = rate(self.fit, now)
         if self.network.gain is not None:
             self.network.gain.fill_(gain(self.fit, now))
-        self._set_modes(frozen=now >= self.fit.epochs - self.fit.frozen_norm_epochs)
+        self._set_modes(frozen=now >= self.fit.frozen_from)
         sow(self._stream(self.step), self.device)  # the same draws on every rank
         weight = kl_weight(self.fit, now) / self.batches.examples / self.ranks.count
         for place, value in zip(self.weights.unbind(), (share, weight), strict=True):

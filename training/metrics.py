@@ -69,6 +69,17 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     return float(torch.trapezoid(true, false))
 
 
+def placements(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each inside example, the share of outside ones that score above it, and of each outside example, the share of
+    inside ones below it; ties count half. The mean of either is the AUROC [DeLong, DeLong and Clarke-Pearson 1988]."""
+    shares = []
+    for here, there in ((inside, outside), (outside, inside)):
+        order = there.double().sort().values
+        low, high = (torch.searchsorted(order, here.double(), right=right) for right in (False, True))
+        shares.append((low + high).double() / (2 * len(there)))  # below, ties half
+    return 1 - shares[0], shares[1]
+
+
 def aupr(inside: Tensor, outside: Tensor) -> float:
     """Average precision with the outside examples as positives."""
     false, true = roc(inside, outside)

@@ -33,6 +33,7 @@ def prune(
         raise RecipeError(f"lr is {lr}; expected a rate above 0.")
     model = load(file)
     recipe = recipe_of(model)
+    model.network.set_feature_bank(None)  # other weights have other features
     prune_network(model.network, keep)
     with Ranks.here().in_turn():
         parts = read_parts(recipe, data_root, download)
@@ -47,7 +48,6 @@ def prune(
     if epochs:
         none = ("pretrain_epochs", "noise_epochs", "likelihood_epochs", "warmup_epochs")
         of_tuning = {"epochs": epochs, **dict.fromkeys(none, 0), "lr": lr}
-        of_tuning["frozen_norm_epochs"] = min(recipe.fit.frozen_norm_epochs, epochs // 2)
         fit = recipe.fit.model_copy(update={**of_tuning, "optimiser": "adam", "schedule": "cosine", "milestones": ()})
         tuned = recipe.model_copy(update={"fit": fit})
         fitting = Fitting(tuned, parts, declared, out, device, fresh, start=f"{model.manifest.sha256} {keep}")
@@ -88,5 +88,7 @@ def recipe_of(model: Model) -> Recipe:
             method=None if promised.closed is None else promised.method,
             sets="aps" if promised.sets is None else promised.sets.score,
             per="class" if promised.classes is not None else "group" if promised.groups is not None else None,
+            measure=recipe.calibrate.measure,
+            bank=recipe.calibrate.bank,
         )
     return recipe.model_copy(update=today)

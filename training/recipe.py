@@ -345,7 +345,8 @@ def finish(
         model = load(draft).to(device)
     finally:
         draft.unlink(missing_ok=True)
-    model = calibrate(model, parts.calibration, recipe.calibrate, seed=recipe.seed, validation=parts.validation)
+    others = {"validation": parts.validation, "train": parts.train}
+    model = calibrate(model, parts.calibration, recipe.calibrate, seed=recipe.seed, **others)
     model = model.with_card(metrics=measure(model, parts.test, seed=recipe.seed))
     if plain is not None and model.factors.random:
         own, beside = beside_plain(model, plain, parts.calibration, parts.test, out, recipe.seed)

@@ -19,6 +19,8 @@ NAMES = {
     "mutual_information": "mutual information",
     "max_probability": "max probability",
     "epistemic_variance": "epistemic variance",
+    "energy": "energy",
+    "knn": "kNN distance",
     "coverage": "coverage",
     "set_size": "set size",
     "width": "interval width",

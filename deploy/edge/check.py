@@ -26,7 +26,7 @@ from dubito.models.images import prepare
 from dubito.models.laplace import linear_samples
 from dubito.models.model import Model
 from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
-from dubito.models.prediction import evaluating, tally_for
+from dubito.models.prediction import add_up, evaluating, read_at_mean, tally_for, tempered
 
 INPUTS, SEED, ROUNDS = 4, 7, 9
 BINS = 15  # of the calibration error
@@ -122,7 +122,7 @@ def parity(path: Path, model: Model, x: NDArray[Any]) -> Difference:
     with evaluating(network), torch.inference_mode():
         outputs = _outputs(network, factors, draws, _tensors(model, x))
         tally = tally_for(network)
-        tally.add(outputs / model.temperature)
+        add_up(tally, tempered(outputs, model.temperature, factors.read), factors.read)
         summary = tally.summary()
     rule = rule_for(model.card.calibration, K if facts["random"] else 1, facts.get("group"))
     expected = columns_of(summary, [rule] * len(x))
@@ -133,7 +133,11 @@ def _outputs(network: BayesianNetwork, factors: NetworkFactors, draws: Draws, x:
     chosen = factors.subnetwork
     if chosen is None or draws.noise is None:
         return network.run(x, factors, draws, {})
-    return linear_samples(network.net, x, chosen, chosen.draw(draws.noise), ROWS)
+    outputs = linear_samples(network.net, x, chosen, chosen.draw(draws.noise), ROWS)
+    if factors.read is None:
+        return outputs
+    read = read_at_mean(network, factors.read, x, ROWS)
+    return torch.cat([outputs, read.expand(len(outputs), *read.shape)], -1)
 
 
 def _difference(found: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]) -> Difference:

@@ -17,6 +17,7 @@ from dubito.deploy.edge.apply import Place, apply, by_channel
 from dubito.deploy.edge.blocks import Blocks
 from dubito.deploy.edge.draws import Dense, Operand, Sampler, V_of_all, array, draw
 from dubito.deploy.edge.errors import ExportError
+from dubito.deploy.edge.features import features_in, nearest
 from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, Precision
 from dubito.deploy.edge.linear import linear_samples, trace_open
 from dubito.deploy.edge.quantise import quantised
@@ -198,15 +199,21 @@ class _Writer:
                 f"the network answers with shape {self.shapes[logits]}; expected (rows, classes or values)."
             )
         chosen = self.factors.subnetwork
+        features = features_in(self.traced, self.network) if rule.ood is not None and rule.ood[0] == "knn" else None
+        distance = None
         if chosen is None:
             out = self._samples(x, logits)
+            if features is not None:
+                distance = self._distance(self.value[features], features in self.once)
         else:
-            out = linear_samples(self.s, self.traced, self.network.net, chosen, x)
+            out, value = linear_samples(self.s, self.traced, self.network.net, chosen, x)
+            if features is not None:
+                distance = self._distance(value[features], shared=True)
         if self.s.noise is not None:
             self.s.noise.finish()
         self._rotations()
         if self.network.task.kind == "classification":
-            return classified(self.g, out, self.shapes[logits][1], model.temperature, rule)
+            return classified(self.g, out, self.shapes[logits][1], model.temperature, rule, distance)
         return regressed(self.g, out, self.network, rule)
 
     def _samples(self, x: str, logits: str) -> str:
@@ -229,6 +236,22 @@ class _Writer:
                 self._node(node, V)
         out = self.value[logits] if logits not in self.once or self.K == 1 else self._tiled(self.value[logits], 2)
         return g.reshape(out, (self.K, -1, self.shapes[logits][1]))
+
+    def _distance(self, features: str, shared: bool) -> str:
+        """(B,): of the features to the nearest point of the bank, mean over draws."""
+        g, bank = self.g, self.network.feature_bank
+        assert bank is not None
+        length = g.op("ReduceL2", features, g.constant([-1]), keepdims=1)
+        z = g.op("Div", features, g.op("Max", length, g.constant(1e-12)))
+        E = bank.entry.members
+        scales = array(bank.scale).reshape(E, -1, 1)
+        each = [nearest(g, z, own, scale) for own, scale in zip(bank.levels.cpu().numpy(), scales, strict=True)]
+        if shared and (E == 1 or self.K == 1):
+            return each[0]
+        if shared:
+            each = [self._tiled(one, 1) for one in each]
+        found = each[0] if E == 1 else self._chosen(each, ())
+        return g.op("ReduceMean", g.reshape(found, (self.K, -1)), g.constant([0]), keepdims=0)
 
     def _rotations(self) -> None:
         """They are known when all layers are, and come first."""

@@ -13,6 +13,7 @@ Array = NDArray[Any]
 
 OPSET = 18  # random normals, which we do not use, have kernels up to 21 only; 18 has all that we do use
 OURS = "dubito"  # domain of our functions
+EXACT = "exact"  # begins the name of a product that stays in float32 whatever the precision of activations
 FEW = 256  # entries that are kept in float32 whatever the precision
 
 

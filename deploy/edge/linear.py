@@ -43,8 +43,10 @@ def trace_open(net: nn.Module, shape: tuple[int, ...]) -> onnx.ModelProto:
         return by_torch(opened, shape, weights, [f"{WEIGHT}{name}" for name in opened.names])
 
 
-def linear_samples(s: Sampler, traced: onnx.GraphProto, net: nn.Module, chosen: SubnetworkFactors, x: str) -> str:
-    """(K, B, C) outputs of the linearised network."""
+def linear_samples(
+    s: Sampler, traced: onnx.GraphProto, net: nn.Module, chosen: SubnetworkFactors, x: str
+) -> tuple[str, dict[str, str]]:
+    """(K, B, C) outputs of the linearised network, and what each traced value is called at the network's weights."""
     g = s.graph
     inverse = np.linalg.inv(array(chosen.L))
     eps = s.normals(chosen.normals, NOISE)
@@ -62,4 +64,4 @@ def linear_samples(s: Sampler, traced: onnx.GraphProto, net: nn.Module, chosen: 
     forward.run()
     (out,) = (o.name for o in traced.output)
     t = forward.of(out)
-    return g.add(forward.value[out], forward.nothing(out) if t is None else t)
+    return g.add(forward.value[out], forward.nothing(out) if t is None else t), forward.value

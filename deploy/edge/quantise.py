@@ -14,7 +14,7 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from dubito.deploy.edge.graph import Array
+from dubito.deploy.edge.graph import EXACT, Array
 
 SEED = 7
 CUT = 1e-4  # of a piece's activations at either end: one odd value must not cost all others their bits
@@ -75,7 +75,7 @@ def _products(graph: onnx.GraphProto) -> Iterable[Product]:
         return set().union(*(leaves(one) for one in node.input if one))
 
     for node in graph.node:
-        if node.op_type not in ("Conv", "Gemm", "MatMul"):
+        if node.op_type not in ("Conv", "Gemm", "MatMul") or node.name.startswith(EXACT):
             continue
         weights, activations = leaves(node.input[1]), leaves(node.input[0])
         if 0 in weights or TensorProto.INT8 not in weights or 0 not in activations:

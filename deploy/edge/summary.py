@@ -14,8 +14,10 @@ from dubito.models.uncertainty import LOG_RANGE
 TINY = float(np.finfo(np.float32).tiny)
 
 
-def classified(g: Graph, logits: str, C: int, temperature: float, rule: Rule) -> dict[str, int]:
-    """(K, B, C) logits; the outputs by name, each with its element type."""
+def classified(
+    g: Graph, logits: str, C: int, temperature: float, rule: Rule, distance: str | None = None
+) -> dict[str, int]:
+    """(K, B, C) logits, and the distance (B,) of the features to the bank; the outputs by name, each with its type."""
     if temperature != 1:
         logits = g.op("Div", logits, g.constant(temperature))
     log_p = g.op("LogSoftmax", logits, axis=-1)
@@ -32,6 +34,12 @@ def classified(g: Graph, logits: str, C: int, temperature: float, rule: Rule) ->
         score: str = measure
         if measure == "max_probability":
             score = g.op("Sub", g.constant(1.0), g.op("ReduceMax", p, g.constant([-1]), keepdims=0))
+        elif measure == "energy":
+            each = g.op("ReduceLogSumExp", logits, g.constant([-1]), keepdims=0)
+            score = g.op("Neg", g.op("ReduceMean", each, g.constant([0]), keepdims=0))
+        elif measure == "knn":
+            assert distance is not None
+            score = distance
         outputs |= _ood(g, score, threshold)
     if rule.quantile is not None:
         outputs |= prediction_sets(g, p, C, rule)

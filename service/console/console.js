@@ -7,7 +7,7 @@ import { element, gauge, settling, shape, spark, stacked, strip } from "./charts
 import { columns, doubt, leading, running, settledAt } from "./draws.js";
 import { Numbers, examplesFor } from "./inputs.js";
 import { Pad } from "./pad.js";
-import { MEASURES, bytes, doubtSaid, draws as drawsSaid, figure, milliseconds, mostOf, percent } from "./words.js";
+import { MEASURES, bytes, doubtSaid, draws as drawsSaid, figure, milliseconds, percent, scaleOf } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 const ROWS = 12; // classes shown; of more, the leading ones
@@ -428,10 +428,12 @@ function showOod({ model }, ood) {
   flag.textContent = ood.flag ? "Out of distribution" : "In distribution";
   $("why").textContent = ood.flag
     ? "Unlike what the model was trained on: do not rely on this answer." : "Like what the model was trained on.";
-  const most = Math.min(mostOf(ood.measure, model.labels?.length ?? 2), Math.max(3 * threshold, 1.1 * score)) || 1;
-  gauge($("gauge"), { score, threshold, most });
-  $("at-threshold").style.left = `clamp(4.5rem, ${(100 * threshold) / most}%, 100% - 6rem)`; // clear of the scale's ends
+  const { least, most } = scaleOf(ood.measure, model.labels?.length ?? 2, score, threshold);
+  gauge($("gauge"), { score: score - least, threshold: threshold - least, most: most - least });
+  const at = (100 * (threshold - least)) / (most - least);
+  $("at-threshold").style.left = `clamp(4.5rem, ${at}%, 100% - 6rem)`; // clear of the scale's ends
   $("at-threshold").textContent = `threshold ${figure(threshold)}`;
+  $("gauge-least").textContent = figure(least);
   $("gauge-most").textContent = figure(most);
   $("gauge-said").textContent = `Score ${figure(score)}, ${ood.flag ? "above" : "not above"} the threshold ${figure(threshold)}.`;
   const rate = model.calibration ? ` It flags ${percent(model.calibration.false_positive_rate, 0)} of inputs like the training data.` : "";

@@ -34,12 +34,23 @@ export const MEASURES = {
   mutual_information: "mutual information, the doubt about the weights",
   max_probability: "one minus the leading probability",
   epistemic_variance: "variance over the draws, relative to the noise",
+  energy: "energy of the logits",
+  knn: "distance of the features to those of the training data",
 };
 
 /** The largest value that a measure can take among C classes. */
-export function mostOf(measure, C) {
+function mostOf(measure, C) {
   if (measure === "max_probability") return 1 - 1 / C;
-  return measure === "epistemic_variance" ? Infinity : Math.log(C);
+  return measure === "entropy" || measure === "mutual_information" ? Math.log(C) : Infinity;
+}
+
+/** The ends of a scale for a score and its threshold. An energy has no zero: its scale lies around the two. */
+export function scaleOf(measure, C, score, threshold) {
+  if (measure === "energy") {
+    const reach = Math.max(1, 2 * Math.abs(score - threshold));
+    return { least: threshold - reach, most: threshold + reach };
+  }
+  return { least: 0, most: Math.min(mostOf(measure, C), Math.max(3 * threshold, 1.1 * score)) || 1 };
 }
 
 export function doubtSaid({ total, weights }, C) {

@@ -421,6 +421,34 @@ def test_pruning_twice_never_brings_anything_back() -> None:
     assert count(weights) == once
 
 
+@pytest.mark.parametrize("method", ["ffg-u", "fcg-u", "ensemble-u"])
+def test_pruning_leaves_the_mean_weights_as_near_as_what_is_left_of_Z_allows(method: Any) -> None:
+    """The nearest matrix whose rows and columns lie in the spans of the pruned Z's: W between two projections."""
+    network = bayesianize(small().double(), method, inducing=4)
+    member = torch.tensor([0])
+    before = {name: mean_of(layer.q.factors().mean(member)) for name, layer in network.layers.items()}
+    prune(network, 0.5)
+    for name, layer in network.layers.items():
+        q = layer.posterior
+        assert isinstance(q, Inducing)
+        rows, columns = (onto(Z().detach()) for Z in (q.Z_r, q.Z_c))
+        torch.testing.assert_close(
+            mean_of(q.factors().mean(member)), rows @ before[name] @ columns, rtol=1e-4, atol=1e-5
+        )
+
+
+def mean_of(operand: Dense | Factored) -> Tensor:
+    assert isinstance(operand, Factored)
+    return operand.dense()[0]
+
+
+def onto(Z: Tensor) -> Tensor:
+    """The orthogonal projection onto the rows of Z."""
+    values, rows = np.linalg.svd(Z.numpy(), full_matrices=False)[1:]
+    rows = rows[values > 1e-9 * values[0]]
+    return torch.from_numpy(rows.T @ rows)
+
+
 def test_weights_that_are_not_finite_are_refused() -> None:
     net = small()
     with torch.no_grad():

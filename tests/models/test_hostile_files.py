@@ -94,6 +94,11 @@ def says(path: str, value: object, kind: str = "ffg-u") -> Make:
     return lambda: forge(lambda m, t: put(m, path, value), kind)
 
 
+def banked(changes: dict[str, Any]) -> Make:
+    """A manifest with a bank of features, and no tensors for it."""
+    return lambda: forge(lambda m, t: m.update({"format": 3, "feature_bank": {**BANK, **changes}}))
+
+
 def lacks(key: str) -> Make:
     return lambda: forge(lambda m, t: m.pop(key))
 
@@ -149,6 +154,7 @@ WEIGHTS = {"kind": "weights", "method": "ensemble-w", "sigma_max": None, "sigma"
 INDUCING = {"kind": "inducing", "method": "ffg-u", "M_out": 3, "M_in": 3, "lam_max": 0.03, "sigma_max": 0.1}
 INDUCING |= {"sigma": 0.3, "noise": "exact"}
 BLOCKS = {"kind": "whvi", "method": "whvi", "D": BIG, "covariance": "full", "flows": 64, "sigma": 0.3}
+BANK = {"layer": "3", "points": 4, "features": 9}
 CALIBRATION = {"false_positive_rate": 0.05, "coverage": 0.9, "measure": "entropy", "quantiles": {"1": 0.5}}
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -199,10 +205,15 @@ HOSTILE: dict[str, tuple[Make, str]] = {
         WRONG,
     ),
     # the manifest
-    "format 3": (says("format", 3), "its format is 3; this version of dubito reads format 1 and 2. Update dubito"),
+    "format 4": (says("format", 4), "its format is 4; this version of dubito reads format 1, 2 and 3. Update dubito"),
     "no format": (lacks("format"), "its format is None"),
     "format a list": (says("format", [1]), r"its format is \[1\]"),
     "unknown key": (says("colour", "red"), WRONG + "colour: Extra inputs"),
+    "a bank in format 1": (says("feature_bank", BANK), WRONG + ".*the format is 1, but it has keys of format 3"),
+    "a bank of another layer": (banked({"layer": "9"}), "its bank holds 9 features of layer '9'; the network has no"),
+    "a bank of other features": (banked({"features": 8}), "its bank holds 8 features of layer '3'; the network has no"),
+    "a bank without its tensors": (banked({}), "tensor 'feature_bank.levels' is missing"),
+    "a bank too large": (banked({"points": 1 << 23}), WRONG + ".*the bank has more than 67,108,864 numbers"),
     "unknown key of a layer": (says("layers.1.colour", "red"), WRONG + "layers.1.inducing.colour: Extra inputs"),
     "missing key": (lacks("batchnorm"), WRONG + "batchnorm: Field required"),
     "SHA-256 not one": (says("sha256", "?"), WRONG + "sha256"),

@@ -116,3 +116,18 @@ def test_noise_that_depends_on_the_input_is_the_mean_over_draws_of_its_variance(
     sums = value_sums(outputs, 2, gain)
     np.testing.assert_allclose(sums, np.concatenate([means.mean(0), 7 * means.var(0), ratio], 1), rtol=1e-6)
     assert value_sums(outputs[..., :2], 2).shape == (5, 4)
+
+
+def test_the_energy_is_the_mean_over_draws_of_the_log_sum() -> None:
+    """Against numpy in long doubles; logits far from zero must not overflow float32."""
+    logits = 40 * torch.randn(7, 5, 4, dtype=torch.double)
+    expected = -np.log(np.exp(logits.numpy().astype(np.longdouble)).sum(-1)).mean(0)
+    found = summarise(logits).energy
+    assert found is not None
+    assert np.abs(found.numpy() - expected).max() < 1e-5 * np.abs(expected).max()
+    # a constant added to the logits of one draw moves all inputs alike: what nobody knows of a draw changes no order
+    moved = logits.clone()
+    moved[2] += 1000.0
+    shifted = summarise(moved).energy
+    assert shifted is not None
+    assert torch.allclose(shifted - found, torch.tensor(-1000.0 / 7), rtol=1e-4)

@@ -15,7 +15,7 @@ from dubito.models.model import Model
 from dubito.models.network import Draws
 from dubito.models.normals import Normals
 from dubito.models.plan import cheapest
-from dubito.models.prediction import sums_of
+from dubito.models.prediction import sums_of, tempered
 from dubito.models.uncertainty import Reals
 from dubito.service.programs import Programs
 
@@ -53,7 +53,7 @@ class Pass:
         noise = Normals(seed, torch.device("cpu")).rows(start + self.K, factors.normals)[start:]
         x = torch.from_numpy(self.x.copy()).nan_to_num()  # to kernels, the larger of NaN and 0 may well be 0
         out = network.run(x, factors, Draws(self.K, noise, seed), cheapest(factors))
-        sums: Reals = sums_of(network)(out / self.model.temperature).numpy()
+        sums: Reals = sums_of(network, factors.read)(tempered(out, self.model.temperature, factors.read)).numpy()
         return sums
 
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from dubito.models import bayesianize, build, save
-from dubito.models.manifest import Calibration, Card, Image, Input, Measure, Regression
+from dubito.models.manifest import Calibration, Card, Image, Input, Regression
+from dubito.models.names import Measure
+from dubito.models.uncertainty import Classified, Regressed, known_in
 from tests import forked
 
 LIMIT = 90.0  # seconds to start or to stop on a busy machine
@@ -56,6 +58,11 @@ class Live:
 
 
 Serve = Callable[..., Live]
+
+
+def fields_of(summary: Classified | Regressed) -> dict[str, torch.Tensor]:
+    """What replies hold of a summary; energy and distances are there as an OOD score only."""
+    return {name: values for name, values in known_in(summary).items() if name not in ("energy", "distance")}
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from dubito.models import load
 from dubito.models.embedded import embedded
 from dubito.models.uncertainty import Classified
-from tests.service.conftest import Live
+from tests.service.conftest import Live, fields_of
 
 T = TypeVar("T")
 X = np.random.default_rng(3).normal(size=(2, 1, 8, 8)).astype(np.float32)
@@ -67,7 +67,7 @@ def test_inference(live: Live, binary: bool, binary_out: bool | None) -> None:
     reply = ask(lambda client: client.infer(live.url, told, model_name="digits"))
     assert (reply.id, reply.model_name) == ("mine", "digits")  # it does not read the version
     outputs = {output.name: output.as_numpy() for output in reply.outputs}
-    for name, values in vars(expected.summary).items():
+    for name, values in fields_of(expected.summary).items():
         np.testing.assert_allclose(outputs[name], values.numpy(), atol=1e-5)
     np.testing.assert_array_equal(outputs["class"], expected.summary.probabilities.argmax(-1).numpy())
     np.testing.assert_array_equal(outputs["ood"], outputs["ood_score"] > outputs["ood_threshold"])

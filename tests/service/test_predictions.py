@@ -28,7 +28,7 @@ from dubito.models.manifest import Card, Input
 from dubito.models.model import Model
 from dubito.models.prediction import Prediction
 from dubito.service.options import RETURNS
-from tests.service.conftest import Serve
+from tests.service.conftest import Serve, fields_of
 
 SAMPLES: tuple[int | str, ...] = (0, 1, 20, "auto")
 SEED = 11
@@ -132,7 +132,7 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
 
 def assert_columns(found: dict[str, Array], prediction: Prediction, rows: list[Row], labels: Any) -> None:
     """The named outputs of /v2 say what the rows of /v1 say."""
-    for name, values in vars(prediction.summary).items():
+    for name, values in fields_of(prediction.summary).items():
         np.testing.assert_allclose(found[name], values.numpy(), atol=1e-5, rtol=1e-5)
     for i, row in enumerate(rows):
         for name in ("class", "max_probability"):

@@ -21,7 +21,7 @@ from dubito.models.embedded import embedded
 from dubito.models.prediction import Prediction
 from dubito.models.uncertainty import Classified, Regressed
 from dubito.service.oip import DRAWS
-from tests.service.conftest import Live, Serve
+from tests.service.conftest import Live, Serve, fields_of
 
 Array = NDArray[Any]
 ALL = ("probabilities", "class", "max_probability", "entropy", "expected_entropy", "mutual_information")
@@ -52,7 +52,7 @@ def tensor(x: Array, *, binary: bool = True, kind: str = "FP32", name: str = "in
 def assert_expected(result: Any, expected: Prediction) -> None:
     summary = expected.summary
     assert isinstance(summary, Classified)
-    for name, values in vars(summary).items():
+    for name, values in fields_of(summary).items():
         np.testing.assert_allclose(result.as_numpy(name), values.numpy(), atol=1e-5)
     np.testing.assert_array_equal(result.as_numpy("class"), summary.probabilities.argmax(-1).numpy())
     np.testing.assert_array_equal(result.as_numpy("samples"), [expected.samples] * len(summary.entropy))

@@ -17,7 +17,7 @@ from dubito.models.answers import Rule, columns_of
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Card, Input, Sets
 from dubito.models.model import Model
-from dubito.models.uncertainty import Classified
+from dubito.models.uncertainty import Classified, known_in
 from dubito.training.calibrate import CalibrationError, calibrate, outer_quantile, strangeness, too_small
 from dubito.training.config import Calibrate
 from dubito.training.data import DataError, Examples
@@ -54,7 +54,7 @@ def test_coverage_is_kept_over_random_divisions(sets: Sets, C: int, sharpness: f
     rng, n, found = np.random.default_rng(4), 52, []
     for _ in range(400):
         order = rng.permutation(len(y))
-        rest = Classified(*(values[order[n:]] for values in vars(summary).values()))
+        rest = Classified(**{name: values[order[n:]] for name, values in known_in(summary).items()})
         rule = Rule(None, outer_quantile(score[order[:n]], coverage), sets)
         fits = columns_of(rest, [rule] * len(rest.probabilities))["prediction_set"]
         assert fits.any(1).all()

@@ -1,0 +1,215 @@
+"""CIFAR-10: FFG-U and Ensemble-U beside the plain network that they start from, and beside an ensemble of five.
+
+    python -m benchmarks.cifar --data-root DIR --keep FOLDER [--architecture resnet50] [--seeds 0 1 2]
+        [--outside svhn=npz:svhn.npz cifar100=npz:cifar100.npz mnist] [--methods plain ffg-u ensemble-u ensemble-w]
+
+Follows the shipped recipe of the architecture. Each seed divides the training data anew; its plain network is trained
+once and kept in FOLDER, and both posteriors start from it. Everything is kept there, checkpoints and figures too, so
+the same command goes on where it was stopped. `ensemble-w` is the plain networks of five seeds together, as they are:
+each held out other training data, so nothing is calibrated on them, and the measure with the best AUROC counts as
+theirs. `--outside` names data as `dubito evaluate --ood` does, or NAME=npz:PATH; of each set the test part is used.
+K = 20. A GPU is needed: half an hour a seed for a ResNet-50, six minutes for a ResNet-18.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from benchmarks._measure import machine
+from dubito.models import bayesianize, ensemble, load, save
+from dubito.models.answers import scores
+from dubito.models.manifest import Card
+from dubito.models.model import Model
+from dubito.models.parameters import count
+from dubito.training.config import Recipe, read_recipe
+from dubito.training.data import Parts, input_of
+from dubito.training.evaluate import Way, default_measure, quality
+from dubito.training.metrics import auroc
+from dubito.training.recipe import Fitting, build_network, finish, read_parts, task_of, train
+from dubito.training.sources import read_data
+
+RECIPES = {"resnet18": "cifar10", "resnet50": "cifar10-resnet50"}
+SAMPLES = 20  # K
+MEMBERS = 5  # of the ensemble of plain networks
+METHODS: dict[str, list[str]] = {
+    "plain": ["calibrate.temperature=true"],
+    "ffg-u": [],
+    "ensemble-u": [
+        "posterior.method=ensemble-u",
+        "posterior.options={inducing=64, members=5, lam_share=0.1}",
+        "tune.trials=[{spread=0.3}, {spread=0.45}, {spread=0.65}]",
+    ],
+    "ensemble-w": [],
+}
+FIGURES = ("accuracy", "nll", "ece", "brier")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bench:
+    recipe: str
+    root: Path
+    keep: Path
+    changes: list[str]
+    outside: Mapping[str, Tensor]  # pictures, by name
+    device: torch.device
+
+    def read(self, seed: int, changes: list[str]) -> Recipe:
+        return read_recipe(self.recipe, [*self.changes, *changes, f"seed={seed}"])
+
+    def plain(self, seed: int) -> Path:
+        """The weights of the plain network of this seed, trained if they are not there yet."""
+        path = self.keep / f"weights-{seed}.safetensors"
+        if not path.exists():
+            recipe = self.read(seed, [])
+            parts = read_parts(recipe, self.root)
+            network = bayesianize(self.untrained(recipe, parts), "deterministic", task=task_of(parts, recipe))
+            fitting = Fitting(recipe, parts, input_of(parts.train), path, self.device)
+            trained = fitting.fit(network, recipe.pretraining, "plain").finish().cpu()
+            save_file({name: t.contiguous() for name, t in trained.net.state_dict().items()}, path)
+            fitting.clean()
+        return path
+
+    def untrained(self, recipe: Recipe, parts: Parts) -> nn.Module:
+        torch.manual_seed(recipe.seed)
+        return build_network(recipe, parts, input_of(parts.train))
+
+    def model(self, method: str, seed: int) -> Model:
+        """The artifact, made if it is not there yet."""
+        out = self.keep / f"{method}-{seed}.safetensors"
+        if out.exists():
+            return load(out)
+        start = [f"network.weights='{self.plain(seed)}'", "fit.pretrain_epochs=0"]
+        recipe = self.read(seed, [*METHODS[method], *start])
+        if method in ("ffg-u", "ensemble-u"):
+            trained = train(recipe, out, data_root=self.root, device=self.device)
+            assert trained is not None
+            return trained.model
+        parts = read_parts(recipe, self.root)
+        declared, task = input_of(parts.train), task_of(parts, recipe)
+        if method == "plain":
+            network = bayesianize(self.untrained(recipe, parts), "deterministic", task=task)
+            return finish(network.to(self.device), recipe, parts, declared, out)
+        nets = [self.untrained(recipe, parts) for _ in range(MEMBERS)]
+        for i, net in enumerate(nets):
+            net.load_state_dict(load_file(self.plain(seed + i)))
+        save(ensemble(nets, task=task), out, card=Card(input=declared, labels=parts.labels))
+        return load(out)
+
+    def measure(self, method: str, seed: int) -> Row:
+        started = time.perf_counter()
+        model = self.model(method, seed).to(self.device)
+        seconds = time.perf_counter() - started
+        test = read_parts(self.read(seed, []), self.root).test
+        way = Way.of(model, SAMPLES, None)
+        inside = way.ask(model, test.x, seed)
+        near = scores(inside)
+        aurocs: dict[str, dict[str, float]] = {}
+        for name, x in self.outside.items():
+            far = scores(way.ask(model, x, seed))
+            aurocs[name] = {measure: auroc(near[measure], far[measure]) for measure in near}
+        calibrated = model.card.calibration is not None
+        plain = model.card.plain
+        return {
+            "method": method,
+            "seed": seed,
+            "set": self.changes,
+            "parameters": count(model.network),
+            "bytes": (self.keep / f"{method}-{seed}.safetensors").stat().st_size,
+            "seconds": seconds,
+            **quality(inside, test.y),
+            "mutual_information": float(near["mutual_information"].mean()) if "mutual_information" in near else 0.0,
+            "temperature": model.temperature,
+            "measure": default_measure(inside, way.rule(model)) if calibrated else None,
+            "aurocs": aurocs,
+            "options": (model.card.provenance.recipe or {}).get("posterior"),
+            "plain": None if plain is None else plain.model_dump(mode="json"),
+        }
+
+
+def read_outside(wanted: list[str], root: Path) -> dict[str, Tensor]:
+    found = {}
+    for one in wanted:
+        name, _, source = one.partition("=")
+        data = read_data(source or name, root)
+        found[name] = (data.train if data.test is None else data.test).x
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path, required=True)
+    parser.add_argument("--keep", type=Path, required=True, help="a folder for artifacts, checkpoints and figures")
+    parser.add_argument("--architecture", choices=RECIPES, default="resnet50")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--outside", nargs="*", default=["svhn", "cifar100"], metavar="NAME[=SOURCE]")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe for all")
+    args = parser.parse_args()
+    args.keep.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    outside = read_outside(args.outside, args.data_root)
+    bench = Bench(RECIPES[args.architecture], args.data_root, args.keep, args.set, outside, device)
+    rows = measured(args.keep / "figures.jsonl", bench, args.methods, args.seeds)
+    Console(width=180).print(table_of(rows, args.methods, list(outside), args.architecture))
+    print(machine(), torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU", sep=", ")
+
+
+def measured(path: Path, bench: Bench, methods: list[str], seeds: list[int]) -> list[Row]:
+    """Seed by seed, so that a run that is stopped leaves whole comparisons; one ensemble, from the first."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for seed in seeds:
+        for method in methods:
+            known = any((r["method"], r["seed"], r["set"]) == (method, seed, bench.changes) for r in rows)
+            if known or (method == "ensemble-w" and seed != seeds[0]):
+                continue
+            rows.append(bench.measure(method, seed))
+            with path.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    return [r for r in rows if r["method"] in methods and r["seed"] in seeds and r["set"] == bench.changes]
+
+
+def table_of(rows: list[Row], methods: list[str], outside: list[str], title: str) -> Table:
+    table = Table(title=f"CIFAR-10, {title}, K = {SAMPLES}: mean ± standard deviation over seeds")
+    for name in ("method", "seeds", "parameters", *FIGURES, *(f"AUROC {name}" for name in outside), "measure"):
+        table.add_column(name)
+    for method in methods:
+        mine = [r for r in rows if r["method"] == method]
+        if not mine:
+            continue
+        cells = [spread(mine, lambda r, name=name: r[name]) for name in FIGURES]
+        cells += [spread(mine, lambda r, name=name: default_auroc(r, name)) for name in outside]
+        measures = ", ".join(sorted({r["measure"] or "best of all" for r in mine}))
+        table.add_row(method, str(len(mine)), f"{mine[0]['parameters']:,}", *cells, measures)
+    tempered = [r["plain"]["tempered"] for r in rows if r["method"] == "ffg-u" and r["plain"] is not None]
+    if tempered:
+        cells = [spread(tempered, lambda r, name=name: r[name]) for name in FIGURES]
+        table.add_row("plain, with a temperature", str(len(tempered)), "", *cells)
+    return table
+
+
+def default_auroc(row: Row, name: str) -> float:
+    by_measure: dict[str, float] = row["aurocs"][name]
+    return max(by_measure.values()) if row["measure"] is None else by_measure[row["measure"]]
+
+
+def spread(rows: list[Row], value: Callable[..., float]) -> str:
+    values = [value(row) for row in rows]
+    error = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{error}"
+
+
+if __name__ == "__main__":
+    main()

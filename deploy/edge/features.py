@@ -1,0 +1,50 @@
+"""Features in a graph: where the traced network has them, and how far they are from the points of a bank."""
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+from dubito.deploy.edge.errors import ExportError
+from dubito.deploy.edge.graph import EXACT, OURS, Array, Graph
+from dubito.models.network import BayesianNetwork
+
+
+def features_in(traced: onnx.GraphProto, network: BayesianNetwork) -> str:
+    """The traced value that the bank's layer is given."""
+    assert network.feature_bank is not None
+    layer = network.feature_bank.entry.layer
+    for node in traced.node:
+        if node.domain == OURS and node.op_type == "Layer" and _called(node) == layer:
+            return str(node.input[0])
+    # a plain layer is a product with its weights, which may be transposed before
+    weights = {name for name in _values(traced) if name.endswith(f"{layer}.weight")}
+    for node in traced.node:
+        if node.op_type == "Transpose" and node.input[0] in weights:
+            weights.add(node.output[0])
+        elif node.op_type in ("Gemm", "MatMul") and len(weights & set(node.input)) == 1:
+            return str(node.input[0])
+    raise ExportError(
+        f"the OOD measure is knn, and the exported network does not show the features before layer {layer!r}. "
+        "Calibrate it by another measure, such as --measure energy, and export that."
+    )
+
+
+def _values(traced: onnx.GraphProto) -> list[str]:
+    return [*(tensor.name for tensor in traced.initializer), *(value.name for value in traced.input)]
+
+
+def _called(node: onnx.NodeProto) -> str:
+    return next(str(a.s.decode()) for a in node.attribute if a.name == "name")
+
+
+def nearest(g: Graph, z: str, levels: NDArray[np.int8], scale: Array) -> str:
+    """Distances (rows,) of features z (rows, d) of length 1 to the nearest of the points levels · scale (N, d)."""
+    points = g.mul(g.op("Cast", g.keep(levels), to=TensorProto.FLOAT), g.keep(scale.astype(np.float32)))
+    lengths = ((levels.astype(np.float64) * scale) ** 2).sum(-1)
+    products = g.op("MatMul", z, g.op("Transpose", points))
+    g.nodes[-1].name = f"{EXACT}{products}"  # a small distance is the difference of large products
+    squares = g.add(g.mul(products, g.constant(-2.0)), g.keep(lengths.astype(np.float32)))
+    own = g.op("ReduceSum", g.mul(z, z), g.constant([-1]), keepdims=0)
+    least = g.add(g.op("ReduceMin", squares, g.constant([-1]), keepdims=0), own)
+    return g.op("Sqrt", g.op("Relu", least))

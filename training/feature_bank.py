@@ -1,0 +1,111 @@
+"""A bank of features: few points that stand for those of the training data."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dubito.models.feature_bank import FeatureBank
+from dubito.models.features import Whole, last_linear, watch
+from dubito.models.laplace import plain
+from dubito.models.model import Model
+from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
+from dubito.models.plan import cheapest
+from dubito.models.prediction import evaluating, predict
+from dubito.training.data import Examples, enter
+from dubito.training.evaluate import declared_by
+from dubito.training.seeds import stream
+
+MOST_EXAMPLES = 20_000  # of the training part that the points are found on
+ROUNDS = 25  # of Lloyd's algorithm
+ROWS = 1 << 14  # rows of features that are compared with all points at a time
+
+
+def make_bank(model: Model, train: Examples, N: int, seed: int) -> FeatureBank | None:
+    """N points in all, as many for each member; None where the network's outputs are not made by one linear layer."""
+    layer = find_layer(model, enter(train.x[:1], declared_by(model)).to(model.device))
+    if layer is None:
+        return None
+    features = unit_features(FeatureReader(model, *layer), train, MOST_EXAMPLES, seed)
+    each = max(1, N // len(features))
+    return FeatureBank.of(torch.stack([centres(own, each, seed) for own in features]), layer[0])
+
+
+def find_layer(model: Model, x: Tensor) -> tuple[str, int] | None:
+    """The linear layer that makes the outputs and the number d of its features, by a pass of the mean on one input."""
+    network, factors = model.network, model.factors
+    bare = replace(factors, form=None, read=None)
+
+    def run() -> Tensor:
+        if factors.subnetwork is not None:
+            return plain(network.net, x[:1])
+        return network.run(x[:1], bare, Draws(1, None, 0), cheapest(factors))
+
+    with evaluating(network), torch.inference_mode():
+        name = last_linear(network.net, run)
+    if name is None:
+        return None
+    layer = network.net.get_submodule(name)
+    return name, int(layer.in_features)  # type: ignore[arg-type]
+
+
+class FeatureReader:
+    """Features of a model's inputs: the inputs of the layer `name`, d numbers each."""
+
+    def __init__(self, model: Model, name: str, d: int) -> None:
+        watch(model.network.net.get_submodule(name))
+        self.model, self.network = model, model.network
+        self.factors: NetworkFactors = replace(model.factors, read=Whole(d))
+
+    def read(self, x: Tensor, samples: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Logits (K, B, C) and features (K, B, d) of K draws; with 0 those of the mean, of each member where there are
+        any."""
+        network: BayesianNetwork = self.network
+        found = predict(network, self.factors, x, samples, seed, keep_outputs=True, temperature=self.model.temperature)
+        assert found.outputs is not None
+        assert found.read is not None
+        return found.outputs, found.read
+
+
+def unit_features(reader: FeatureReader, train: Examples, most: int, seed: int, samples: int = 0) -> Tensor:
+    """Features of length 1 of some training inputs under the posterior mean: (E, n, d), E members.
+
+    With `samples`, under so many draws, others for each 512 inputs: (samples, n, d).
+    """
+    declared = declared_by(reader.model)
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(stream(seed, "bank")))[:most]
+    device = reader.model.device
+    found = [
+        F.normalize(reader.read(enter(train.x[rows].to(device), declared), samples, stream(seed, "bank", i))[1], dim=-1)
+        for i, rows in enumerate(order.sort().values.split(512))
+    ]
+    return torch.cat(found, 1)
+
+
+def centres(features: Tensor, N: int, seed: int) -> Tensor:
+    """N points that the features (n, d) are near to, by Lloyd's algorithm from N of them: (N, d).
+
+    A point that no feature is nearest to begins again at the feature that is farthest from all points.
+    """
+    if len(features) <= N:
+        return features
+    rng = torch.Generator().manual_seed(stream(seed, "centres"))
+    points = features[torch.randperm(len(features), generator=rng)[:N].to(features.device)].clone()
+    for _ in range(ROUNDS):
+        squares, nearest = (torch.cat(parts) for parts in zip(*_nearest(features, points), strict=True))
+        sums = torch.zeros_like(points).index_add_(0, nearest, features)
+        counts = torch.bincount(nearest, minlength=N)
+        empty = counts == 0
+        points = sums / counts.clamp(min=1)[:, None]
+        points[empty] = features[squares.topk(int(empty.sum())).indices]
+    return points
+
+
+def _nearest(features: Tensor, points: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Squared distances to the nearest points, and which these are, some features at a time."""
+    lengths = points.square().sum(-1)
+    for some in features.split(ROWS):
+        least, which = (lengths - 2 * some @ points.T).min(-1)
+        yield least + some.square().sum(-1), which
