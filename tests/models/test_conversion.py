@@ -419,7 +419,7 @@ def test_pruning_leaves_the_mean_weights_as_near_as_what_is_left_of_Z_allows(met
         )
 
 
-def mean_of(operand: Dense | Factored) -> Tensor:
+def mean_of(operand: object) -> Tensor:
     assert isinstance(operand, Factored)
     return operand.dense()[0]
 
