@@ -199,7 +199,7 @@ def test_the_slider_shows_the_first_draws_as_the_server_would_answer_them(live: 
 def test_a_digit_is_drawn_by_keyboard_alone(live: Any, visit: Visit) -> None:
     console = visit(live.url)
     console.page.wait_for_selector("#who-seed")
-    for _ in range(5):  # skip link, two pages, model, then the drawing
+    for _ in range(6):  # skip link, two pages, model, the plain network beside it, then the drawing
         console.page.keyboard.press("Tab")
     assert console.page.evaluate("document.activeElement.id") == "pad"
     for key in ("Delete", *["ArrowUp"] * 4, "Space", *["Shift+ArrowDown"] * 6):
