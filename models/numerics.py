@@ -147,6 +147,11 @@ class Checked(TorchDispatchMode):
         self.fault: str | None = None  # the first
         self._seen: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to keep the compiler out of here torch would import it, which takes seconds, and nothing is compiled."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
         out = func(*given[0], **given[1])

@@ -3,6 +3,7 @@
 By counting here; the service measures.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -23,15 +24,20 @@ def factored_is_cheaper(d_out: int, d_in: int, r: int, groups: int = 1) -> bool:
     return r * (d_out + d_in * groups) < d_out * d_in
 
 
-def cheapest(factors: "NetworkFactors") -> Plan:
+SMALL = 16 * 16  # places of a picture, up to which a CPU runs one grouped convolution in less time than K small ones
+
+
+def cheapest(factors: "NetworkFactors", places: float = math.inf) -> Plan:
     """The execution with the fewest multiplications, layer by layer; plans never change what is computed.
+
+    `places` is the size of the pictures, where a CPU computes: K convolutions of small ones go as one with K groups.
 
     WHVI's weights are never formed, but for grouped convolutions, where a block of W meets several groups' inputs.
     """
     plan: dict[str, How] = {}
     for name, layer in factors.structure.layers.items():
         f = factors.layers[name]
-        dense: How = "batch" if isinstance(layer.geometry, Linear) else "loop"
+        dense: How = "batch" if isinstance(layer.geometry, Linear) or places <= SMALL else "loop"
         plan[name] = dense
         if isinstance(f, WhviFactors) and layer.geometry.groups == 1:
             plan[name] = "factored"

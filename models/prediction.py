@@ -202,7 +202,8 @@ class Job:
         """`finite`: the inputs are known to be, and the network to be as its factors say; to look again takes time."""
         seed = seed_of(seed)
         x, device, dtype = _checked(network, factors, x, finite)
-        one = cheapest(factors) if plan is None else plan
+        places = math.prod(x.shape[2:]) if device.type == "cpu" and x.dim() == 4 else math.inf
+        one = cheapest(factors, places) if plan is None else plan
         planner = one if callable(one) else lambda B, K: one
         return cls(
             network=network,

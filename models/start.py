@@ -29,6 +29,8 @@ V_STD = math.sqrt(1e-3)  # of q(V), and of WHVI's q(g), at the start, where no s
 W_STD = 1e-4  # of q(W) at the start
 SPREAD_U, SPREAD_W = 0.1, 0.05  # how far ensemble members start from each other; the second in units of W's own
 
+WIDE, SMALL = 128, 1e-5  # of a matrix whose SVD takes long, and of singular values beside the largest
+
 CONVERTIBLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -172,13 +174,30 @@ def fit(posterior: Inducing, W: Tensor) -> Tensor:
     Rows beyond the rank stay as they are: a Cholesky factor's leading block does not see them.
     """
     Z_r, Z_c = posterior.Z_r.value, posterior.Z_c.value
-    B_r, S, B_cT = torch.linalg.svd(W.double(), full_matrices=False)
-    r = min(len(Z_r), len(Z_c), len(S))
+    r = min(len(Z_r), len(Z_c), *W.shape)
+    B_r, S, B_c = leading(W.double(), r)
     scales = []
-    for Z, B, D in ((Z_r, B_r[:, :r], posterior.D_r()), (Z_c, B_cT[:r].T, posterior.D_c())):
+    for Z, B, D in ((Z_r, B_r, posterior.D_r()), (Z_c, B_c, posterior.D_c())):
         alpha = math.sqrt(Z.shape[1] / len(Z))  # rows as long as the prior's
         Z[:r] = (alpha * B.T).to(Z.dtype)
         scales.append((1 + regularise(Z.double(), D.double())[:r].square() / alpha**2).sqrt())
     V = torch.zeros(len(Z_r), len(Z_c), dtype=torch.float64, device=W.device)
-    V[:r, :r] = torch.diag(S[:r] * scales[0] * scales[1] / posterior.sigma)
+    V[:r, :r] = torch.diag(S * scales[0] * scales[1] / posterior.sigma)
     return V.to(W.dtype)
+
+
+def leading(W: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The r largest singular values of W in float64, and their vectors: (d_out, r), (r,), (d_in, r).
+
+    Of a wide matrix by the eigenvectors of W Wᵀ, a fraction of an SVD's time, where no value is so small beside the
+    largest that its square is lost to rounding.
+    """
+    if min(W.shape) >= WIDE:
+        short = W if W.shape[0] <= W.shape[1] else W.T
+        squares, U = torch.linalg.eigh(short @ short.T)  # in rising order
+        S, U = squares[-r:].flip(0).clamp(min=0).sqrt(), U[:, -r:].flip(1)
+        if S[-1] > SMALL * S[0]:
+            other = short.T @ U / S
+            return (U, S, other) if short is W else (other, S, U)
+    B_r, S, B_cT = torch.linalg.svd(W, full_matrices=False)
+    return B_r[:, :r], S[:r], B_cT[:r].T

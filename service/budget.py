@@ -115,6 +115,11 @@ class _Living(TorchDispatchMode):
         self.living: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to keep the compiler out of here torch would import it, which takes seconds, and nothing is compiled."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))

@@ -7,6 +7,7 @@ code. The tests of the README, of `make serve` and of `tests/test_cli.py` start 
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from typing import IO
 LIMIT = 600.0  # seconds, after which a command is hopeless even on a busy machine
 DUBITO = "from dubito.cli import main; main()"
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["dubito.cli", "dubito.service.run", __name__])
+# torch's optimisers import its compiler at their first use
+forks.set_forkserver_preload(["dubito.cli", "dubito.service.run", "torch._dynamo", __name__])
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,13 @@ class Begun:
         ended = Ended(self.process.exitcode, self.stdout.read_text(), self.stderr.read_text())
         self.process.close()
         return ended
+
+
+def interpret(code: str) -> subprocess.CompletedProcess[str]:
+    """In a process that is not forked: triton reads this setting as it is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
 
 
 def begin(

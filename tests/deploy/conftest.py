@@ -16,11 +16,13 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 @pytest.fixture(scope="session", autouse=True)
 def operators_read_once() -> Iterator[None]:
-    """torch's exporter reads its library of operators anew for each export, which takes half of an export's time."""
+    """torch's exporter reads its library of operators anew for each export, which takes most of an export's time."""
+    from torch._export import utils
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
+        patch.setattr(utils, "_materialize_cpp_cia_ops", cache(utils._materialize_cpp_cia_ops))
         yield
 
 

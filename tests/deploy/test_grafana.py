@@ -25,7 +25,6 @@ import yaml
 from grafana_foundation_sdk.cog import plugins, runtime
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as schema
-from playwright.sync_api import sync_playwright
 
 REPO = Path(__file__).parents[2]
 GRAFANA = REPO / "deploy" / "grafana"
@@ -367,6 +366,8 @@ def photograph(page: Path, picture: Path) -> None:
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip("the page is right, but NOT PHOTOGRAPHED: there is no chromium here (Debian: apt install chromium)")
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as play:
         window = play.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         tab = window.new_page(viewport={"width": 1720, "height": 1000})

@@ -25,7 +25,7 @@ from dubito.models.network import BayesianNetwork, Draws
 from dubito.models.prediction import evaluating
 from dubito.training.sources import read_data
 
-K, CHUNK = 4096, 512
+K, CHUNK = 2048, 512
 LAM = 0.2
 HOWS: tuple[How, ...] = ("loop", "batch", "unfold", "factored")
 

@@ -507,18 +507,6 @@ def test_sizes_of_the_cifar_resnet50(tmp_path: Path) -> None:
     assert count(load(path).network) == count(network) == 3_106_678
 
 
-def test_loading_does_not_import_the_compiler() -> None:
-    """Arithmetic on the meta device, where the file is checked, would: two seconds of every command."""
-    code = (
-        "import sys\n"
-        "from dubito.models import load\n"
-        "from dubito.models.embedded import embedded\n"
-        "load(embedded())\n"
-        "print({'torch._dynamo', 'sympy'} & set(sys.modules))\n"
-    )
-    assert forked.run(code=code).stdout == "set()\n"
-
-
 # saving fails whole
 
 

@@ -17,7 +17,7 @@ from dubito.models.manifest import Regression
 from dubito.models.parameters import count
 from dubito.models.posterior import Dense, Factored
 from dubito.models.pruning import prune
-from dubito.models.start import fit, weight_of
+from dubito.models.start import fit, leading, weight_of
 
 
 def small() -> nn.Sequential:
@@ -135,6 +135,24 @@ def test_the_start_is_exact_for_any_D() -> None:
         mean = q.trainable().mean(None, V[None])
         assert isinstance(mean, Dense)
         torch.testing.assert_close(mean.W[0], rank(W, min(M_out, M_in)), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(130, 200), (200, 130), (150, 150)])
+@pytest.mark.parametrize("kind", ["full", "of rank 3", "zero", "of values far apart"])
+def test_the_largest_singular_values_and_their_vectors(shape: tuple[int, int], kind: str) -> None:
+    """Sizes that are worked out by eigenvectors, and matrices that must not be."""
+    torch.manual_seed(0)
+    W = torch.randn(shape, dtype=torch.float64)
+    if kind == "of rank 3":
+        W = rank(W, 3)
+    elif kind == "zero":
+        W = torch.zeros_like(W)
+    elif kind == "of values far apart":
+        W = W * torch.logspace(0, -9, shape[1], dtype=torch.float64)
+    B_r, S, B_c = leading(W, 20)
+    torch.testing.assert_close(B_r * S @ B_c.T, rank(W, 20), rtol=0, atol=1e-10 * max(1.0, float(S[0])))
+    for B in (B_r, B_c):
+        torch.testing.assert_close(B.T @ B, torch.eye(20, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
 def test_a_hierarchy_starts_at_the_networks_weights_too() -> None:

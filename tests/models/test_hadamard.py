@@ -94,8 +94,8 @@ for D in (16, 128, 512, 2048, 8192):
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no triton: the GPU kernel is not tested")
 def test_the_gpu_kernel_by_triton_interpreter() -> None:
-    """Every number of sides, rows that do not fill the tile; in a process of its own, as triton reads this once."""
-    run = forked.run(code=KERNEL, environment={"TRITON_INTERPRET": "1"})
+    """Every number of sides, rows that do not fill the tile."""
+    run = forked.interpret(KERNEL)
     assert run.returncode == 0, run.stderr
 
 

@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import re
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -31,6 +30,7 @@ from dubito.models.errors import ArtifactError
 from dubito.models.manifest import Manifest, Precision
 from dubito.models.model import Model
 from dubito.models.pruning import prune
+from tests import forked
 
 Make = Callable[[], bytes]
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]  # of a manifest and its tensors, in place
@@ -557,12 +557,7 @@ def test_absurd_claims_are_refused_without_allocating(tmp_path: Path) -> None:
     for name in ("absurd shape", "absurd size", "header of 2**63 bytes"):
         (tmp_path / name).write_bytes(HOSTILE[name][0]())
     hostile = [p for p in sorted(tmp_path.iterdir()) if p.name != "honest"]
-    answer = subprocess.run(
-        [sys.executable, "-c", UNDER_A_LIMIT, str(LIMIT), tmp_path / "honest", *hostile],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    answer = forked.run(str(LIMIT), tmp_path / "honest", *hostile, code=UNDER_A_LIMIT)
     assert answer.returncode == 0, answer.stderr
     first, *refused, grown = answer.stdout.splitlines()
     assert first == "limited"

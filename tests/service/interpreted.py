@@ -28,8 +28,8 @@ CASES = [
     (2, 2, 6, 3, 40, 3, 2, 1, 27, False, False, False),
     (1, 1, 9, 64, 32, 1, 2, 0, 64, False, False, True),
     (2, 3, 5, 48, 72, 1, 1, 0, 48, False, True, True),
-    (3, 1, 3, 48, 24, 3, 1, 1, 7, True, False, True),
-    (2, 2, 4, 32, 80, 3, 1, 1, 36, True, True, True),
+    (2, 1, 2, 48, 24, 3, 1, 1, 7, True, False, True),
+    (2, 1, 4, 32, 80, 3, 1, 1, 36, True, True, True),
 ]
 LAWS: list[tuple[float, Noise]] = [(0.0, "exact"), (0.3, "factored"), (0.3, "exact")]
 

@@ -3,6 +3,8 @@
 import asyncio
 import warnings
 from collections.abc import Awaitable, Callable
+from functools import cache
+from importlib import import_module
 from typing import Any, TypeVar
 
 import httpx
@@ -15,29 +17,38 @@ from dubito.models.embedded import embedded
 from dubito.models.uncertainty import Classified
 from tests.service.conftest import Live, fields_of
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what it imports is not ours to mend
-    from kserve.inference_client import InferenceRESTClient, RESTConfig
-    from kserve.protocol.infer_type import InferInput, InferRequest, RequestedOutput
-
 T = TypeVar("T")
 X = np.random.default_rng(3).normal(size=(2, 1, 8, 8)).astype(np.float32)
 
 
+@cache
+def kserve() -> Any:
+    """Imported where it is used, for it brings pandas: workers that run other files need not wait for it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it imports is not ours to mend
+        import kserve
+
+        import_module("kserve.inference_client")
+        import_module("kserve.protocol.infer_type")
+    return kserve
+
+
 def ask(what: Callable[[Any], Awaitable[T]]) -> T:
     async def inside() -> T:
-        async with InferenceRESTClient(RESTConfig(protocol="v2", timeout=60)) as client:
+        module = kserve().inference_client
+        async with module.InferenceRESTClient(module.RESTConfig(protocol="v2", timeout=60)) as client:
             return await what(client)
 
     return asyncio.run(inside())
 
 
 def request(*, binary: bool, binary_out: bool | None = None, **parameters: Any) -> Any:
-    tensor = InferInput("input", list(X.shape), "FP32")
+    types = kserve().protocol.infer_type
+    tensor = types.InferInput("input", list(X.shape), "FP32")
     tensor.set_data_from_numpy(X, binary_data=binary)
     if binary_out is not None:
         parameters["binary_data_output"] = binary_out
-    return InferRequest("digits", [tensor], request_id="mine", parameters=parameters)
+    return types.InferRequest("digits", [tensor], request_id="mine", parameters=parameters)
 
 
 def test_the_three_health_calls(live: Live) -> None:
@@ -66,8 +77,8 @@ def test_inference(live: Live, binary: bool, binary_out: bool | None) -> None:
 def test_wanted_outputs(live: Live) -> None:
     told = request(binary=True, samples=4, seed=1)
     told.request_outputs = [
-        RequestedOutput("entropy", {"binary_data": True}),
-        RequestedOutput("class", {"binary_data": False}),
+        kserve().protocol.infer_type.RequestedOutput("entropy", {"binary_data": True}),
+        kserve().protocol.infer_type.RequestedOutput("class", {"binary_data": False}),
     ]
     reply = ask(lambda client: client.infer(live.url, told, model_name="digits"))
     assert [output.name for output in reply.outputs] == ["entropy", "class"]

@@ -70,7 +70,7 @@ def calibrated(trained: Model) -> Model:
     return calibrate(trained, clusters(5000, 3))
 
 
-SEEDS, FRESH = range(7, 15), 5000
+SEEDS, FRESH = range(7, 12), 3000
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from dubito.models import build, load
 from dubito.models.uncertainty import Classified
 from tests.training.test_train import refused, run
 
+pytestmark = pytest.mark.usefixtures("few_requests")
 QUICK = [
     "--set=network.arguments={hidden=[12]}",
     "--set=network.architecture=mlp",

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from dubito.cli import app
 from dubito.training.ranks import Ranks
+from tests import forked
 
 # Each process follows the cases in turn; the first writes down what it found, and all say what they did.
 DRIVER = """
@@ -50,6 +52,8 @@ for name, case in cases.items():
     mine = {"step": run.step, "log": [asdict(e) | {"seconds": 0} for e in run.log], "count": run.ranks.count}
     (folder / f"{name}.{run.ranks.index}.json").write_text(json.dumps(mine))
     save_file({k: v.contiguous() for k, v in state.items()}, folder / f"{name}.{run.ranks.index}.safetensors")
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
 """
 MLP: dict[str, Any] = {"architecture": "mlp", "sizes": {"inputs": 64, "outputs": 10, "hidden": [8]}}
 CNN: dict[str, Any] = {"architecture": "cnn", "sizes": {"size": 8, "width": 4, "hidden": 8}}
@@ -85,8 +89,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["driver.py", str(alone), given])
         runpy.run_path(str(home / "driver.py"))
-    two = torchrun(home / "driver.py", together, given, cwd=home)
-    assert two.returncode == 0, two.stderr
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # as torchrun does
+    two = []
+    for rank in ("0", "1"):
+        (home / rank).mkdir()
+        two.append(forked.begin(DRIVER, [together, given], home, home / rank, {**told, "RANK": rank}))
+    for process in two:
+        ended = process.end()
+        assert ended.returncode == 0, ended.stderr
     return alone, together
 
 

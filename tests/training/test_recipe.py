@@ -17,6 +17,8 @@ from dubito.training.config import read_recipe
 from dubito.training.prune import recipe_of
 from dubito.training.recipe import Fitting, Stopped, build_network, make_bayesian, read_parts
 
+pytestmark = pytest.mark.usefixtures("few_requests")
+
 
 def refused(*command: str | Path) -> str:
     answer = CliRunner().invoke(app, [str(part) for part in command])

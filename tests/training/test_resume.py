@@ -27,6 +27,7 @@ from dubito.training.sources import read_data
 from dubito.training.stop import stoppable
 from tests import forked
 
+pytestmark = pytest.mark.usefixtures("few_requests")
 CPU = torch.device("cpu")
 
 

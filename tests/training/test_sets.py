@@ -52,7 +52,7 @@ def test_coverage_is_kept_over_random_divisions(sets: Sets, C: int, sharpness: f
     score = strangeness(summary, y, sets)
     assert (score == 0).double().mean() < coverage - 0.02
     rng, n, found = np.random.default_rng(4), 52, []
-    for _ in range(1000):
+    for _ in range(400):
         order = rng.permutation(len(y))
         rest = Classified(**{name: values[order[n:]] for name, values in known_in(summary).items()})
         rule = Rule(None, outer_quantile(score[order[:n]], coverage), sets)

@@ -8,17 +8,20 @@ from benchmarks.toy import Answer, answer
 
 
 @cache
-def found(method: str) -> Answer:
-    return answer(method, steps=1000)
+def found(method: str, steps: int) -> Answer:
+    return answer(method, steps=steps)
 
 
-@pytest.mark.parametrize("method", [pytest.param("fcg-u", marks=pytest.mark.slow), "ensemble-u"])
-def test_inducing_weights_doubt_between_the_clusters_where_mean_field_does_not(method: str) -> None:
+LONG = [pytest.param(method, 1000, marks=pytest.mark.slow) for method in ("fcg-u", "ensemble-u")]
+
+
+@pytest.mark.parametrize(("method", "steps"), [*LONG, ("ensemble-u", 500)])
+def test_inducing_weights_doubt_between_the_clusters_where_mean_field_does_not(method: str, steps: int) -> None:
     """Seeds 0 to 10: RMSE up to 0.092 (ensemble-u) and 0.103 (ffg-w); both ratios of ensemble-u to ffg-w are above 1.8.
 
     Of fcg-u, which takes longer, seed 1 was tried: RMSE 0.054, ratios of 1.6 and 1.9.
     """
-    ours, mean_field = found(method), found("ffg-w")
+    ours, mean_field = found(method, steps), found("ffg-w", steps)
     assert ours.rmse < 0.12
     assert mean_field.rmse < 0.2
     assert ours.between > 1.3 * mean_field.between

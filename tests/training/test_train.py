@@ -33,6 +33,7 @@ from dubito.training.names import shipped
 from dubito.training.recipe import build_network, make_bayesian, task_of
 from dubito.training.sources import read_data
 
+pytestmark = pytest.mark.usefixtures("few_requests")
 SMALL = ["network.arguments={hidden=[8]}", "posterior.options={inducing=4}", "data.calibration=0.2"]
 SHORT = ["fit.pretrain_epochs=1", "fit.likelihood_epochs=0", "fit.warmup_epochs=1", "fit.epochs=2"]
 

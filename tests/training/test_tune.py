@@ -11,6 +11,7 @@ from dubito.models.errors import ConversionError
 from dubito.training.config import Recipe, RecipeError, read_recipe
 from dubito.training.recipe import Fitting, read_parts, train
 
+pytestmark = pytest.mark.usefixtures("few_requests")
 TRIALS = "tune={trials=[{sigma_max=0.9, spread=0.8}, {sigma_max=0.2, spread=0.1}], epochs=2}"
 SMALL = [
     "network={architecture='mlp', arguments={hidden=[16]}}",
