@@ -7,7 +7,7 @@ import { element, gauge, settling, shape, spark, stacked, strip } from "./charts
 import { columns, doubt, leading, running, settledAt } from "./draws.js";
 import { Numbers, examplesFor } from "./inputs.js";
 import { Pad } from "./pad.js";
-import { MEASURES, bytes, doubtSaid, draws as drawsSaid, figure, milliseconds, percent, scaleOf } from "./words.js";
+import { MEASURES, bytes, doubtSaid, draws as drawsSaid, figure, inDataSaid, milliseconds, percent, scaleOf } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 const ROWS = 12; // classes shown; of more, the leading ones
@@ -313,9 +313,6 @@ function layRows({ rows, model }, classes) {
   $("bars-said").textContent = classes
     ? "Bar: mean over the draws. Fine ticks: each draw. Line: 5 to 95 % of them."
     : `Shade: interval${held}. Mark: mean. Fine ticks: each draw. Line: 5 to 95 % of them.`;
-  $("in-data-said").textContent = classes
-    ? "The input is ambiguous to every draw: more training data would not help."
-    : "Noise of the targets themselves: more training data would not help.";
   $("bars").replaceChildren(...rows.map((i) => {
     const name = classes ? nameOf(model, i) : targetOf(model, i);
     return element("div", { class: "class-row", "data-index": i },
@@ -339,6 +336,7 @@ function show() {
   $("k").setAttribute("aria-valuetext", drawsSaid(k));
   if (answer.model.task === "classification") showClasses(answer, used, found, decision);
   else showValues(answer, found, decision);
+  $("in-data-said").textContent = inDataSaid(answer.model.task, decision?.ood);
   if (decision) showOod(answer, decision.ood);
   $("peek").replaceChildren(...["label", "chance", "flag"].map((id) => element("span", {}, $(id).textContent)));
 }

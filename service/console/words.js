@@ -53,6 +53,13 @@ export function scaleOf(measure, C, score, threshold) {
   return { least: 0, most: Math.min(mostOf(measure, C), Math.max(3 * threshold, 1.1 * score)) || 1 };
 }
 
+/** What doubt in the data means. For an input unlike the training data nobody can say what more data would do. */
+export function inDataSaid(task, ood) {
+  const what = task === "classification" ? "Every draw is unsure by itself" : "Noise of the targets themselves";
+  if (ood?.flag) return `${what}. This input is unlike the training data, so it is not known whether more data would help.`;
+  return `${what}: for inputs like the training data, more of it would not help.`;
+}
+
 export function doubtSaid({ total, weights }, C) {
   const share = total / Math.log(C);
   if (share < 0.05) return "Hardly any doubt.";

@@ -139,13 +139,16 @@ def test_the_flag_changes_between_inputs_like_and_unlike_the_training_data(
     row = told["predictions"][0]
     assert (console.text("#label"), console.text("#flag")) == ("7", "In distribution")
     assert console.page.locator("#set li").all_inner_texts() == row["prediction_set"] == ["7"]
-    assert float(re.findall(r"[\d.]+", console.text("#gauge-said"))[0]) == pytest.approx(row["ood"]["score"], rel=0.01)
+    score = re.findall(r"−?[\d.]+", console.text("#gauge-said"))[0].replace("−", "-")
+    assert float(score) == pytest.approx(row["ood"]["score"], rel=0.01)
+    assert "more of it would not help" in console.text("#in-data-said")
     console.photograph(f"in-distribution-{scheme}")
 
     told = console.example("letter K")
     row = told["predictions"][0]
     assert row["ood"]["flag"]
     assert console.text("#flag") == "Out of distribution"
+    assert "not known whether more data would help" in console.text("#in-data-said")
     assert "above the threshold" in console.text("#gauge-said")
     assert float(console.text("#chance").removesuffix(" %")) == pytest.approx(100 * row["max_probability"], abs=0.06)
     nats = [float(console.text(f"#{part}").removesuffix(" nats")) for part in ("in-data", "in-weights")]
@@ -181,7 +184,7 @@ def test_the_slider_shows_the_first_draws_as_the_server_would_answer_them(live: 
         shown = float(console.text("#chance").removesuffix(" %"))
         assert shown == pytest.approx(100 * row["max_probability"], abs=0.06)
         assert console.text("#label") == row["label"]
-        assert f"{row['ood']['threshold']:.3g}" in console.text("#at-threshold")
+        assert f"{row['ood']['threshold']:.3g}".replace("-", "−") in console.text("#at-threshold")
         assert console.text("#k-said") == ("1 draw" if k == 1 else f"{k} draws")
         seen.append(shown)
     assert len(set(seen)) > 1  # two of them may be equal as they are shown, hardly all
@@ -199,7 +202,7 @@ def test_the_slider_shows_the_first_draws_as_the_server_would_answer_them(live: 
 def test_a_digit_is_drawn_by_keyboard_alone(live: Any, visit: Visit) -> None:
     console = visit(live.url)
     console.page.wait_for_selector("#who-seed")
-    for _ in range(5):  # skip link, two pages, model, then the drawing
+    for _ in range(6):  # skip link, two pages, model, the plain network beside it, then the drawing
         console.page.keyboard.press("Tab")
     assert console.page.evaluate("document.activeElement.id") == "pad"
     for key in ("Delete", *["ArrowUp"] * 4, "Space", *["Shift+ArrowDown"] * 6):

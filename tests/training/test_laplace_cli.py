@@ -64,7 +64,7 @@ def test_a_recipe_goes_the_whole_way(data: Path, tmp_path: Path) -> None:
     assert (entry.size, entry.select) == (40, "variance")
     assert (calibration.method, model.method) == ("probit", "probit")
     assert calibration.closed is not None
-    assert {"entropy", "max_probability"} == set(calibration.closed.thresholds)
+    assert {"entropy", "max_probability", "energy"} == set(calibration.closed.thresholds) - {"knn"}
     assert set(calibration.quantiles) >= {0, 1, 20, 64}
     assert calibration.auto is not None
     assert 0 <= found["changed"] <= 1
