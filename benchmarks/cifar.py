@@ -43,6 +43,7 @@ from dubito.training.sources import read_data
 RECIPES = {"resnet18": "cifar10", "resnet50": "cifar10-resnet50"}
 SAMPLES = 20  # K
 MEMBERS = 5  # of the ensemble of plain networks
+WITHOUT_CALIBRATION: tuple[Measure, ...] = ("entropy", "mutual_information")  # the ensemble's
 METHODS: dict[str, list[str]] = {
     "plain": [],
     "ffg-u": [],
@@ -149,7 +150,7 @@ class Bench:
             tally.add(torch.stack([answers[name] for answers in kept]))
             summaries[name] = tally.summary()
         inside = summaries.pop("test")
-        near = {measure: scores(inside)[measure] for measure in ("entropy", "mutual_information")}
+        near: dict[Measure, Tensor] = {measure: scores(inside)[measure] for measure in WITHOUT_CALIBRATION}
         parameters = rows[0]["parameters"] if rows else count(self.model("plain", first).network)
         return {
             "method": "ensemble-w",

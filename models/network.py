@@ -82,7 +82,7 @@ class NetworkFactors:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """How many they are."""
+        """How many standard normals each layer needs for a sample."""
         return dict(zip(self.layers, self.sizes[1:], strict=True))
 
     @cached_property

@@ -580,7 +580,7 @@ _busy_lock = Lock()
 
 
 def never_train(network: nn.Module) -> None:
-    """From now on it is only used, and nobody needs to look whether it is: that takes longer than some answers."""
+    """Put the network into evaluation mode for good, so that no later call has to check its modules' modes."""
     network.eval()
     _only_used.add(network)
 

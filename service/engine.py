@@ -352,7 +352,7 @@ class Engine:
         method: Predictive = "sampling",
         settles: bool = True,
     ) -> list[Answered]:
-        """To each its own rows; where nothing `settles`, "auto" is no different from a number."""
+        """Give each request its own rows; without `settles`, "auto" is answered like a number of samples."""
         columns["samples"] = np.array(drawn)
         watch.lap("summarise")
         seconds = watch.seconds
@@ -400,7 +400,7 @@ class Launched:
     def __init__(self, engine: Engine, asks: Sequence[Ask], job: Job, program: Program, fit: bool) -> None:
         """The job's inputs lie where the next ones will: once it was waited for, only their number may be asked.
 
-        Where they are not `fit`, each request gets to know what is wrong with its own.
+        Where the inputs are not `fit`, each request whose own inputs are wrong gets an error that says so.
         """
         self.engine, self.asks, self.job, self.program, self.fit = engine, asks, job, program, fit
         self.sums: Reals
@@ -428,7 +428,7 @@ class Launched:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A pass that has been."""
+    """The result of a pass that is done."""
 
     known: Reals
 
