@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import orjson
@@ -268,24 +268,26 @@ def columns_of(found: Answered, served: Served) -> Columns:
     return columns
 
 
-def declared_outputs(model: Model) -> dict[str, tuple[str, list[int]]]:
+def declared_outputs(model: Model) -> Mapping[str, tuple[str, list[int]]]:
     """The named outputs of a model: datatype and shape, −1 where it varies."""
     card, task = model.card, model.manifest.task
-    calibrated = card.calibration is not None
-    if task.kind == "classification":
-        C = -1 if card.labels is None else len(card.labels)
-        found = {"probabilities": ("FP32", [-1, C]), "class": ("INT64", [-1])}
+    classes = -1 if card.labels is None else len(card.labels)
+    width = classes if task.kind == "classification" else task.outputs
+    return _declared(task.kind, width, card.calibration is not None)
+
+
+@cache  # every request asks, and there are as many answers as kinds of model
+def _declared(kind: str, width: int, calibrated: bool) -> Mapping[str, tuple[str, list[int]]]:
+    if kind == "classification":
+        found = {"probabilities": ("FP32", [-1, width]), "class": ("INT64", [-1])}
         names = ("max_probability", "entropy", "expected_entropy", "mutual_information")
         found |= {name: ("FP32", [-1]) for name in names}
         if calibrated:
-            found["prediction_set"] = ("BOOL", [-1, C])
-        draws = [-1, -1, C]
+            found["prediction_set"] = ("BOOL", [-1, width])
     else:
-        D = task.outputs
-        found = {name: ("FP32", [-1, D]) for name in ("mean", "epistemic_variance", "aleatoric_variance")}
+        found = {name: ("FP32", [-1, width]) for name in ("mean", "epistemic_variance", "aleatoric_variance")}
         if calibrated:
-            found["interval"] = ("FP32", [-1, D, 2])
-        draws = [-1, -1, D]
+            found["interval"] = ("FP32", [-1, width, 2])
     if calibrated:
         found |= {"ood": ("BOOL", [-1]), "ood_score": ("FP32", [-1]), "ood_threshold": ("FP32", [-1])}
-    return {**found, "samples": ("INT64", [-1]), DRAWS: ("FP32", draws)}
+    return {**found, "samples": ("INT64", [-1]), DRAWS: ("FP32", [-1, -1, width])}
