@@ -225,9 +225,14 @@ class Inducing(Optional):
         return 0.0 if self.lam is None else float(self.lam().detach())
 
     @torch.no_grad()
-    def factors(self) -> InducingFactors:
+    def projections(self) -> tuple[Tensor, Tensor]:
+        """A_r (d_out, M_out) and A_c (d_in, M_in), in float64 on the CPU."""
         Z_r, D_r, Z_c, D_c = (t.double().cpu() for t in (self.Z_r(), self.D_r(), self.Z_c(), self.D_c()))
-        f = factorise(whiten(Z_r, regularise(Z_r, D_r)), whiten(Z_c, regularise(Z_c, D_c)))
+        return whiten(Z_r, regularise(Z_r, D_r)), whiten(Z_c, regularise(Z_c, D_c))
+
+    @torch.no_grad()
+    def factors(self) -> InducingFactors:
+        f = factorise(*self.projections())
         B = f.B_c
         if self.noise == "factored" and self.lam is not None and self.directions is not None:
             # one filter after the other in memory, as a convolution wants them and as the SVD leaves B_c

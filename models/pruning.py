@@ -8,7 +8,6 @@ from torch import Tensor
 from dubito.models.errors import ConversionError
 from dubito.models.full_covariance import FullCovariance
 from dubito.models.inducing import Inducing
-from dubito.models.matheron import regularise, whiten
 from dubito.models.mean_field import MeanField
 from dubito.models.mixture import Mixture
 from dubito.models.network import BayesianNetwork
@@ -47,7 +46,7 @@ def prune(network: BayesianNetwork, keep: float) -> None:
             "nothing to prune: only inducing layers (their Z) and ffg-w layers can be pruned; whvi layers have no Z, "
             "and every entry of S_1, S_2 and g takes part in a whole block."
         )
-    before = [_projections(q) for q in inducing]
+    before = [q.projections() for q in inducing]
     _keep_largest(Z, [part().abs() for part in Z], round(keep * sum(part.value.numel() for part in Z)))
     for q, whole in zip(inducing, before, strict=True):
         _follow(q, whole)
@@ -62,20 +61,14 @@ def prune(network: BayesianNetwork, keep: float) -> None:
     _keep_largest([law.spread for law, _ in gaussians], scores, n // 2 + biases)
 
 
-def _projections(q: Inducing) -> list[Tensor]:
-    """A_r (d_out, M_out) and A_c (d_in, M_in)."""
-    halves = [(Z().double(), D().double()) for Z, D in ((q.Z_r, q.D_r), (q.Z_c, q.D_c))]
-    return [whiten(Z, regularise(Z, D)) for Z, D in halves]
-
-
 def _follow(q: Inducing, whole: Sequence[Tensor]) -> None:
     """The mean of q(V) for pruned projections: that whose mean weight A_r V A_cᵀ is nearest to what it was."""
     if q.law is None:  # a hierarchy draws V
         return
-    left, right = (torch.linalg.pinv(now) @ was for now, was in zip(_projections(q), whole, strict=True))
+    left, right = (torch.linalg.pinv(now) @ was for now, was in zip(q.projections(), whole, strict=True))
     assert isinstance(q.law, Mixture | MeanField | FullCovariance)
     V = (q.law.points if isinstance(q.law, Mixture) else q.law.centre).value
-    V.copy_(left @ V.double() @ right.mT)
+    V.copy_(left @ V.double().cpu() @ right.mT)
 
 
 def _keep_largest(parts: list[Free] | list[Positive], scores: list[Tensor], n: int) -> None:
