@@ -1,11 +1,14 @@
 """What every benchmark needs: medians over rounds in which the rivals take turns, and a line about the machine."""
 
+import json
 import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
 from datetime import date
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,6 +28,24 @@ def take_turns(rivals: Mapping[str, Callable[[], object]], rounds: int) -> dict[
                     seconds[name].append(time.perf_counter() - start)
                 progress.advance(task)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def kept_rows(file: Path | None) -> list[dict[str, Any]]:
+    """What earlier runs have left in a file, one line each."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file is not None and file.exists() else []
+
+
+def keep_row(file: Path | None, row: dict[str, Any]) -> None:
+    """One more line, where there is a file."""
+    if file is not None:
+        with file.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+
+
+def spread(values: list[float]) -> str:
+    """Mean and standard deviation over seeds."""
+    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{deviation}"
 
 
 def machine() -> str:

@@ -7,7 +7,6 @@ training data, which no training step sees, so that settings can be chosen by th
 """
 
 import argparse
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks._measure import machine
+from benchmarks._measure import keep_row, machine
 from dubito.models import bayesianize
 from dubito.models.network import BayesianNetwork
 from dubito.training import metrics
@@ -133,9 +132,7 @@ def main() -> None:
     table = Table("trial", *COLUMNS, title=f"{args.architecture}, held-out training data, K = {SAMPLES}")
     for row in rows(Setting(recipe, parts, device), args.trials):
         table.add_row(row["trial"], *(f"{row[name]:.4f}" for name in COLUMNS))
-        if args.json is not None:
-            with args.json.open("a") as file:
-                file.write(json.dumps({**row, "seed": args.seed, "set": changes}) + "\n")
+        keep_row(args.json, {**row, "seed": args.seed, "set": changes})
     Console(width=160).print(table)
     print(machine(), torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU", sep=", ")
 

@@ -12,10 +12,8 @@ NAME=npz:PATH; of each set the test part is used. K = 20. A GPU is needed: a qua
 """
 
 import argparse
-import json
-import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,8 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from benchmarks._measure import machine
+from benchmarks._measure import keep_row, kept_rows, machine, spread
+from benchmarks.ood import read_outside
 from dubito.models import bayesianize, load
 from dubito.models.answers import scores
 from dubito.models.model import Model
@@ -38,7 +37,6 @@ from dubito.training.data import Parts, input_of
 from dubito.training.evaluate import Summary, Way, default_measure, quality
 from dubito.training.metrics import auroc
 from dubito.training.recipe import Fitting, build_network, finish, read_parts, task_of, train
-from dubito.training.sources import read_data
 
 RECIPES = {"resnet18": "cifar10", "resnet50": "cifar10-resnet50"}
 SAMPLES = 20  # K
@@ -175,15 +173,6 @@ def aurocs(near: Mapping[Measure, Tensor], far: Mapping[Measure, Tensor]) -> dic
     return {measure: auroc(values, far[measure]) for measure, values in near.items()}
 
 
-def read_outside(wanted: list[str], root: Path) -> dict[str, Tensor]:
-    found = {}
-    for one in wanted:
-        name, _, source = one.partition("=")
-        data = read_data(source or name, root)
-        found[name] = (data.train if data.test is None else data.test).x
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, required=True)
@@ -205,15 +194,14 @@ def main() -> None:
 
 def measured(path: Path, bench: Bench, methods: list[str], seeds: list[int]) -> list[Row]:
     """Seed by seed, so that a run that is stopped leaves whole comparisons; one ensemble, from the first."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = kept_rows(path)
     for seed in seeds:
         for method in methods:
             known = any((r["method"], r["seed"], r["set"]) == (method, seed, bench.changes) for r in rows)
             if known or (method == "ensemble-w" and seed != seeds[0]):
                 continue
             rows.append(bench.measure(method, seed))
-            with path.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
+            keep_row(path, rows[-1])
     return [r for r in rows if r["method"] in methods and r["seed"] in seeds and r["set"] == bench.changes]
 
 
@@ -225,13 +213,13 @@ def table_of(rows: list[Row], methods: list[str], outside: list[str], title: str
         mine = [r for r in rows if r["method"] == method]
         if not mine:
             continue
-        cells = [spread(mine, lambda r, name=name: r[name]) for name in FIGURES]
-        cells += [spread(mine, lambda r, name=name: default_auroc(r, name)) for name in outside]
+        cells = [spread([r[name] for r in mine]) for name in FIGURES]
+        cells += [spread([default_auroc(r, name) for r in mine]) for name in outside]
         measures = ", ".join(sorted({r["measure"] or "the better of two" for r in mine}))
         table.add_row(method, str(len(mine)), f"{mine[0]['parameters']:,}", *cells, measures)
     tempered = [r["plain"]["tempered"] for r in rows if r["method"] == "ffg-u" and r.get("plain") is not None]
     if tempered:
-        cells = [spread(tempered, lambda r, name=name: r[name]) for name in FIGURES]
+        cells = [spread([r[name] for r in tempered]) for name in FIGURES]
         table.add_row("plain, with a temperature", str(len(tempered)), "", *cells)
     return table
 
@@ -239,12 +227,6 @@ def table_of(rows: list[Row], methods: list[str], outside: list[str], title: str
 def default_auroc(row: Row, name: str) -> float:
     by_measure: dict[str, float] = row["aurocs"][name]
     return max(by_measure.values()) if row["measure"] is None else by_measure[row["measure"]]
-
-
-def spread(rows: list[Row], value: Callable[..., float]) -> str:
-    values = [value(row) for row in rows]
-    error = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4f}{error}"
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ data is MNIST, told apart by each artifact's own default measure. Minutes on a G
 """
 
 import argparse
-import json
-import statistics
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -20,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._measure import machine
+from benchmarks._measure import keep_row, kept_rows, machine, spread
 from dubito.models.parameters import count
 from dubito.training.config import read_recipe
 from dubito.training.data import part_of
@@ -106,36 +104,24 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder to leave the artifacts in")
     parser.add_argument("--jobs", type=int, default=1, help="trained side by side, each in a process of its own")
     args = parser.parse_args()
-    rows = [row for row in _so_far(args.json) if row.get("set", []) == args.set]
+    rows = [row for row in kept_rows(args.json) if row.get("set", []) == args.set]
     known = {(row["method"], row["seed"]) for row in rows}
     wanted = [(method, seed) for seed in args.seeds for method in args.methods if (method, seed) not in known]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         tasks = [pool.submit(one, method, seed, args.set, args) for method, seed in wanted]
         for done in as_completed(tasks):
             rows.append(done.result())
-            if args.json is not None:
-                with args.json.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+            keep_row(args.json, rows[-1])
     table = Table(title=f"Fashion-MNIST, K = {SAMPLES}; AUROC against MNIST, by the default measure and by each")
     for name in ("method", "parameters", *(c.replace("_", " ") for c in COLUMNS), "default measure"):
         table.add_column(name)
     for method in args.methods:
         mine = [row for row in rows if row["method"] == method and row["seed"] in args.seeds]
-        cells = [_spread([row[name] for row in mine]) for name in COLUMNS]
+        cells = [spread([row[name] for row in mine]) for name in COLUMNS]
         measures = sorted({str(row["measure"]) for row in mine})
         table.add_row(method, f"{mine[0]['parameters']:,}", *cells, ", ".join(measures))
     Console(width=200).print(table)
     print(machine(), torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU", sep=", ")
-
-
-def _so_far(file: Path | None) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file is not None and file.exists() else []
-
-
-def _spread(values: list[float]) -> str:
-    """Mean and standard deviation over seeds."""
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4f}{spread}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ spoiled copies of held-out examples that calibration chooses by. Every artifact 
 """
 
 import argparse
-import json
 import math
 import time
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks._measure import machine
+from benchmarks._measure import keep_row, kept_rows, machine
 from dubito.models.artifact import load
 from dubito.models.feature_bank import FeatureBank
 from dubito.models.model import Model
@@ -159,11 +158,8 @@ def one(file: Path, args: argparse.Namespace, device: torch.device) -> dict[str,
     spoiled = [setting.scores(x, args.seed) for x in spoil(held, rng)]
     against = {"spoiled": {m: sum(auroc(clean[m], s[m]) for s in spoiled) / len(spoiled) for m in clean}}
     inside = setting.scores(parts["test"].x[: args.test], args.seed)
-    for named in args.outside:
-        name, _, source = named.partition("=")
-        found = read_data(source or name, args.data_root)
-        test = found.train if found.test is None else found.test
-        outside = setting.scores(test.x[: args.test], args.seed)
+    for name, x in read_outside(args.outside, args.data_root).items():
+        outside = setting.scores(x[: args.test], args.seed)
         against[name] = {m: auroc(inside[m], outside[m]) for m in inside}
     return {
         "file": file.name,
@@ -183,6 +179,16 @@ def one(file: Path, args: argparse.Namespace, device: torch.device) -> dict[str,
     }
 
 
+def read_outside(wanted: list[str], root: Path | None) -> dict[str, Tensor]:
+    """The inputs of each set's test part, or of all of it, by NAME of NAME or NAME=SOURCE."""
+    found = {}
+    for one in wanted:
+        name, _, source = one.partition("=")
+        data = read_data(source or name, root)
+        found[name] = (data.train if data.test is None else data.test).x
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
@@ -198,15 +204,14 @@ def main() -> None:
     )
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = [] if args.json is None or not args.json.exists() else list(map(json.loads, args.json.open()))
+    rows = kept_rows(args.json)
     key = ("sha256", "seed", "samples", "train", "test", "outside")
     for file in args.files:
         asked = (load(file).manifest.sha256[:12], args.seed, args.samples, args.train, args.test, args.outside)
         known = [row for row in rows if tuple(row[name] for name in key) in (asked, (*asked[:2], 1, *asked[3:]))]
         row = known[0] if known else one(file, args, device)
-        if not known and args.json is not None:
-            with args.json.open("a") as out:
-                out.write(json.dumps(row) + "\n")
+        if not known:
+            keep_row(args.json, row)
         show(row)
     print(machine(), torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU", sep=", ")
 

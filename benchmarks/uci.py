@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks._measure import machine
+from benchmarks._measure import keep_row, kept_rows, machine
 from dubito.models.names import METHODS
 from dubito.training.config import read_recipe
 from dubito.training.recipe import read_parts, train
@@ -142,10 +142,9 @@ def measure_all(
     """By method, each set's divisions, in order; None is the recipe's own method."""
     found: dict[str | None, dict[str, dict[int, dict[str, float]]]]
     found = {method: {data: {} for data in counts} for method in methods}
-    if keep is not None and keep.exists():
-        for row in map(json.loads, keep.read_text().splitlines()):
-            if row["method"] in found and row["split"] < counts.get(row["set"], 0):
-                found[row["method"]][row["set"]][row["split"]] = row["figures"]
+    for row in kept_rows(keep):
+        if row["method"] in found and row["split"] < counts.get(row["set"], 0):
+            found[row["method"]][row["set"]][row["split"]] = row["figures"]
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come: more threads than cores would wait for each other
     with (
         ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
@@ -162,10 +161,7 @@ def measure_all(
         for done in as_completed(asked):
             data, split, method = asked[done]
             found[method][data][split] = done.result()
-            if keep is not None:
-                line = {"method": method, "set": data, "split": split, "figures": found[method][data][split]}
-                with keep.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+            keep_row(keep, {"method": method, "set": data, "split": split, "figures": found[method][data][split]})
             progress.advance(task)
     return {
         method: {data: [rows[split] for split in sorted(rows)] for data, rows in sets.items()}
