@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import uvicorn
 
 from dubito.models.errors import DubitoError
-from dubito.service.app import Server, application
 from dubito.service.logs import flush_lines, start_logging
 from dubito.service.settings import Settings
-from dubito.service.wire import Wire
+from dubito.service.web.app import Server, application
+from dubito.service.web.wire import Wire
 
 KEEP_ALIVE = 65  # seconds that an idle connection stays: longer than the minute of usual proxies
 SWITCH = 0.0003  # seconds that the event loop keeps the interpreter from the thread that feeds a GPU; usually 5 ms

@@ -58,7 +58,9 @@ def test_no_pickle(file: Path) -> None:
 
 
 def test_the_checks_see_what_they_should() -> None:
-    code = "import dubito.models.errors\nfrom dubito import service\ndef f():\n    from dubito.training.fit import fit"
+    code = (
+        "import dubito.models.errors\nfrom dubito import service\ndef f():\n    from dubito.training.fit.fit import fit"
+    )
     assert rooms_imported(ast.parse(code)) == {"models", "service", "training"}
     code = "from pickle import loads\nfrom torch import load\ntorch.save(x)\nnp.load(x, allow_pickle=True)\nz.load(x)"
     assert pickles_used(ast.parse(code)) == {"pickle.loads", "torch.load", "torch.save", "allow_pickle=True"}
@@ -70,8 +72,8 @@ import sys
 from contextlib import nullcontext
 from dubito.models import load
 from dubito.models.embedded import embedded
-from dubito.service.budget import Budget
-from dubito.service.engine import Engine
+from dubito.service.engine.budget import Budget
+from dubito.service.engine.engine import Engine
 
 model = load(embedded())
 assert model.card.input is not None

@@ -17,12 +17,12 @@ import torch
 from dubito.models.embedded import embedded
 from dubito.models.errors import DubitoError, NumericsError
 from dubito.models.manifest import Card, Input, Manifest
-from dubito.models.model import Model
-from dubito.models.resident import reside
-from dubito.service.app import Server
-from dubito.service.device import device_of, dtype_of, trusted
-from dubito.service.engine import Answered, Ask, Engine
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.resident import reside
+from dubito.service.engine.device import device_of, dtype_of, trusted
+from dubito.service.engine.engine import Answered, Ask, Engine
 from dubito.service.settings import Settings
+from dubito.service.web.app import Server
 from tests import forked
 from tests.faulty import FOUR, Faulty, known_anew, one_column, one_convolution, patches, those_right
 from tests.service.conftest import Serve
@@ -156,8 +156,8 @@ import numpy as np
 import torch
 from dubito.models import bayesianize, build, load, predict
 from dubito.models.embedded import embedded
-from dubito.models.resident import reside
-from dubito.service.engine import Ask, Engine
+from dubito.models.predictions.resident import reside
+from dubito.service.engine.engine import Ask, Engine
 import dubito.service.run
 model = reside(load(embedded()), torch.device("cpu"), torch.float32)
 engine = Engine(model, (1, 4))

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
 from dubito.models.embedded import embedded
-from dubito.service.app import Server
-from dubito.service.predict import V1, V2
 from dubito.service.settings import Settings
+from dubito.service.web.app import Server
+from dubito.service.web.predict import V1, V2
 from tests.service.conftest import Live, Serve
 
 INPUTS = {"digits": np.full((2, 1, 8, 8), 0.25), "prices": np.full((3, 4), -0.5)}
