@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,21 +20,6 @@ from dubito.models.posteriors.protocol import Value
 MOST_FEATURES = 1 << 13  # d beyond which no bank is kept: its points would outweigh the network
 
 _kept: ContextVar[list[Tensor] | None] = ContextVar("kept", default=None)
-
-
-class Reading(Protocol):
-    """What a pass reads off the features."""
-
-    @property
-    def columns(self) -> int:
-        """How many numbers of each row."""
-        ...
-
-    def __call__(self, features: Tensor, K: int, member: Callable[[int], Tensor]) -> Tensor:
-        """Features (K·B, d) of K samples, in order -> (K·B, columns) in float32; `member` as in `Run`."""
-        ...
-
-    def to(self, device: torch.device) -> Self: ...
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,20 @@ from dubito.models.manifest import Layer
 from dubito.models.network.geometry import Conv, Geometry, How, Linear, apply
 from dubito.models.posteriors.protocol import Operand, Posterior
 
-if TYPE_CHECKING:
-    from dubito.models.network.features import Reading
+
+class Reading(Protocol):
+    """Computes further columns of the outputs from the features, the inputs of the last linear layer."""
+
+    @property
+    def columns(self) -> int:
+        """Number of columns."""
+        ...
+
+    def __call__(self, features: Tensor, K: int, member: Callable[[int], Tensor]) -> Tensor:
+        """Features (K·B, d) of K samples, in order -> (K·B, columns) in float32; `member` as in `Run`."""
+        ...
+
+    def to(self, device: torch.device) -> Self: ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,7 @@ class Run:
     channels_last: bool = False
     form: nn.Module | None = None  # the network in another form, to be run instead
     begun: Sequence[Callable[[], object]] = ()  # draws that are under way: a capture ends when all were called for
-    read: "Reading | None" = None  # what is read off the features, in further columns of the outputs
+    read: Reading | None = None  # what is read off the features, in further columns of the outputs
 
 
 _run: ContextVar[Run | None] = ContextVar("run", default=None)

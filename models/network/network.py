@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from dubito.models.errors import ConversionError, PredictionError
 from dubito.models.manifest import Classification, Task
 from dubito.models.network.feature_bank import FeatureBank
-from dubito.models.network.features import Reading, is_linear, keeping, watch
+from dubito.models.network.features import is_linear, keeping, watch
 from dubito.models.network.geometry import How
-from dubito.models.network.layers import BayesianLayer, MemberLayer, Run, Structure, layer_by_layer, running
+from dubito.models.network.layers import BayesianLayer, MemberLayer, Reading, Run, Structure, layer_by_layer, running
 from dubito.models.network.linearised import Subnetwork, SubnetworkFactors
-from dubito.models.network.plan import Plan
 from dubito.models.numerics.parameters import Positive, alike
 from dubito.models.numerics.proof import check
 from dubito.models.numerics.streams import begin
@@ -28,6 +27,7 @@ from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Factors,
 from dubito.models.posteriors.whvi import Whvi
 from dubito.models.posteriors.whvi import kl_together as kl_of_whvi
 
+Plan = Mapping[str, How]  # how each layer computes its K samples, by its name
 Stock = Mapping[nn.Module, Operand]  # weights drawn ahead, by layer
 
 

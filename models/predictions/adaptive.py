@@ -6,8 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.errors import InputError
-from dubito.models.network.network import BayesianNetwork, NetworkFactors
-from dubito.models.network.plan import Plan
+from dubito.models.network.network import BayesianNetwork, NetworkFactors, Plan
 from dubito.models.predictions.prediction import (
     MAX_SAMPLES,
     Job,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from dubito.models.errors import InputError, PredictionError
 from dubito.models.manifest import Predictive
 from dubito.models.network.feature_bank import Nearest
-from dubito.models.network.features import Reading, keeping
-from dubito.models.network.layers import FoldError
+from dubito.models.network.features import keeping
+from dubito.models.network.layers import FoldError, Reading
 from dubito.models.network.linearised import (
     SubnetworkFactors,
     linear_moments,
@@ -27,8 +27,8 @@ from dubito.models.network.linearised import (
     outputs_of,
     plain,
 )
-from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Stock
-from dubito.models.network.plan import Plan, Planner, cheapest
+from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan, Stock
+from dubito.models.network.plan import Planner, cheapest
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.proof import check
 from dubito.models.predictions.stopwatch import Stopwatch

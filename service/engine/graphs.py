@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dubito.models.network.geometry import Conv
-from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
-from dubito.models.network.plan import Plan
+from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan
 from dubito.models.network.together import gather
 from dubito.models.numerics.normals import counted
 from dubito.models.numerics.streams import stream

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from dubito.models.errors import NumericsError
 from dubito.models.network.geometry import How
 from dubito.models.network.layers import BayesianLayer, FoldError, current
-from dubito.models.network.network import Draws
-from dubito.models.network.plan import Plan
+from dubito.models.network.network import Draws, Plan
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.proof import name_of
 from dubito.models.predictions.prediction import Job, evaluating
