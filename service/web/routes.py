@@ -1,7 +1,7 @@
 """Everything that is read by people and by other clients' health checks: models, metadata, repository, metrics."""
 
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
@@ -19,9 +19,7 @@ from dubito.service.web.http import body_of, json_object, read_body
 from dubito.service.web.oip import DRAWS, INPUT
 from dubito.service.web.openapi import ANY, FLAG, OF_ANY, TEXT, answer, content, errors, ref, some, thing
 from dubito.service.web.predict import declared_outputs
-
-if TYPE_CHECKING:
-    from dubito.service.web.app import Server
+from dubito.service.web.state import State
 
 ASSETS = {
     "html": "text/html; charset=utf-8",
@@ -35,16 +33,16 @@ EXTENSIONS = ["binary_tensor_data", "model_repository"]
 UNKNOWN = (404, *OF_ANY)
 
 
-def routes(server: "Server") -> FastAPI:
+def routes(state: State) -> FastAPI:
     app = FastAPI(
         title="dubito", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=None
     )
-    app.openapi = lambda: openapi.document(app, server.settings)  # type: ignore[method-assign]
+    app.openapi = lambda: openapi.document(app, state.settings)  # type: ignore[method-assign]
 
     @app.exception_handler(Problem)
     async def wrong(request: Request, problem: Problem) -> Response:
         if problem.reason:
-            server.metrics.rejected.labels(problem.reason).inc()
+            state.metrics.rejected.labels(problem.reason).inc()
         return _refusal(request, problem)
 
     @app.exception_handler(HTTPException)
@@ -55,14 +53,14 @@ def routes(server: "Server") -> FastAPI:
         )
         return _refusal(request, problem)
 
-    _of_people(app, server)
-    _of_models(app, server)
-    _of_v2(app, server)
-    _of_repository(app, server)
+    _of_people(app, state)
+    _of_models(app, state)
+    _of_v2(app, state)
+    _of_repository(app, state)
     return app
 
 
-def _of_people(app: FastAPI, server: "Server") -> None:
+def _of_people(app: FastAPI, state: State) -> None:
     @app.get("/", include_in_schema=False)
     async def console() -> Response:
         return asset("index.html")
@@ -85,46 +83,46 @@ def _of_people(app: FastAPI, server: "Server") -> None:
 
     @app.get("/healthz", tags=["health"], summary="Whether the server lives", responses=_health("live"))
     async def healthz() -> Response:
-        return _yes_or_no({"live": server.live}, server.live)
+        return _yes_or_no({"live": state.live}, state.live)
 
     ready = _health("ready", "missing")
 
     @app.get("/readyz", tags=["health"], summary="Whether every expected model answers", responses=ready)
     async def readyz() -> Response:
-        return _yes_or_no({"ready": server.ready, "missing": server.missing}, server.ready)
+        return _yes_or_no({"ready": state.ready, "missing": state.missing}, state.ready)
 
     text: Any = {"200": {"description": "Prometheus' text.", "content": {"text/plain": {}}}, **errors(OF_ANY, v2=False)}
 
     @app.get("/metrics", tags=["health"], summary="Metrics for Prometheus", responses=text)
     async def metrics() -> Response:
-        return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(state.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _of_models(app: FastAPI, server: "Server") -> None:
+def _of_models(app: FastAPI, state: State) -> None:
     listed: Any = answer(thing({"models": some(ref("Model"))}), "The models that answer.")
 
     @app.get("/v1/models", tags=["v1"], summary="The models that answer", responses=listed)
     async def models() -> Response:
-        return _json({"models": [about(served, server) for _, served in sorted(_repository(server).served.items())]})
+        return _json({"models": [about(served, state) for _, served in sorted(_repository(state).served.items())]})
 
     described: Any = answer(ref("Model"), "What is known about it.", UNKNOWN)
 
     @app.get("/v1/models/{name}", tags=["v1"], summary="One model", responses=described)
     async def model(name: str) -> Response:
-        return _json(about(_repository(server).get(name), server))
+        return _json(about(_repository(state).get(name), state))
 
 
-def _of_v2(app: FastAPI, server: "Server") -> None:
+def _of_v2(app: FastAPI, state: State) -> None:
     def v2(schema: dict[str, Any], what: str, statuses: tuple[int, ...] = OF_ANY) -> Any:
         return answer(schema, what, statuses, v2=True)
 
     @app.get("/v2/health/live", tags=["v2"], summary="Whether the server lives", responses=_health("live"))
     async def v2_live() -> Response:
-        return _yes_or_no({"live": server.live}, server.live)
+        return _yes_or_no({"live": state.live}, state.live)
 
     @app.get("/v2/health/ready", tags=["v2"], summary="Whether every model answers", responses=_health("ready", "live"))
     async def v2_ready() -> Response:
-        return _yes_or_no({"ready": server.ready, "live": server.live}, server.ready)
+        return _yes_or_no({"ready": state.ready, "live": state.live}, state.ready)
 
     metadata = thing({"name": TEXT, "version": TEXT, "extensions": some(TEXT)})
 
@@ -139,26 +137,26 @@ def _of_v2(app: FastAPI, server: "Server") -> None:
 
     @app.get("/v2/models/{name}", tags=["v2"], summary="One model", responses=of_model)
     async def v2_model(name: str) -> Response:
-        return _json(metadata_of(_repository(server).get(name)))
+        return _json(metadata_of(_repository(state).get(name)))
 
     @app.get("/v2/models/{name}/versions/{version}", tags=["v2"], summary="One version", responses=of_model)
     async def v2_version(name: str, version: str) -> Response:
-        return _json(metadata_of(_repository(server).get(name, version)))
+        return _json(metadata_of(_repository(state).get(name, version)))
 
     of_ready = v2(thing({"name": TEXT, "ready": FLAG}), "It answers.", UNKNOWN)
 
     @app.get("/v2/models/{name}/ready", tags=["v2"], summary="Whether it answers", responses=of_ready)
     async def v2_model_ready(name: str) -> Response:
-        return _json({"name": _repository(server).get(name).name, "ready": True})
+        return _json({"name": _repository(state).get(name).name, "ready": True})
 
     @app.get(
         "/v2/models/{name}/versions/{version}/ready", tags=["v2"], summary="Whether it answers", responses=of_ready
     )
     async def v2_version_ready(name: str, version: str) -> Response:
-        return _json({"name": _repository(server).get(name, version).name, "ready": True})
+        return _json({"name": _repository(state).get(name, version).name, "ready": True})
 
 
-def _of_repository(app: FastAPI, server: "Server") -> None:
+def _of_repository(app: FastAPI, state: State) -> None:
     row = thing({"name": TEXT, "version": TEXT, "state": TEXT, "reason": TEXT})
     index: Any = answer(some(row), "Every version that lies there.", (400, 408, 413, 415, *OF_ANY), v2=True)
     every = {"every version": {"value": {"ready": False}}}
@@ -166,11 +164,11 @@ def _of_repository(app: FastAPI, server: "Server") -> None:
 
     @app.post("/v2/repository/index", tags=["v2"], summary="The repository", responses=index, openapi_extra=asked)
     async def v2_index(request: Request) -> Response:
-        told = await _told(request, server)
+        told = await _told(request, state)
         ready = told.get("ready", False)
         if not isinstance(ready, bool):
             raise Problem(400, "ready is no boolean.")
-        return _json(_repository(server).index(ready_only=ready))
+        return _json(_repository(state).index(ready_only=ready))
 
     changed: Any = answer(ANY, "Done.", (400, 404, 408, 413, 415, *OF_ANY), v2=True)
     nothing: Any = {"nothing": {"value": {}}}
@@ -184,8 +182,8 @@ def _of_repository(app: FastAPI, server: "Server") -> None:
         openapi_extra=parameters,
     )
     async def v2_load(name: str, request: Request) -> Response:
-        await _told(request, server)
-        repository = _changeable(server)
+        await _told(request, state)
+        repository = _changeable(state)
         try:
             await repository.load(name)
         except Problem:
@@ -202,8 +200,8 @@ def _of_repository(app: FastAPI, server: "Server") -> None:
         openapi_extra=parameters,
     )
     async def v2_unload(name: str, request: Request) -> Response:
-        await _told(request, server)
-        await _changeable(server).unload(name)
+        await _told(request, state)
+        await _changeable(state).unload(name)
         return _json({})
 
 
@@ -212,21 +210,21 @@ def _refusal(request: Request, problem: Problem) -> Response:
     return Response(told, problem.status, problem.headers, kind)
 
 
-def _repository(server: "Server") -> Repository:
-    if server.repository is None:
+def _repository(state: State) -> Repository:
+    if state.repository is None:
         raise Problem(503, "the server is starting; /readyz says when it is ready.", {"Retry-After": "1"})
-    return server.repository
+    return state.repository
 
 
-def _changeable(server: "Server") -> Repository:
-    if not server.settings.repository_api:
+def _changeable(state: State) -> Repository:
+    if not state.settings.repository_api:
         raise Problem(503, "models cannot be changed over HTTP here: the setting repository_api is off.")
-    return _repository(server)
+    return _repository(state)
 
 
-async def _told(request: Request, server: "Server") -> dict[str, Any]:
+async def _told(request: Request, state: State) -> dict[str, Any]:
     """A JSON object, or nothing."""
-    limits = server.settings
+    limits = state.settings
     body = await read_body(dict(request.scope["headers"]), request.receive, limits.body_bytes, limits.body_seconds)
     return json_object(body) if body else {}
 
@@ -260,7 +258,7 @@ def asset(name: str, below: str | None = None) -> Response:
     return Response(found.read_bytes(), headers={"cache-control": "no-cache"}, media_type=kind)
 
 
-def about(served: Served, server: "Server") -> dict[str, Any]:
+def about(served: Served, state: State) -> dict[str, Any]:
     """Nothing of where it lies or where it was made."""
     model, known = served.model, served.known
     calibration = model.card.calibration
@@ -294,8 +292,8 @@ def about(served: Served, server: "Server") -> dict[str, Any]:
         "metrics": known["metrics"],
         "plain": None if beside is None else beside.model_dump(mode="json") | {"verdict": beside_plain(beside)},
         "sha256": known["sha256"],
-        "samples": server.settings.samples,
-        "max_samples": server.settings.max_samples,
+        "samples": state.settings.samples,
+        "max_samples": state.settings.max_samples,
         "device": str(model.device),
     }
 
