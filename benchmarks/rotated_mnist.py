@@ -36,9 +36,9 @@ from dubito.training.data.data import DataSet, Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
 from dubito.training.evaluation.shift import corrupt
 from dubito.training.fit.fit import Run
-from dubito.training.fit.log import remark
 from dubito.training.laplace import COARSE, FINE, closed_nll, diagonal, linearise
 from dubito.training.metrics import accuracy, nll
+from dubito.training.terminal import remark
 
 ANGLES = (0, 30, 60, 90, 120, 150, 180)
 SELECTIONS: tuple[Selection, ...] = ("variance", "random", "last-layer")

@@ -34,9 +34,9 @@ from dubito.training.evaluation.evaluate import (
     drawn,
 )
 from dubito.training.feature_bank import make_bank
-from dubito.training.fit.log import remark
 from dubito.training.metrics import placements
 from dubito.training.seeds import stream
+from dubito.training.terminal import remark
 
 PATCHES_FROM = 128  # examples that the directions of way 3 are found on
 SPOILED = 1000  # examples whose spoiled copies stand for data from outside

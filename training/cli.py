@@ -408,7 +408,7 @@ def _tell(out: Path, model: "Model", as_json: bool) -> None:
     from dubito.models.verdict import beside_plain, columns
     from dubito.training.calibrate import too_small
     from dubito.training.evaluation.evaluate import promises
-    from dubito.training.fit.log import remark
+    from dubito.training.terminal import remark
 
     calibration = model.card.calibration
     if calibration is not None and (few := too_small(calibration, model.card.labels)):

@@ -22,8 +22,8 @@ from dubito.models.predictions.prediction import evaluating, tally_for
 from dubito.models.predictions.uncertainty import ValueTally, probit
 from dubito.training.config import Laplace
 from dubito.training.data.data import Examples, enter
-from dubito.training.fit.log import bar
 from dubito.training.metrics import gaussian_nll, nll
+from dubito.training.terminal import bar
 
 USUAL_SIZE = 1000  # S
 JACOBIAN = 1 << 26  # numbers of a Jacobian held at a time

@@ -15,9 +15,9 @@ from dubito.models.predictions.model import Model
 from dubito.training.config import Calibrate, Data, Fit, Laplace, Network, Posterior, Recipe
 from dubito.training.data.data import Parts, data_recipe, divide, input_of
 from dubito.training.data.sources import read_for
-from dubito.training.fit.log import remark
 from dubito.training.laplace import LaplaceError, check_plain, linearise, said
 from dubito.training.recipe import build_network, finish, read_parts, set_noise, task_of
+from dubito.training.terminal import remark
 
 
 def from_artifact(

@@ -30,7 +30,7 @@ from dubito.training.data.sources import read_data
 from dubito.training.evaluation.evaluate import measure
 from dubito.training.fit.checkpoint import draft_of, resume, save_checkpoint
 from dubito.training.fit.fit import Epoch, FitError, Run
-from dubito.training.fit.log import progress, remark, tensorboard, write_csv
+from dubito.training.fit.log import progress, tensorboard, write_csv
 from dubito.training.fit.noise import fit_noise
 from dubito.training.fit.noise import said as noise_said
 from dubito.training.fit.ranks import Ranks
@@ -38,6 +38,7 @@ from dubito.training.fit.remarks import remarks
 from dubito.training.fit.stop import stoppable
 from dubito.training.fit.tune import tune
 from dubito.training.laplace import check_size, linearise, said
+from dubito.training.terminal import remark
 
 REMEMBERED = 1024  # training inputs whose hashes stay in the artifact, to know them again
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch

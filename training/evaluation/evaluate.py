@@ -20,8 +20,8 @@ from dubito.models.predictions.uncertainty import Classified, ClassTally, Regres
 from dubito.training import metrics
 from dubito.training.data.data import DataError, Examples, enter
 from dubito.training.evaluation.shift import corrupt, families
-from dubito.training.fit.log import bar
 from dubito.training.seeds import stream
+from dubito.training.terminal import bar
 
 REQUESTS = 20  # with draws of their own, as calibration's promises are about a request's fresh draws
 GRID = (1, 2, 4, 8, 16, 20, 32, 64)  # K of the curve

@@ -24,11 +24,6 @@ def write_csv(log: list[Epoch], path: Path) -> None:
     write_whole(path, text.getvalue().encode())
 
 
-def remark(text: str) -> None:
-    """A line on stderr."""
-    Console(stderr=True).print(text, highlight=False, markup=False)
-
-
 @contextmanager
 def tensorboard(folder: Path) -> Iterator[Callable[[Epoch], None]]:
     """Takes each epoch's numbers, where TensorBoard is installed."""
@@ -68,12 +63,3 @@ def progress(run: Run, title: str) -> Iterator[Callable[[Told], None]]:
                 console.print(f"{title}: {said}", highlight=False)
 
         yield tell
-
-
-@contextmanager
-def bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Of any other long work, on stderr where that is a terminal; it is told how much more is done."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
-        task = shown.add_task(title, total=total)
-        yield lambda n: shown.advance(task, n)

@@ -9,7 +9,7 @@ from torch import nn
 from dubito.training.config import Recipe
 from dubito.training.fit.checkpoint import write_whole
 from dubito.training.fit.fit import Run
-from dubito.training.fit.log import remark
+from dubito.training.terminal import remark
 
 SAMPLES = 20  # K of the judgement
 
