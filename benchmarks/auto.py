@@ -16,10 +16,10 @@ from torch import Tensor
 from benchmarks._measure import machine
 from dubito.models import bayesianize, load
 from dubito.models.embedded import embedded
-from dubito.models.model import Model
-from dubito.models.uncertainty import Classified
-from dubito.training.data import enter, part_of
-from dubito.training.sources import read_data
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.uncertainty import Classified
+from dubito.training.data.data import enter, part_of
+from dubito.training.data.sources import read_data
 
 REFERENCE = 1024
 

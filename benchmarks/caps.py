@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from benchmarks._measure import keep_row, machine
 from dubito.models import bayesianize
-from dubito.models.network import BayesianNetwork
+from dubito.models.network.network import BayesianNetwork
 from dubito.training import metrics
-from dubito.training.augment import augmentation
 from dubito.training.config import Fit, Recipe, read_recipe
-from dubito.training.data import Parts, divide, enter, input_of
-from dubito.training.fit import Run
+from dubito.training.data.augment import augmentation
+from dubito.training.data.data import Parts, divide, enter, input_of
+from dubito.training.data.sources import read_data
+from dubito.training.fit.fit import Run
 from dubito.training.recipe import build_network, task_of
-from dubito.training.sources import read_data
 
 HELD, CALIBRATION = 0.1, 0.04  # shares of the training data: judged by, and for the temperature
 SAMPLES = 20  # K

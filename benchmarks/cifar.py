@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from benchmarks._measure import keep_row, kept_rows, machine, spread
 from benchmarks.ood import read_outside
 from dubito.models import bayesianize, load
-from dubito.models.answers import scores
-from dubito.models.model import Model
 from dubito.models.names import Measure
-from dubito.models.parameters import count
-from dubito.models.uncertainty import Classified, ClassTally
+from dubito.models.numerics.parameters import count
+from dubito.models.predictions.answers import scores
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.uncertainty import Classified, ClassTally
 from dubito.training.config import Recipe, read_recipe
-from dubito.training.data import Parts, input_of
-from dubito.training.evaluate import Summary, Way, default_measure, quality
+from dubito.training.data.data import Parts, input_of
+from dubito.training.evaluation.evaluate import Summary, Way, default_measure, quality
 from dubito.training.metrics import auroc
 from dubito.training.recipe import Fitting, build_network, finish, read_parts, task_of, train
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from benchmarks._measure import machine, take_turns
 from dubito.models import bayesianize, build, predict
-from dubito.models.directions import set_directions
-from dubito.models.network import BayesianNetwork
+from dubito.models.conversion.directions import set_directions
+from dubito.models.network.network import BayesianNetwork
 
 
 def main() -> None:

@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._measure import keep_row, kept_rows, machine, spread
-from dubito.models.parameters import count
+from dubito.models.numerics.parameters import count
 from dubito.training.config import read_recipe
-from dubito.training.data import part_of
-from dubito.training.evaluate import evaluate
+from dubito.training.data.data import part_of
+from dubito.training.data.sources import read_data
+from dubito.training.evaluation.evaluate import evaluate
 from dubito.training.recipe import train
-from dubito.training.sources import read_data
 
 PLAIN = [  # the recipe's plain network, for as long as it and its posterior together
     "tune=none",

@@ -29,12 +29,12 @@ from benchmarks.gpu_predict import DEVICE, HALF, SHAPE, median_ms, network_of, o
 from benchmarks.http_overhead import drive
 from dubito.models import load, save
 from dubito.models.manifest import Card, Input
-from dubito.models.resident import reside
+from dubito.models.predictions.resident import reside
 from dubito.service.client import infer_body
-from dubito.service.engine import Engine
+from dubito.service.engine.engine import Engine
+from dubito.service.engine.plans import Memory, plan_file
 from dubito.service.load import Target, post
 from dubito.service.metrics import STAGES
-from dubito.service.plans import Memory, plan_file
 from dubito.service.settings import Settings
 
 CONNECTIONS = 64

@@ -34,20 +34,20 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from benchmarks._measure import machine
 from dubito.models import bayesianize, build, load, save
-from dubito.models.directions import set_directions
-from dubito.models.inducing import Inducing
+from dubito.models.conversion.directions import set_directions
 from dubito.models.manifest import Card, Input
-from dubito.models.matheron import draw_by_rule, regularise
-from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
-from dubito.models.normals import Normals
-from dubito.models.plan import cheapest
-from dubito.models.prediction import nothing_captured
-from dubito.models.resident import reside
-from dubito.service.budget import peak_of
-from dubito.service.engine import Engine
-from dubito.service.plans import Memory
-from dubito.service.programs import Program, for_gpu
+from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
+from dubito.models.network.plan import cheapest
+from dubito.models.numerics.normals import Normals
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.posteriors.matheron import draw_by_rule, regularise
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import nothing_captured
+from dubito.models.predictions.resident import reside
+from dubito.service.engine.budget import peak_of
+from dubito.service.engine.engine import Engine
+from dubito.service.engine.graphs import Program, for_gpu
+from dubito.service.engine.plans import Memory
 
 SHAPE = (3, 32, 32)
 DEVICE = torch.device("cuda")

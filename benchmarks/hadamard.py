@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks._measure import machine, take_turns
-from dubito.models.hadamard import BY_PRODUCT, LARGEST_KERNEL, by_steps, matrix, transform
+from dubito.models.numerics.hadamard import BY_PRODUCT, LARGEST_KERNEL, by_steps, matrix, transform
 
 SIDES = [2**n for n in range(6, 14)]
 ROWS = {"cpu": [512], "cuda": [512, 65_536]}
@@ -32,7 +32,7 @@ def rivals(x: Tensor) -> dict[str, Callable[[], object]]:
         "chosen": lambda: transform(x),
     }
     if x.is_cuda and x.shape[-1] <= LARGEST_KERNEL:
-        from dubito.models.hadamard_kernel import transform_on_gpu
+        from dubito.models.numerics.hadamard_kernel import transform_on_gpu
 
         found["kernel"] = lambda: transform_on_gpu(x)
     return found

@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._measure import machine, take_turns
 from dubito.models import bayesianize, build, predict
-from dubito.models.laplace import Subnetwork
 from dubito.models.manifest import SubnetworkEntry
-from dubito.models.network import BayesianNetwork
-from dubito.models.prediction import predict_closed
-from dubito.models.uncertainty import Classified
+from dubito.models.network.linearised import Subnetwork
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.prediction import predict_closed
+from dubito.models.predictions.uncertainty import Classified
 
 C = 10
 

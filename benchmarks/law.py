@@ -27,20 +27,20 @@ from torch import Tensor
 
 from benchmarks._measure import machine
 from dubito.models import load
-from dubito.models.adaptive import answer_each
-from dubito.models.answers import rule_for, scores
-from dubito.models.directions import set_directions
-from dubito.models.inducing import Inducing, InducingFactors, Noise
-from dubito.models.model import Model
-from dubito.models.network import NetworkFactors
-from dubito.models.normals import Normals
-from dubito.models.prediction import Job
-from dubito.models.uncertainty import Classified
+from dubito.models.conversion.directions import set_directions
+from dubito.models.network.network import NetworkFactors
+from dubito.models.numerics.normals import Normals
+from dubito.models.posteriors.inducing import Inducing, InducingFactors, Noise
+from dubito.models.predictions.adaptive import answer_each
+from dubito.models.predictions.answers import rule_for, scores
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import Job
+from dubito.models.predictions.uncertainty import Classified
 from dubito.training import metrics
 from dubito.training.calibrate import PATCHES_FROM
 from dubito.training.config import Calibrate
-from dubito.training.data import enter, part_of
-from dubito.training.sources import read_for
+from dubito.training.data.data import enter, part_of
+from dubito.training.data.sources import read_for
 
 DIRECTIONS = (0, 4, 16)
 USUAL = Calibrate().directions

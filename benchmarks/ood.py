@@ -24,16 +24,16 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks._measure import keep_row, kept_rows, machine
-from dubito.models.artifact import load
-from dubito.models.feature_bank import FeatureBank
-from dubito.models.model import Model
+from dubito.models.artifact.artifact import load
+from dubito.models.network.feature_bank import FeatureBank
+from dubito.models.predictions.model import Model
 from dubito.training.calibrate import spoil, to_spoil
-from dubito.training.data import Examples, data_recipe, enter, part_of
-from dubito.training.evaluate import declared_by, drawn
+from dubito.training.data.data import Examples, data_recipe, enter, part_of
+from dubito.training.data.sources import read_data, read_for
+from dubito.training.evaluation.evaluate import declared_by, drawn
 from dubito.training.feature_bank import FeatureReader, centres, find_layer, unit_features
 from dubito.training.metrics import auroc
 from dubito.training.seeds import stream
-from dubito.training.sources import read_data, read_for
 
 SAMPLES = 20  # K
 REQUESTS = 20  # with draws of their own

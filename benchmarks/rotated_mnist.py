@@ -26,19 +26,19 @@ from torch import Tensor, nn
 
 from benchmarks._measure import machine
 from dubito.models import bayesianize, build
-from dubito.models.jacobian import Linearised
 from dubito.models.manifest import Selection
-from dubito.models.network import BayesianNetwork
-from dubito.models.prediction import evaluating, predict_closed
-from dubito.models.uncertainty import Classified
+from dubito.models.network.jacobian import Linearised
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.prediction import evaluating, predict_closed
+from dubito.models.predictions.uncertainty import Classified
 from dubito.training.config import Fit, Laplace
-from dubito.training.data import DataSet, Parts, divide, enter, input_of
-from dubito.training.fit import Run
+from dubito.training.data.data import DataSet, Parts, divide, enter, input_of
+from dubito.training.data.sources import read_data
+from dubito.training.evaluation.shift import corrupt
+from dubito.training.fit.fit import Run
 from dubito.training.laplace import COARSE, FINE, closed_nll, diagonal, linearise
-from dubito.training.log import remark
 from dubito.training.metrics import accuracy, nll
-from dubito.training.shift import corrupt
-from dubito.training.sources import read_data
+from dubito.training.terminal import remark
 
 ANGLES = (0, 30, 60, 90, 120, 150, 180)
 SELECTIONS: tuple[Selection, ...] = ("variance", "random", "last-layer")

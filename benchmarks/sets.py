@@ -20,16 +20,16 @@ from benchmarks._measure import machine
 from dubito.models import bayesianize, load, save
 from dubito.models.embedded import embedded
 from dubito.models.manifest import Card, Sets
-from dubito.models.model import Model
-from dubito.models.sets import Probabilities, Scores, class_scores
-from dubito.models.uncertainty import Classified
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.sets import Probabilities, Scores, class_scores
+from dubito.models.predictions.uncertainty import Classified
 from dubito.training.calibrate import choose_sets, outer_quantile
 from dubito.training.config import Calibrate, Data, Fit, Network, Posterior, Recipe
-from dubito.training.data import Parts, divide, input_of
-from dubito.training.evaluate import ask, drawn
-from dubito.training.fit import Run
+from dubito.training.data.data import Parts, divide, input_of
+from dubito.training.data.sources import read_data
+from dubito.training.evaluation.evaluate import ask, drawn
+from dubito.training.fit.fit import Run
 from dubito.training.recipe import build_network, task_of
-from dubito.training.sources import read_data
 
 HELD = 1000  # calibration examples, or half of what there is
 TRAINED_ON, MOST = 12_000, 8_000  # training examples, and held-out ones, at most

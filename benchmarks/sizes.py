@@ -10,7 +10,7 @@ from safetensors.torch import save as serialise
 
 from benchmarks._measure import machine
 from dubito.models import bayesianize, build, save
-from dubito.models.directions import set_directions
+from dubito.models.conversion.directions import set_directions
 from dubito.models.manifest import Precision
 from dubito.models.pruning import prune
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from benchmarks._measure import machine
 from dubito.models import bayesianize, build
 from dubito.models.manifest import Regression
-from dubito.models.prediction import predict
-from dubito.models.uncertainty import Regressed
+from dubito.models.predictions.prediction import predict
+from dubito.models.predictions.uncertainty import Regressed
 from dubito.training.config import Fit
-from dubito.training.data import Examples, input_of
-from dubito.training.fit import Run
+from dubito.training.data.data import Examples, input_of
+from dubito.training.fit.fit import Run
 
 METHODS = {"ffg-w": "FFG-W", "ffg-u": "FFG-U", "fcg-u": "FCG-U", "ensemble-u": "Ensemble-U"}
 CLUSTERS = ((-1.0, -0.7), (0.5, 1.0))

@@ -16,8 +16,8 @@ from rich.table import Table
 from benchmarks._measure import machine, take_turns
 from dubito.models import bayesianize, build
 from dubito.training.config import Fit
-from dubito.training.data import Examples, input_of
-from dubito.training.fit import Run
+from dubito.training.data.data import Examples, input_of
+from dubito.training.fit.fit import Run
 
 STEPS = 20  # of one measurement
 

@@ -35,8 +35,8 @@ from rich.table import Table
 from benchmarks._measure import keep_row, kept_rows, machine
 from dubito.models.names import METHODS
 from dubito.training.config import read_recipe
+from dubito.training.data.sources import UCI, read_data, splits_in
 from dubito.training.recipe import read_parts, train
-from dubito.training.sources import UCI, read_data, splits_in
 
 FIGURES = ("rmse", "nll")
 SETS = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "wine", "yacht")

@@ -56,8 +56,8 @@ def export(
     from dubito.deploy.edge.data import read
     from dubito.deploy.edge.export import export as to_onnx
     from dubito.deploy.edge.export import save
-    from dubito.models.answers import check_group
-    from dubito.models.artifact import load
+    from dubito.models.artifact.artifact import load
+    from dubito.models.predictions.answers import check_group
 
     model = load(file)
     check_group(model.card.calibration, group)
@@ -107,7 +107,7 @@ def check_onnx(
     need("onnx", "onnxruntime")
     from dubito.deploy.edge.check import check
     from dubito.deploy.edge.data import read
-    from dubito.models.artifact import load
+    from dubito.models.artifact.artifact import load
 
     model = load(against)
     report = check(out, model, against.stat().st_size, None if data is None else read(data, model))

@@ -3,20 +3,20 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dubito.models.architectures import build as build
-    from dubito.models.artifact import load as load
-    from dubito.models.artifact import save as save
-    from dubito.models.conversion import bayesianize as bayesianize
-    from dubito.models.conversion import ensemble as ensemble
-    from dubito.models.prediction import predict as predict
+    from dubito.models.artifact.artifact import load as load
+    from dubito.models.artifact.artifact import save as save
+    from dubito.models.conversion.architectures import build as build
+    from dubito.models.conversion.conversion import bayesianize as bayesianize
+    from dubito.models.conversion.conversion import ensemble as ensemble
+    from dubito.models.predictions.prediction import predict as predict
 
 _HOMES = {
-    "bayesianize": "conversion",
-    "build": "architectures",
-    "ensemble": "conversion",
-    "load": "artifact",
-    "predict": "prediction",
-    "save": "artifact",
+    "bayesianize": "conversion.conversion",
+    "build": "conversion.architectures",
+    "ensemble": "conversion.conversion",
+    "load": "artifact.artifact",
+    "predict": "predictions.prediction",
+    "save": "artifact.artifact",
 }
 
 __all__ = ["bayesianize", "build", "ensemble", "load", "predict", "save"]

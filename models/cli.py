@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dubito.models.manifest import Predictive
-    from dubito.models.model import Model
+    from dubito.models.predictions.model import Model
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -82,14 +82,14 @@ def count(
 
     import torch
 
-    from dubito.models.architectures import build, on_meta
-    from dubito.models.conversion import bayesianize
+    from dubito.models.conversion.architectures import build, on_meta
+    from dubito.models.conversion.conversion import bayesianize
+    from dubito.models.conversion.start import CONVERTIBLE
     from dubito.models.errors import ConversionError
-    from dubito.models.laplace import Subnetwork
     from dubito.models.manifest import SubnetworkEntry
-    from dubito.models.parameters import count as count_parameters
+    from dubito.models.network.linearised import Subnetwork
+    from dubito.models.numerics.parameters import count as count_parameters
     from dubito.models.pruning import prune
-    from dubito.models.start import CONVERTIBLE
 
     # it is counted, not filled: only pruning asks which weights are the least
     without_storage = keep == 1.0 and on_meta(architecture)
@@ -141,7 +141,7 @@ def inspect(file: Artifact, as_json: AsJson = False) -> None:
 
     Try: dubito inspect model.safetensors
     """
-    from dubito.models.artifact import examine, rebuild
+    from dubito.models.artifact.artifact import examine, rebuild
     from dubito.models.report import report, show
 
     manifest, tensors = examine(file)
@@ -183,8 +183,8 @@ def predict(
     """
     import torch
 
-    from dubito.models.answers import answers, check_group
-    from dubito.models.artifact import load
+    from dubito.models.artifact.artifact import load
+    from dubito.models.predictions.answers import answers, check_group
 
     way = chosen_method(method)
     model = load(file)

@@ -8,7 +8,7 @@ METHODS: tuple[Method, ...] = get_args(Method)  # of `bayesianize`, layer by lay
 LAPLACE = "subnetwork-laplace"  # of a whole network that is trained already
 Measure = Literal["entropy", "mutual_information", "max_probability", "epistemic_variance", "energy", "knn"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)  # that OOD flags can go by
-ARCHITECTURES = ("mlp", "lenet", "cnn", "resnet18-cifar", "resnet50-cifar")  # each has its builder in architectures.py
+ARCHITECTURES = ("mlp", "lenet", "cnn", "resnet18-cifar", "resnet50-cifar")  # built in conversion/architectures.py
 
 
 def listed(names: Sequence[str]) -> str:

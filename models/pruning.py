@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from dubito.models.errors import ConversionError
-from dubito.models.full_covariance import FullCovariance
-from dubito.models.inducing import Inducing
-from dubito.models.mean_field import MeanField
-from dubito.models.mixture import Mixture
-from dubito.models.network import BayesianNetwork
-from dubito.models.parameters import Free, Positive
-from dubito.models.weight_space import WeightSpace
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.numerics.parameters import Free, Positive
+from dubito.models.posteriors.full_covariance import FullCovariance
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.posteriors.mean_field import MeanField
+from dubito.models.posteriors.mixture import Mixture
+from dubito.models.posteriors.weight_space import WeightSpace
 
 
 @torch.no_grad()

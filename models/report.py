@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito.models.architectures import build
-from dubito.models.inducing import Inducing
-from dubito.models.jacobian import chosen_of
-from dubito.models.layers import BayesianLayer
+from dubito.models.conversion.architectures import build
 from dubito.models.manifest import Calibration, Manifest, Plain
-from dubito.models.network import BayesianNetwork, as_matrix
-from dubito.models.parameters import count
+from dubito.models.network.jacobian import chosen_of
+from dubito.models.network.layers import BayesianLayer
+from dubito.models.network.network import BayesianNetwork, as_matrix
+from dubito.models.numerics.parameters import count
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.posteriors.whvi import Whvi
 from dubito.models.verdict import columns
-from dubito.models.whvi import Whvi
 
 WHAT = {
     "ffg-u": "factorised Gaussian over inducing weights",

@@ -75,7 +75,7 @@ def key(
     """
     from secrets import token_urlsafe
 
-    from dubito.service.security import hash_key
+    from dubito.service.web.security import hash_key
 
     made = token_urlsafe(32)
     print(f"key (give it to {name}; it is shown only now): {made}")

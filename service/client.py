@@ -14,7 +14,7 @@ import orjson
 from numpy.typing import ArrayLike, NDArray
 
 from dubito.models.errors import DubitoError, InputError
-from dubito.service.oip import DRAWS, DTYPES, INPUT, KINDS, LENGTH
+from dubito.service.web.oip import DRAWS, DTYPES, INPUT, KINDS, LENGTH
 
 TIMEOUT = 60.0  # seconds for a reply; the server's own deadline is shorter unless it is told otherwise
 STATUSES = {status.value for status in HTTPStatus}

@@ -13,9 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from dubito.models.model import Model
-from dubito.models.resident import bytes_of
-from dubito.service.engine import Answered
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.resident import bytes_of
+from dubito.service.engine.engine import Answered
 
 SECONDS = tuple(0.0005 * 2**i for i in range(16))  # 0.5 ms to 16 s
 ROWS = tuple(2**i for i in range(11))

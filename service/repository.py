@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from dubito.models.artifact import load
+from dubito.models.artifact.artifact import load
 from dubito.models.errors import ArtifactError, DubitoError, InputError, NumericsError
 from dubito.models.manifest import Input
-from dubito.models.model import Model
-from dubito.models.numerics import name_of
+from dubito.models.numerics.proof import name_of
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.resident import bytes_of, reside
 from dubito.models.report import report
-from dubito.models.resident import bytes_of, reside
-from dubito.service.bank import Bank, bytes_of_sample
-from dubito.service.batcher import Batcher
-from dubito.service.budget import Budget
-from dubito.service.engine import Engine
+from dubito.service.engine.bank import Bank, bytes_of_sample
+from dubito.service.engine.batcher import Batcher
+from dubito.service.engine.budget import Budget
+from dubito.service.engine.engine import Engine
+from dubito.service.engine.plans import Memory, plan_file
 from dubito.service.metrics import Metrics, Series, model_bytes
-from dubito.service.plans import Memory, plan_file
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
 

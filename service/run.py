@@ -13,10 +13,11 @@ from contextlib import contextmanager
 import uvicorn
 
 from dubito.models.errors import DubitoError
-from dubito.service.app import Server, application
 from dubito.service.logs import flush_lines, start_logging
 from dubito.service.settings import Settings
-from dubito.service.wire import Wire
+from dubito.service.web.app import Server, application
+from dubito.service.web.state import State
+from dubito.service.web.wire import Wire
 
 KEEP_ALIVE = 65  # seconds that an idle connection stays: longer than the minute of usual proxies
 SWITCH = 0.0003  # seconds that the event loop keeps the interpreter from the thread that feeds a GPU; usually 5 ms
@@ -34,9 +35,9 @@ class Front(uvicorn.Server):
 def serve(settings: Settings, say: Callable[[str], None]) -> int:
     """The exit code: 0 where every accepted request was answered."""
     start_logging(settings.log_level)
-    server = Server(settings)
+    state = State(settings)
     config = uvicorn.Config(
-        application(server),
+        application(Server(state)),
         http=Wire,
         log_config=None,
         access_log=False,
@@ -47,7 +48,7 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
         timeout_graceful_shutdown=int(settings.drain_seconds) + 1,
     )
     with _listen(settings) as listener, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_serve(server, Front(config), listener, say))
+        return runner.run(_serve(state, Front(config), listener, say))
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -65,34 +66,34 @@ def _listen(settings: Settings) -> socket.socket:
     return listener
 
 
-async def _serve(server: Server, front: Front, listener: socket.socket, say: Callable[[str], None]) -> int:
+async def _serve(state: State, front: Front, listener: socket.socket, say: Callable[[str], None]) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _stop_or_exit, stop)
     serving = asyncio.create_task(front.serve([listener]))
-    starting = asyncio.create_task(server.start())
+    starting = asyncio.create_task(state.start())
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()  # what is wrong with a model ends the server before it was ever ready
-            if server.repository is not None and server.repository.device.type == "cuda":
+            if state.repository is not None and state.repository.device.type == "cuda":
                 sys.setswitchinterval(SWITCH)
             gc.collect()
             gc.freeze()  # what is here now stays: later collections need not look at it
-            say(_greeting(server, listener))
+            say(_greeting(state, listener))
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         log.info("draining")
-        server.draining = True  # readiness is off; whoever still asks is answered
-        await asyncio.sleep(server.settings.linger_seconds)
+        state.draining = True  # readiness is off; whoever still asks is answered
+        await asyncio.sleep(state.settings.linger_seconds)
     finally:
-        server.draining = front.should_exit = True
+        state.draining = front.should_exit = True
         stopping.cancel()
         starting.cancel()
         await asyncio.wait({serving, starting})
         gc.unfreeze()
     try:
-        await server.stop()
+        await state.stop()
     except TimeoutError:
         log.error("accepted requests were not answered in time")
         return 1
@@ -108,11 +109,11 @@ def _stop_or_exit(stop: asyncio.Event) -> None:
     stop.set()
 
 
-def _greeting(server: Server, listener: socket.socket) -> str:
-    assert server.repository is not None
+def _greeting(state: State, listener: socket.socket) -> str:
+    assert state.repository is not None
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    names = ", ".join(f"{one.name} (version {one.version})" for one in server.repository.served.values())
+    names = ", ".join(f"{one.name} (version {one.version})" for one in state.repository.served.values())
     where = f"http://{shown}:{port}"
-    serving = f"dubito serves {names} on {server.repository.device}."
+    serving = f"dubito serves {names} on {state.repository.device}."
     return f"{serving}\nconsole {where}/   API {where}/docs   metrics {where}/metrics"

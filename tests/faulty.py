@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dubito.models import bayesianize
-from dubito.models.network import BayesianNetwork
-from dubito.models.numerics import fault_of
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.numerics.proof import fault_of
 
 CPU = torch.device("cpu")
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")

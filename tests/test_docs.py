@@ -12,13 +12,13 @@ import pytest
 import typer
 
 from dubito.cli import app
-from dubito.models.architectures import OURS
+from dubito.models.conversion.architectures import OURS
+from dubito.models.conversion.options import Options
 from dubito.models.manifest import Precision, Predictive, Selection
 from dubito.models.names import ARCHITECTURES, LAPLACE, METHODS
-from dubito.models.options import Options
-from dubito.service.openapi import SCHEMAS, STATUSES
-from dubito.service.options import KNOWN, PARAMETERS
 from dubito.service.settings import read_settings
+from dubito.service.web.openapi import SCHEMAS, STATUSES
+from dubito.service.web.options import KNOWN, PARAMETERS
 from dubito.training.config import Laplace, Recipe, Strict, read_recipe
 from dubito.training.names import DATA, PARTS, recipes, shipped
 

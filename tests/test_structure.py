@@ -1,9 +1,12 @@
-"""Who may import what: `service -> models <- training`, `deploy -> service, models`, no pickle, no needless seconds."""
+"""Who may import what: `service -> models <- training`, `deploy -> service, models`, the folders of a room in one
+direction, no circles, public names, no pickle, no needless seconds."""
 
 import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,40 @@ MAY_IMPORT = {
     "service": {"service", "models"},
     "deploy": {"deploy", "service", "models"},
     "root": {"models", "training", "service", "deploy"},
+}
+FOLDER_IMPORTS = {  # the other folders of its room that a folder imports
+    "models/numerics": set(),
+    "models/posteriors": {"models/numerics"},
+    "models/network": {"models/numerics", "models/posteriors"},
+    "models/predictions": {"models/numerics", "models/network"},
+    "models/conversion": {"models/numerics", "models/posteriors", "models/network", "models/predictions"},
+    "models/artifact": {
+        "models/numerics",
+        "models/posteriors",
+        "models/network",
+        "models/predictions",
+        "models/conversion",
+    },
+    "service/engine": set(),
+    "service/web": {"service/engine"},
+    "training/data": set(),
+    "training/fit": {"training/data"},
+    "training/evaluation": {"training/data"},
+    "deploy/edge": set(),
+}
+EXPORTED = {  # by the rooms themselves
+    "dubito.models": {"bayesianize", "build", "ensemble", "load", "predict", "save"},
+    "dubito.service": set(),
+    "dubito.training": set(),
+}
+PUBLIC = {  # in modules that README and docs name, or that the arguments and errors of exported names come from
+    "dubito": {"__version__"},
+    "dubito.models.embedded": {"embedded"},
+    "dubito.models.errors": {"ArtifactError", "ConversionError", "DubitoError", "InputError", "PredictionError"},
+    "dubito.models.jacobian": {"chosen_of"},
+    "dubito.models.manifest": {"Card", "Classification", "Input", "Regression"},
+    "dubito.models.pruning": {"prune"},
+    "dubito.service.client": {"AsyncClient", "Client"},
 }
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch.load", "torch.save"}
 FILES = [file.relative_to(REPO) for room in MAY_IMPORT for file in sorted((REPO / room).rglob("*.py"))]
@@ -36,6 +73,52 @@ def rooms_imported(tree: ast.AST) -> set[str]:
     return {part[1] for part in parts if part[0] == "dubito" and len(part) > 1 and part[1] in MAY_IMPORT}
 
 
+def file_of(name: str) -> Path | None:
+    """The file of ours that an imported name stands in: `dubito.models.errors.DubitoError` -> models/errors.py."""
+    first, *parts = name.split(".")
+    if first != "dubito":
+        return None
+    if not parts or parts[0] not in MAY_IMPORT:
+        parts = ["root", *parts]
+    for n in range(len(parts), 0, -1):
+        path = Path(*parts[:n])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if (REPO / file).is_file():
+                return file
+    return None
+
+
+def import_graph() -> dict[Path, set[Path]]:
+    """Every file of ours -> those that it imports, under TYPE_CHECKING and inside functions too."""
+    graph = {}
+    for file in FILES:
+        found = {file_of(name) for name in imported(ast.parse((REPO / file).read_text()))}
+        graph[file] = {other for other in found if other is not None and other != file}
+    return graph
+
+
+def folder_of(file: Path) -> Path:
+    """The folder inside a room, or the file itself where it stands beside the folders."""
+    return Path(*file.parts[:2])
+
+
+def folder_graph() -> dict[Path, set[Path]]:
+    graph: dict[Path, set[Path]] = {}
+    for file, others in import_graph().items():
+        folder = folder_of(file)
+        graph.setdefault(folder, set()).update({folder_of(other) for other in others} - {folder})
+    return graph
+
+
+def circle(graph: dict[Path, set[Path]]) -> list[str]:
+    """One circle of the graph, from a file or folder back to itself; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [path.as_posix() for path in error.args[1]]
+    return []
+
+
 def pickles_used(tree: ast.AST) -> set[str]:
     """The imports and attributes, such as `torch.load`, that read or write pickles, and `allow_pickle` unless False."""
     names = set(imported(tree)) | {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -52,14 +135,54 @@ def test_imports_run_in_one_direction(file: Path) -> None:
     assert rooms_imported(ast.parse((REPO / file).read_text())) <= MAY_IMPORT[file.parts[0]]
 
 
+def test_no_two_files_import_each_other_in_a_circle() -> None:
+    assert circle(import_graph()) == []
+
+
+def test_no_two_folders_import_each_other_in_a_circle() -> None:
+    assert circle(folder_graph()) == []
+
+
+def test_folders_of_a_room_import_the_ones_listed_and_no_others() -> None:
+    folders = {folder: others for folder, others in folder_graph().items() if (REPO / folder / "__init__.py").is_file()}
+    within = {
+        folder.as_posix(): {o.as_posix() for o in others if o in folders and o.parts[0] == folder.parts[0]}
+        for folder, others in folders.items()
+    }
+    assert within == FOLDER_IMPORTS
+
+
+@pytest.mark.parametrize("room", EXPORTED)
+def test_rooms_export_the_names_listed_and_no_others(room: str) -> None:
+    module = import_module(room)
+    assert set(getattr(module, "__all__", ())) == EXPORTED[room]
+    assert all(hasattr(module, name) for name in EXPORTED[room])
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_stay_where_they_are(module: str) -> None:
+    assert set(vars(import_module(module))) >= PUBLIC[module]
+
+
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_no_pickle(file: Path) -> None:
     assert pickles_used(ast.parse((REPO / file).read_text())) == set()
 
 
 def test_the_checks_see_what_they_should() -> None:
-    code = "import dubito.models.errors\nfrom dubito import service\ndef f():\n    from dubito.training.fit import fit"
+    code = (
+        "import dubito.models.errors\nfrom dubito import service\ndef f():\n    from dubito.training.recipe import run"
+    )
     assert rooms_imported(ast.parse(code)) == {"models", "service", "training"}
+    assert file_of("dubito.models.errors.DubitoError") == Path("models/errors.py")
+    assert file_of("dubito.models.network.layers") == Path("models/network/layers.py")
+    assert file_of("dubito.models.load") == Path("models/__init__.py")
+    assert (file_of("dubito.__version__"), file_of("torch.nn")) == (Path("root/__init__.py"), None)
+    code = "if TYPE_CHECKING:\n    from dubito.models.network import plan"
+    assert [file_of(name) for name in imported(ast.parse(code))] == [Path("models/network/plan.py")]
+    a, b, c = Path("a"), Path("b"), Path("c")
+    assert circle({a: {b}, b: {c}, c: {b}}) in (["b", "c", "b"], ["c", "b", "c"])
+    assert circle({a: {b, c}, b: {c}}) == []
     code = "from pickle import loads\nfrom torch import load\ntorch.save(x)\nnp.load(x, allow_pickle=True)\nz.load(x)"
     assert pickles_used(ast.parse(code)) == {"pickle.loads", "torch.load", "torch.save", "allow_pickle=True"}
     assert pickles_used(ast.parse("np.load(x, allow_pickle=False)\nloads(x)\ntorch.loader")) == set()
@@ -70,8 +193,8 @@ import sys
 from contextlib import nullcontext
 from dubito.models import load
 from dubito.models.embedded import embedded
-from dubito.service.budget import Budget
-from dubito.service.engine import Engine
+from dubito.service.engine.budget import Budget
+from dubito.service.engine.engine import Engine
 
 model = load(embedded())
 assert model.card.input is not None

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from dubito.models import load, save
-from dubito.models.answers import scores
 from dubito.models.manifest import Card, Difference, Plain
-from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork
-from dubito.models.uncertainty import Classified
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.answers import scores
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.uncertainty import Classified
 from dubito.models.verdict import verdict
 from dubito.training import metrics
 from dubito.training.calibrate import best_temperature, spoil, to_spoil, with_temperature
-from dubito.training.checkpoint import draft_of
 from dubito.training.config import Calibrate
-from dubito.training.data import Examples
-from dubito.training.evaluate import Summary, Way, default_measure, quality
+from dubito.training.data.data import Examples
+from dubito.training.evaluation.evaluate import Summary, Way, default_measure, quality
+from dubito.training.fit.checkpoint import draft_of
 
 RESAMPLED = 100  # times, for the standard error of a difference
 SAMPLES = 20  # K

@@ -10,23 +10,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dubito.models.adaptive import AT_MOST, TOLERANCE
-from dubito.models.answers import label_of, scores
-from dubito.models.directions import set_directions
+from dubito.models.conversion.directions import set_directions
 from dubito.models.errors import DubitoError
-from dubito.models.feature_bank import FeatureBank
 from dubito.models.manifest import NEW_MEASURES, Auto, Calibration, Closed, Part, Predictive, Sets
-from dubito.models.model import Model
 from dubito.models.names import Measure
-from dubito.models.sets import class_scores
-from dubito.models.uncertainty import Classified
+from dubito.models.network.feature_bank import FeatureBank
+from dubito.models.predictions.adaptive import AT_MOST, TOLERANCE
+from dubito.models.predictions.answers import label_of, scores
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.sets import class_scores
+from dubito.models.predictions.uncertainty import Classified
 from dubito.training.config import Calibrate
-from dubito.training.data import Examples, enter
-from dubito.training.evaluate import GRID, Summary, Way, ask, ask_closed, ask_settled, check, declared_by, drawn
+from dubito.training.data.data import Examples, enter
+from dubito.training.evaluation.evaluate import (
+    GRID,
+    Summary,
+    Way,
+    ask,
+    ask_closed,
+    ask_settled,
+    check,
+    declared_by,
+    drawn,
+)
 from dubito.training.feature_bank import make_bank
-from dubito.training.log import remark
 from dubito.training.metrics import placements
 from dubito.training.seeds import stream
+from dubito.training.terminal import remark
 
 PATCHES_FROM = 128  # examples that the directions of way 3 are found on
 SPOILED = 1000  # examples whose spoiled copies stand for data from outside

@@ -16,7 +16,7 @@ from dubito.training.names import DATA, PARTS, recipes
 if TYPE_CHECKING:
     import torch
 
-    from dubito.models.model import Model
+    from dubito.models.predictions.model import Model
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -56,7 +56,7 @@ def chosen_device(name: str) -> "torch.device":
     import torch
 
     from dubito.models.errors import InputError
-    from dubito.training.ranks import Ranks
+    from dubito.training.fit.ranks import Ranks
 
     if name not in ("auto", "cpu", "cuda"):
         raise InputError(f"device is {name!r}; expected auto, cpu or cuda.")
@@ -333,14 +333,14 @@ def calibrate(
     """
     from pydantic import ValidationError
 
-    from dubito.models.artifact import load, save
+    from dubito.models.artifact.artifact import load, save
     from dubito.models.errors import InputError
     from dubito.training.calibrate import calibrate as calibrated
     from dubito.training.calibrate import check_held_out
     from dubito.training.config import Calibrate
-    from dubito.training.data import part_of
-    from dubito.training.evaluate import measure as measured
-    from dubito.training.sources import read_for
+    from dubito.training.data.data import part_of
+    from dubito.training.data.sources import read_for
+    from dubito.training.evaluation.evaluate import measure as measured
 
     try:
         settings = Calibrate(
@@ -403,12 +403,12 @@ def _stopping() -> Iterator[None]:
 
 
 def _tell(out: Path, model: "Model", as_json: bool) -> None:
-    from dubito.models.parameters import count
+    from dubito.models.numerics.parameters import count
     from dubito.models.report import said_of_sets
     from dubito.models.verdict import beside_plain, columns
     from dubito.training.calibrate import too_small
-    from dubito.training.evaluate import promises
-    from dubito.training.log import remark
+    from dubito.training.evaluation.evaluate import promises
+    from dubito.training.terminal import remark
 
     calibration = model.card.calibration
     if calibration is not None and (few := too_small(calibration, model.card.labels)):
@@ -493,15 +493,15 @@ def evaluate(
 
         dubito evaluate model.safetensors --data fashion-mnist --ood mnist --shift --data-root data --report report
     """
-    from dubito.models.artifact import load
+    from dubito.models.artifact.artifact import load
     from dubito.models.errors import InputError
     from dubito.models.verdict import beside_plain
     from dubito.training.beside import compare
-    from dubito.training.data import part_of
-    from dubito.training.evaluate import check
-    from dubito.training.evaluate import evaluate as measure_all
-    from dubito.training.sources import read_for
-    from dubito.training.table import show
+    from dubito.training.data.data import part_of
+    from dubito.training.data.sources import read_for
+    from dubito.training.evaluation.evaluate import check
+    from dubito.training.evaluation.evaluate import evaluate as measure_all
+    from dubito.training.evaluation.table import show
 
     way = chosen_method(method)
     if way == "probit" and samples is not None:
@@ -521,7 +521,7 @@ def evaluate(
         found = read_for(model.manifest, other, data_root, download=download, labelled=False)
         outside[other] = part_of(found, model.card)[1]
     if report is not None:
-        from dubito.training.report import open_folder, write
+        from dubito.training.evaluation.report import open_folder, write
 
         open_folder(report)  # before the work, not after it
     model = model.to(chosen_device(device))

@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.models.feature_bank import FeatureBank
-from dubito.models.features import Whole, last_linear, watch
-from dubito.models.laplace import plain
-from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
-from dubito.models.plan import cheapest
-from dubito.models.prediction import evaluating, predict
-from dubito.training.data import Examples, enter
-from dubito.training.evaluate import declared_by
+from dubito.models.network.feature_bank import FeatureBank
+from dubito.models.network.features import Whole, last_linear, watch
+from dubito.models.network.linearised import plain
+from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
+from dubito.models.network.plan import cheapest
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import evaluating, predict
+from dubito.training.data.data import Examples, enter
+from dubito.training.evaluation.evaluate import declared_by
 from dubito.training.seeds import stream
 
 MOST_EXAMPLES = 20_000  # of the training part that the points are found on

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dubito.models.conversion.start import CONVERTIBLE
 from dubito.models.errors import DubitoError
-from dubito.models.jacobian import Linearised, add_squares, layout
-from dubito.models.laplace import Subnetwork
 from dubito.models.manifest import Input, SubnetworkEntry
-from dubito.models.network import BayesianNetwork
-from dubito.models.prediction import evaluating, tally_for
-from dubito.models.start import CONVERTIBLE
-from dubito.models.uncertainty import ValueTally, probit
+from dubito.models.network.jacobian import Linearised, add_squares, layout
+from dubito.models.network.linearised import Subnetwork
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.prediction import evaluating, tally_for
+from dubito.models.predictions.uncertainty import ValueTally, probit
 from dubito.training.config import Laplace
-from dubito.training.data import Examples, enter
-from dubito.training.log import bar
+from dubito.training.data.data import Examples, enter
 from dubito.training.metrics import gaussian_nll, nll
+from dubito.training.terminal import bar
 
 USUAL_SIZE = 1000  # S
 JACOBIAN = 1 << 26  # numbers of a Jacobian held at a time

@@ -6,18 +6,18 @@ import torch
 from pydantic import JsonValue
 
 from dubito.models import bayesianize
-from dubito.models.artifact import load
+from dubito.models.artifact.artifact import load
 from dubito.models.errors import ArtifactError
 from dubito.models.manifest import Image, Input, Precision, Provenance, Regression
-from dubito.models.model import Model
 from dubito.models.names import LAPLACE
-from dubito.models.network import BayesianNetwork
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.model import Model
 from dubito.training.config import Calibrate, Data, Fit, Laplace, Network, Posterior, Recipe
-from dubito.training.data import Parts, data_recipe, divide, input_of
+from dubito.training.data.data import Parts, data_recipe, divide, input_of
+from dubito.training.data.sources import read_for
 from dubito.training.laplace import LaplaceError, check_plain, linearise, said
-from dubito.training.log import remark
 from dubito.training.recipe import build_network, finish, read_parts, set_noise, task_of
-from dubito.training.sources import read_for
+from dubito.training.terminal import remark
 
 
 def from_artifact(

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from dubito.models.artifact import load
-from dubito.models.model import Model
+from dubito.models.artifact.artifact import load
+from dubito.models.predictions.model import Model
 from dubito.models.pruning import prune as prune_network
 from dubito.training.config import Calibrate, Recipe, RecipeError
-from dubito.training.data import DataError
-from dubito.training.ranks import Ranks
+from dubito.training.data.data import DataError
+from dubito.training.fit.ranks import Ranks
 from dubito.training.recipe import Fitting, finish, read_parts, settle_noise
 
 
@@ -70,7 +70,7 @@ def recipe_of(model: Model) -> Recipe:
     if told is None:
         raise RecipeError(
             "this artifact does not say what it was trained by, so there is no data to fine-tune it on. In Python, "
-            "dubito.models.pruning.prune prunes any network, and dubito.training.fit.Run trains it."
+            "dubito.models.pruning.prune prunes any network, and dubito.training.fit.fit.Run trains it."
         )
     try:
         recipe = Recipe.model_validate(told)

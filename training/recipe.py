@@ -14,30 +14,31 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, load, save
-from dubito.models.architectures import Standardise, sizes_of
+from dubito.models.conversion.architectures import Standardise, sizes_of
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Card, Classification, Input, Provenance, Regression, Task
-from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork
-from dubito.models.parameters import Positive
-from dubito.models.prediction import evaluating
-from dubito.training.augment import augmentation
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.numerics.parameters import Positive
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import evaluating
 from dubito.training.beside import beside_plain
 from dubito.training.calibrate import calibrate, divided
-from dubito.training.checkpoint import draft_of, resume, save_checkpoint
 from dubito.training.config import Fit, Recipe, RecipeError
-from dubito.training.data import Examples, Parts, divide, enter, input_of
-from dubito.training.evaluate import measure
-from dubito.training.fit import Epoch, FitError, Run
+from dubito.training.data.augment import augmentation
+from dubito.training.data.data import Examples, Parts, divide, enter, input_of
+from dubito.training.data.sources import read_data
+from dubito.training.evaluation.evaluate import measure
+from dubito.training.fit.checkpoint import draft_of, resume, save_checkpoint
+from dubito.training.fit.fit import Epoch, FitError, Run
+from dubito.training.fit.log import progress, tensorboard, write_csv
+from dubito.training.fit.noise import fit_noise
+from dubito.training.fit.noise import said as noise_said
+from dubito.training.fit.ranks import Ranks
+from dubito.training.fit.remarks import remarks
+from dubito.training.fit.stop import stoppable
+from dubito.training.fit.tune import tune
 from dubito.training.laplace import check_size, linearise, said
-from dubito.training.log import progress, remark, tensorboard, write_csv
-from dubito.training.noise import fit_noise
-from dubito.training.noise import said as noise_said
-from dubito.training.ranks import Ranks
-from dubito.training.remarks import remarks
-from dubito.training.sources import read_data
-from dubito.training.stop import stoppable
-from dubito.training.tune import tune
+from dubito.training.terminal import remark
 
 REMEMBERED = 1024  # training inputs whose hashes stay in the artifact, to know them again
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch

@@ -1,4 +1,4 @@
-"""How K samples of a layer act on activations in a graph: as `dubito.models.geometry`, channels first.
+"""How K samples of a layer act on activations in a graph: as `dubito.models.network.geometry`, channels first.
 
 Rows are K·B, sample after sample; an input that all samples share has B rows, and what is the same for all samples is
 computed on those.
@@ -16,7 +16,7 @@ from dubito.deploy.edge.draws import Dense, Factored, Masked, Operand
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Array, Graph
 from dubito.deploy.edge.trace import pads
-from dubito.models.geometry import Conv, Geometry, Linear
+from dubito.models.network.geometry import Conv, Geometry, Linear
 
 BATCH = 2  # inputs of a request for which it is decided whether G is formed or its factors are applied
 ONE = numpy_helper.from_array(np.ones(1, np.float32))

@@ -1,4 +1,4 @@
-"""Blocks S_1 H diag(g) H S_2 in a graph, as `dubito.models.blocks`: W is not formed, nor is H above a few columns.
+"""Blocks S_1 H diag(g) H S_2 in a graph, as `models/posteriors/blocks.py`: W is never formed, nor H of many columns.
 
 H of D = a·b columns is a Kronecker product: two products with H_a and H_b of about √D columns each, which a runtime
 does faster than log₂ D rounds of sums and differences.
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from dubito.deploy.edge.graph import Graph
-from dubito.models.blocks import Grid
-from dubito.models.hadamard import matrix
+from dubito.models.numerics.hadamard import matrix
+from dubito.models.posteriors.blocks import Grid
 
 WHOLE = 16  # columns of H up to which it is one constant
 

@@ -21,12 +21,12 @@ from dubito.deploy.edge.errors import OnnxError
 from dubito.deploy.edge.export import with_law
 from dubito.deploy.edge.linear import NOISE
 from dubito.deploy.edge.runtime import ROWS, EdgeError, EdgeModel, facts_of
-from dubito.models.answers import columns_of, rule_for
 from dubito.models.images import prepare
-from dubito.models.laplace import linear_samples
-from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork, Draws, NetworkFactors
-from dubito.models.prediction import add_up, evaluating, read_at_mean, tally_for, tempered
+from dubito.models.network.linearised import linear_samples
+from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
+from dubito.models.predictions.answers import columns_of, rule_for
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import add_up, evaluating, read_at_mean, tally_for, tempered
 
 INPUTS, SEED, ROUNDS = 4, 7, 9
 BINS = 15  # of the calibration error

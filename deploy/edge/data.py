@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dubito.models.errors import InputError
 from dubito.models.images import pictures_in, prepare
-from dubito.models.model import Model
+from dubito.models.predictions.model import Model
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,19 @@ from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Array, Graph
 from dubito.deploy.edge.noise import Noise
 from dubito.deploy.edge.rotations import Rotations
-from dubito.models.blocks import Grid
-from dubito.models.dropout import DropoutFactors
-from dubito.models.flows import FrozenPlanar, Planar
-from dubito.models.full_covariance import FrozenFullCovariance
-from dubito.models.inducing import Inducing, InducingFactors
-from dubito.models.layers import BayesianLayer
-from dubito.models.matheron import cholesky, regularise
-from dubito.models.mean_field import FrozenMeanField, MeanField
-from dubito.models.mixture import FrozenMixture
-from dubito.models.parameters import Free, Positive
-from dubito.models.posterior import Factors, Frozen, Law
-from dubito.models.weight_space import WeightFactors, WeightSpace
-from dubito.models.whvi import Whvi, WhviFactors
+from dubito.models.network.layers import BayesianLayer
+from dubito.models.numerics.parameters import Free, Positive
+from dubito.models.posteriors.blocks import Grid
+from dubito.models.posteriors.dropout import DropoutFactors
+from dubito.models.posteriors.flows import FrozenPlanar, Planar
+from dubito.models.posteriors.full_covariance import FrozenFullCovariance
+from dubito.models.posteriors.inducing import Inducing, InducingFactors
+from dubito.models.posteriors.matheron import cholesky, regularise
+from dubito.models.posteriors.mean_field import FrozenMeanField, MeanField
+from dubito.models.posteriors.mixture import FrozenMixture
+from dubito.models.posteriors.protocol import Factors, Frozen, Law
+from dubito.models.posteriors.weight_space import WeightFactors, WeightSpace
+from dubito.models.posteriors.whvi import Whvi, WhviFactors
 
 HIERARCHY = "hierarchy"  # its name among the layers
 SMALLEST_ROOT = 1e-3  # of q or p: below it Z alone does not give its direction back
@@ -43,7 +43,7 @@ class Dense:
 
 @dataclass
 class Factored:
-    """W x = G Bᵀx + e ‖x − B Bᵀx‖, as in `dubito.models.posterior`; without e, B need not be orthonormal.
+    """W x = G Bᵀx + e ‖x − B Bᵀx‖, as in `dubito.models.posteriors.protocol`; without e, B need not be orthonormal.
 
     G = left (turn_r V turn_c + more) + s ∘ E: formed where many places need it, else applied factor by factor.
     """

@@ -24,13 +24,13 @@ from dubito.deploy.edge.quantise import quantised
 from dubito.deploy.edge.runtime import ROWS
 from dubito.deploy.edge.summary import classified, regressed
 from dubito.deploy.edge.trace import affines_of, trace
-from dubito.models.answers import Rule, rule_for
-from dubito.models.artifact import write_by
-from dubito.models.geometry import Conv
-from dubito.models.inducing import Inducing
-from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork, NetworkFactors
-from dubito.models.normalisation import fold_batchnorm
+from dubito.models.artifact.artifact import write_by
+from dubito.models.network.geometry import Conv
+from dubito.models.network.network import BayesianNetwork, NetworkFactors
+from dubito.models.network.normalisation import fold_batchnorm
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.predictions.answers import Rule, rule_for
+from dubito.models.predictions.model import Model
 
 CALIBRATED = 256  # inputs that the ranges of activations come from
 KEY = "dubito"  # of the metadata: a JSON object

@@ -7,7 +7,7 @@ from onnx import TensorProto
 
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import EXACT, OURS, Array, Graph
-from dubito.models.network import BayesianNetwork
+from dubito.models.network.network import BayesianNetwork
 
 
 def features_in(traced: onnx.GraphProto, network: BayesianNetwork) -> str:

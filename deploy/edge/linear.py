@@ -15,8 +15,8 @@ from torch.func import functional_call
 from dubito.deploy.edge.draws import Sampler, array, triangle
 from dubito.deploy.edge.tangents import Forward, Moved
 from dubito.deploy.edge.trace import by_torch
-from dubito.models.jacobian import chosen_of
-from dubito.models.laplace import SubnetworkFactors
+from dubito.models.network.jacobian import chosen_of
+from dubito.models.network.linearised import SubnetworkFactors
 
 NOISE = "subnetwork:eps"  # the name of ε in the graph
 WEIGHT = "weight:"  # before a parameter's name among the inputs of a traced network

@@ -5,11 +5,11 @@ from onnx import TensorProto
 
 from dubito.deploy.edge.draws import array
 from dubito.deploy.edge.graph import Graph
-from dubito.models.answers import Rule
 from dubito.models.manifest import Sets
-from dubito.models.network import BayesianNetwork
-from dubito.models.sets import penalties
-from dubito.models.uncertainty import LOG_RANGE
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.answers import Rule
+from dubito.models.predictions.sets import penalties
+from dubito.models.predictions.uncertainty import LOG_RANGE
 
 TINY = float(np.finfo(np.float32).tiny)
 

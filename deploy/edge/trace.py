@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import OPSET, OURS
-from dubito.models.geometry import Conv, Geometry, Linear
-from dubito.models.layers import BayesianLayer, MemberLayer, Structure, layer_by_layer
-from dubito.models.network import BayesianNetwork
-from dubito.models.normalisation import ScaleShift
+from dubito.models.network.geometry import Conv, Geometry, Linear
+from dubito.models.network.layers import BayesianLayer, MemberLayer, Structure, layer_by_layer
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.network.normalisation import ScaleShift
 
 
 def affines_of(folded: BayesianNetwork) -> dict[str, list[ScaleShift]]:

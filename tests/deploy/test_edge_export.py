@@ -24,13 +24,13 @@ from dubito.deploy.edge.rotations import completed, logarithm
 from dubito.deploy.edge.runtime import EdgeModel
 from dubito.models import bayesianize, build, ensemble, load
 from dubito.models import save as save_artifact
-from dubito.models.architectures import input_of
-from dubito.models.directions import set_directions
+from dubito.models.conversion.architectures import input_of
+from dubito.models.conversion.directions import set_directions
 from dubito.models.embedded import embedded
-from dubito.models.inducing import Inducing
 from dubito.models.manifest import Calibration, Card, Input, Regression
-from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.predictions.model import Model
 from dubito.models.pruning import prune
 
 CLOSE = 1e-4  # of every output, in float32

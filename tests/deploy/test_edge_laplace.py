@@ -19,10 +19,10 @@ from dubito.deploy.edge.export import Exported, export, save
 from dubito.deploy.edge.graph import Graph
 from dubito.deploy.edge.tangents import Moved
 from dubito.models import bayesianize, build
-from dubito.models.laplace import Subnetwork
 from dubito.models.manifest import Calibration, Card, Closed, Input, Regression, SubnetworkEntry
-from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork
+from dubito.models.network.linearised import Subnetwork
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.model import Model
 from tests.deploy.test_edge_export import inputs_for, saved, stir
 
 CLOSE = 1e-4  # of every output, in float32

@@ -15,13 +15,13 @@ from dubito.deploy.edge.export import export, save
 from dubito.deploy.edge.features import features_in
 from dubito.models import bayesianize, build, load
 from dubito.models import save as save_artifact
-from dubito.models.conversion import ensemble
-from dubito.models.feature_bank import FeatureBank
-from dubito.models.laplace import Subnetwork
+from dubito.models.conversion.conversion import ensemble
 from dubito.models.manifest import Calibration, Card, Input, SubnetworkEntry
-from dubito.models.model import Model
 from dubito.models.names import Measure
-from dubito.models.network import BayesianNetwork
+from dubito.models.network.feature_bank import FeatureBank
+from dubito.models.network.linearised import Subnetwork
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.model import Model
 
 D, K = 8, 4
 CLOSE = 1e-4

@@ -23,10 +23,10 @@ from dubito.deploy.edge.runtime import EdgeModel
 from dubito.deploy.edge.summary import prediction_sets
 from dubito.models import bayesianize, build, load
 from dubito.models import save as save_artifact
-from dubito.models.answers import Rule, columns_of
 from dubito.models.errors import InputError
 from dubito.models.manifest import Calibration, Card, Input, Part, Sets
-from dubito.models.uncertainty import Classified
+from dubito.models.predictions.answers import Rule, columns_of
+from dubito.models.predictions.uncertainty import Classified
 
 C = 6
 RULES = {

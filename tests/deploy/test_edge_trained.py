@@ -23,14 +23,14 @@ from dubito.models import save as save_artifact
 from dubito.models.embedded import embedded
 from dubito.models.errors import InputError
 from dubito.models.manifest import Card
-from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.model import Model
 from dubito.models.pruning import prune
 from dubito.training.config import Fit, Laplace
-from dubito.training.data import Examples, Parts, divide, enter, input_of
-from dubito.training.fit import Run
+from dubito.training.data.data import Examples, Parts, divide, enter, input_of
+from dubito.training.data.sources import read_data
+from dubito.training.fit.fit import Run
 from dubito.training.laplace import linearise
-from dubito.training.sources import read_data
 
 CLOSE = 1e-4  # of every output, in float32
 K = 64

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from dubito.deploy.edge.check import parity
 from dubito.deploy.edge.export import Exported, export
 from dubito.models import bayesianize, build
-from dubito.models.flows import Planar
 from dubito.models.manifest import Card, Input
-from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork
-from dubito.models.whvi import Whvi
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.posteriors.flows import Planar
+from dubito.models.posteriors.whvi import Whvi
+from dubito.models.predictions.model import Model
 from tests.deploy.test_edge_export import inputs_for, saved, stir, written
 
 CLOSE = 1e-4  # of every output, in float32

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models import bayesianize, build
-from dubito.models.adaptive import AT_MOST, CHUNK, answer_each, predict_settled
 from dubito.models.errors import InputError
 from dubito.models.manifest import Regression
-from dubito.models.mean_field import MeanField
-from dubito.models.network import BayesianNetwork
-from dubito.models.prediction import Job, predict
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.posteriors.mean_field import MeanField
+from dubito.models.predictions.adaptive import AT_MOST, CHUNK, answer_each, predict_settled
+from dubito.models.predictions.prediction import Job, predict
 
 SEED = 3
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from dubito.models import build, load
-from dubito.models.directions import set_directions
+from dubito.models.conversion.directions import set_directions
 from dubito.models.embedded import embedded
-from dubito.models.geometry import Conv, How, apply
-from dubito.models.inducing import Inducing, Noise
-from dubito.models.matheron import draw_by_rule
-from dubito.models.network import BayesianNetwork, Draws
-from dubito.models.prediction import evaluating
-from dubito.training.sources import read_data
+from dubito.models.network.geometry import Conv, How, apply
+from dubito.models.network.network import BayesianNetwork, Draws
+from dubito.models.posteriors.inducing import Inducing, Noise
+from dubito.models.posteriors.matheron import draw_by_rule
+from dubito.models.predictions.prediction import evaluating
+from dubito.training.data.sources import read_data
 
 K, CHUNK = 2048, 512
 LAM = 0.2

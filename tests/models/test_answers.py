@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dubito.models import bayesianize, build, load, predict, save
-from dubito.models.answers import answers
 from dubito.models.manifest import Calibration, Card
-from dubito.models.prediction import Prediction
-from dubito.models.uncertainty import Regressed, summarise
+from dubito.models.predictions.answers import answers
+from dubito.models.predictions.prediction import Prediction
+from dubito.models.predictions.uncertainty import Regressed, summarise
 
 
 def calibrated(**changes: Any) -> Calibration:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from dubito.models import build
-from dubito.models.architectures import architecture_of, input_of, names
+from dubito.models.conversion.architectures import architecture_of, input_of, names
 from dubito.models.errors import ArchitectureError
-from dubito.models.parameters import count
+from dubito.models.numerics.parameters import count
 from tests import forked
 
 
@@ -81,7 +81,7 @@ def test_other_packages_add_their_own(tmp_path: Path) -> None:
     script = """
 import torch
 from dubito.models import bayesianize, build, load, save
-from dubito.models.architectures import names
+from dubito.models.conversion.architectures import names
 from dubito.models.errors import ArchitectureError
 assert "theirs" in names()
 net = build("theirs", width=5)

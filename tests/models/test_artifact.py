@@ -19,10 +19,9 @@ from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, ensemble, load, predict, save
-from dubito.models.directions import set_directions
-from dubito.models.encoding import MASK, SCALE, decode, encode
+from dubito.models.artifact.encoding import MASK, SCALE, decode, encode
+from dubito.models.conversion.directions import set_directions
 from dubito.models.errors import ArtifactError
-from dubito.models.layers import MemberLayer
 from dubito.models.manifest import (
     Calibration,
     Card,
@@ -32,9 +31,10 @@ from dubito.models.manifest import (
     Provenance,
     Regression,
 )
-from dubito.models.network import BayesianNetwork
-from dubito.models.normalisation import ScaleShift
-from dubito.models.parameters import count
+from dubito.models.network.layers import MemberLayer
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.network.normalisation import ScaleShift
+from dubito.models.numerics.parameters import count
 from dubito.models.pruning import prune
 from tests import forked
 

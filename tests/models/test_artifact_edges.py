@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, load, save
-from dubito.models.artifact import examine
-from dubito.models.directions import set_directions
+from dubito.models.artifact.artifact import examine
+from dubito.models.conversion.directions import set_directions
 from dubito.models.errors import ArtifactError
-from dubito.models.inducing import Inducing
 from dubito.models.manifest import Calibration, Card, Image, InducingLayer, Input
-from dubito.models.network import BayesianNetwork
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.posteriors.inducing import Inducing
 from tests import forked
 
 

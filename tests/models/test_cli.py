@@ -18,10 +18,10 @@ from torch import nn
 
 from dubito.cli import main
 from dubito.models import bayesianize, build, load, save
-from dubito.models.answers import answers
-from dubito.models.architectures import input_of
+from dubito.models.conversion.architectures import input_of
 from dubito.models.manifest import Architecture, Calibration, Card, Input, Regression
-from dubito.models.parameters import count
+from dubito.models.numerics.parameters import count
+from dubito.models.predictions.answers import answers
 from dubito.models.pruning import prune
 
 # running it

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from dubito.models import bayesianize, build, ensemble, predict
+from dubito.models.conversion.start import fit, leading, weight_of
 from dubito.models.errors import ConversionError
-from dubito.models.geometry import Conv
-from dubito.models.inducing import Inducing
 from dubito.models.manifest import Regression
-from dubito.models.parameters import count
-from dubito.models.posterior import Dense, Factored
+from dubito.models.network.geometry import Conv
+from dubito.models.numerics.parameters import count
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.posteriors.protocol import Dense, Factored
 from dubito.models.pruning import prune
-from dubito.models.start import fit, leading, weight_of
 
 
 def small() -> nn.Sequential:

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from dubito.models import bayesianize, build, predict
-from dubito.models.geometry import How
-from dubito.models.hadamard import by_steps, transform
-from dubito.models.laplace import Subnetwork, by_jvp
 from dubito.models.manifest import SubnetworkEntry
-from dubito.models.network import BayesianNetwork
-from dubito.models.normals import Normals
-from dubito.models.prediction import predict_closed
-from dubito.models.uncertainty import Classified
+from dubito.models.network.geometry import How
+from dubito.models.network.linearised import Subnetwork, by_jvp
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.numerics.hadamard import by_steps, transform
+from dubito.models.numerics.normals import Normals
+from dubito.models.predictions.prediction import predict_closed
+from dubito.models.predictions.uncertainty import Classified
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU predictions are not tested"),
@@ -113,7 +113,7 @@ def test_the_transforms_kernel_is_its_twin(D: int, dtype: torch.dtype) -> None:
     assert found.dtype == dtype
     assert (found.double() - twin).abs().max() <= tolerance * twin.abs().max()
     if D >= 64:  # smaller ones go by a product
-        from dubito.models.hadamard_kernel import transform_on_gpu
+        from dubito.models.numerics.hadamard_kernel import transform_on_gpu
 
         kernel = transform_on_gpu(x.mT.contiguous().mT)  # not contiguous
         assert torch.equal(kernel, found)
@@ -169,8 +169,8 @@ def test_a_subnetwork_answers_as_on_the_cpu() -> None:
 def test_walsh_hadamard_convolutions_train_as_a_captured_step() -> None:
     from dubito.models.manifest import Input
     from dubito.training.config import Fit
-    from dubito.training.data import Examples
-    from dubito.training.fit import Run
+    from dubito.training.data.data import Examples
+    from dubito.training.fit.fit import Run
 
     torch.manual_seed(0)
     x, y = torch.randn(64, 3, 16, 16), torch.randint(10, (64,))
@@ -193,8 +193,8 @@ def forty_thousand(S: int, folder: Path, device: torch.device) -> None:
     """Through the file, and by the engine of the service, both predictives; then the curvature itself."""
     from dubito.models import load, save
     from dubito.models.manifest import Card, Input
-    from dubito.service.engine import Answered, Ask, Engine
-    from dubito.training.data import Examples
+    from dubito.service.engine.engine import Answered, Ask, Engine
+    from dubito.training.data.data import Examples
     from dubito.training.laplace import curvature, factor
 
     file, declared = folder / "large.safetensors", Input(shape=(3, 32, 32))

@@ -10,18 +10,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dubito.models import artifact, bayesianize, build, load, save
-from dubito.models.answers import scores
-from dubito.models.conversion import ensemble
+from dubito.models import bayesianize, build, load, save
+from dubito.models.artifact import artifact
+from dubito.models.conversion.conversion import ensemble
 from dubito.models.errors import ArtifactError, ConversionError
-from dubito.models.feature_bank import FeatureBank
-from dubito.models.features import is_linear, last_linear, watched
-from dubito.models.laplace import Subnetwork
 from dubito.models.manifest import Calibration, Card, Input, SubnetworkEntry
-from dubito.models.network import BayesianNetwork, Draws
-from dubito.models.plan import cheapest
-from dubito.models.prediction import Job, evaluating, predict
-from dubito.models.uncertainty import Classified
+from dubito.models.network.feature_bank import FeatureBank
+from dubito.models.network.features import is_linear, last_linear, watched
+from dubito.models.network.linearised import Subnetwork
+from dubito.models.network.network import BayesianNetwork, Draws
+from dubito.models.network.plan import cheapest
+from dubito.models.predictions.answers import scores
+from dubito.models.predictions.prediction import Job, evaluating, predict
+from dubito.models.predictions.uncertainty import Classified
 
 K, SEED, D = 5, 3, 12
 METHODS: dict[str, dict[str, Any]] = {

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor, nn
 
-from dubito.models.geometry import Conv, Geometry, How, Linear, apply
-from dubito.models.posterior import Dense, Factored
+from dubito.models.network.geometry import Conv, Geometry, How, Linear, apply
+from dubito.models.posteriors.protocol import Dense, Factored
 from tests.faulty import those_right
 
 HOWS: tuple[How, ...] = get_args(How)
@@ -56,7 +56,7 @@ class Case:
 
 
 sizes = st.integers(1, 3)
-# torch alone gets some bfloat16 convolutions wrong on CPUs with AMX: see models/numerics.py
+# torch alone gets some bfloat16 convolutions wrong on CPUs with AMX: see models/numerics/proof.py
 dtypes = st.sampled_from([torch.float32, torch.float64, *those_right(torch.bfloat16)])
 
 

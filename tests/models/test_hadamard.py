@@ -10,7 +10,7 @@ import torch
 from scipy.linalg import hadamard
 from torch import Tensor
 
-from dubito.models.hadamard import BY_PRODUCT, by_steps, matrix, transform
+from dubito.models.numerics.hadamard import BY_PRODUCT, by_steps, matrix, transform
 from tests import forked
 from tests.faulty import need
 
@@ -76,7 +76,7 @@ def test_the_matrix_outlives_inference_mode() -> None:
 KERNEL = """
 import torch
 from scipy.linalg import hadamard
-from dubito.models.hadamard_kernel import transform_on_gpu
+from dubito.models.numerics.hadamard_kernel import transform_on_gpu
 
 torch.manual_seed(0)
 for D in (16, 128, 512, 2048, 8192):
@@ -100,5 +100,5 @@ def test_the_gpu_kernel_by_triton_interpreter() -> None:
 
 
 def test_models_need_no_triton() -> None:
-    code = "import sys; sys.modules['triton'] = None; import dubito.models.hadamard, dubito.models"
+    code = "import sys; sys.modules['triton'] = None; import dubito.models.numerics.hadamard, dubito.models"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -24,11 +24,11 @@ from safetensors.torch import save as serialise
 from torch import Tensor
 
 from dubito.models import bayesianize, build, load, save
-from dubito.models.artifact import KEY, digest
-from dubito.models.encoding import MASK, SCALE
+from dubito.models.artifact.artifact import KEY, digest
+from dubito.models.artifact.encoding import MASK, SCALE
 from dubito.models.errors import ArtifactError
 from dubito.models.manifest import Manifest, Precision
-from dubito.models.model import Model
+from dubito.models.predictions.model import Model
 from dubito.models.pruning import prune
 from tests import forked
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dubito.models import jacobian
 from dubito.models.errors import PredictionError
-from dubito.models.jacobian import Linearised, add_squares, layout
+from dubito.models.network import jacobian
+from dubito.models.network.jacobian import Linearised, add_squares, layout
 
 
 class Mixed(nn.Module):

@@ -10,17 +10,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dubito.models import bayesianize, build, laplace, load, save
-from dubito.models.artifact import _check_subnetwork
+from dubito.models import bayesianize, build, load, save
+from dubito.models.artifact.artifact import _check_subnetwork
 from dubito.models.errors import ArtifactError, ConversionError, InputError
-from dubito.models.laplace import Subnetwork, SubnetworkFactors, by_jvp, linear_moments, linear_samples, pack, unpack
 from dubito.models.manifest import Regression, SubnetworkEntry
-from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork
-from dubito.models.parameters import count
-from dubito.models.prediction import predict, predict_closed
+from dubito.models.network import linearised
+from dubito.models.network.linearised import (
+    Subnetwork,
+    SubnetworkFactors,
+    by_jvp,
+    linear_moments,
+    linear_samples,
+    pack,
+    unpack,
+)
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.numerics.parameters import count
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import predict, predict_closed
+from dubito.models.predictions.uncertainty import Classified, Regressed
 from dubito.models.pruning import prune
-from dubito.models.uncertainty import Classified, Regressed
 from tests.models.test_jacobian import Turned, brute, mixed
 
 S = 30
@@ -58,7 +67,7 @@ def test_samples_are_the_linearised_network(outputs: int | None, monkeypatch: py
     J, H = brute(net, x), precision()
     factors = SubnetworkFactors(chosen(J.shape[2]), torch.linalg.cholesky(H))
     if outputs is not None:
-        laplace._outputs[net] = outputs
+        linearised._outputs[net] = outputs
     eps = torch.randn(6, S).double()
     with torch.inference_mode():
         found = linear_samples(net, x, factors, factors.draw(eps), 10)
@@ -135,7 +144,7 @@ def test_what_cannot_be_batched_is_done_draw_by_draw() -> None:
     moves = torch.randn(5, 8).double()
     expected = net(x) + torch.einsum("bcs,ks->kbc", J, moves)
     torch.testing.assert_close(by_jvp(net, x, torch.arange(8), moves, 5), expected)
-    assert net in laplace._not_batched
+    assert net in linearised._not_batched
 
 
 def test_probit_and_its_limits() -> None:
@@ -159,7 +168,7 @@ def test_probit_and_its_limits() -> None:
 
 def test_two_classes_keep_their_leader_where_variances_are_alike() -> None:
     """With logits (0, a) only the difference counts, and dividing it does not change its sign."""
-    from dubito.models.uncertainty import probit
+    from dubito.models.predictions.uncertainty import probit
 
     a = torch.randn(100)
     f = torch.stack([torch.zeros_like(a), a], 1)
@@ -207,7 +216,7 @@ def test_threads_do_not_meet() -> None:
 
     made, x = network(), torch.randn(3, 2, 9, 9)
     factors = made.factors()
-    laplace._outputs[made.net] = 1000  # forward mode
+    linearised._outputs[made.net] = 1000  # forward mode
     alone = predict(made, factors, x, 3, 0, keep_outputs=True).outputs
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: predict(made, factors, x, 3, 0, keep_outputs=True).outputs, range(8)))
@@ -302,7 +311,7 @@ def test_other_indices_or_triangles_do_not_load(tmp_path: Path) -> None:
         about = file.metadata()
     tensors["subnetwork.index"] = tensors["subnetwork.index"][:-1].clone()
     told = json.loads(about["dubito"])
-    from dubito.models.artifact import digest
+    from dubito.models.artifact.artifact import digest
 
     told["sha256"] = digest(told, tensors)
     save_file(tensors, tmp_path / "m.safetensors", {"dubito": json.dumps(told)})

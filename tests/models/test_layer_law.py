@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models import bayesianize
-from dubito.models.inducing import Inducing
-from dubito.models.network import BayesianNetwork, Draws
+from dubito.models.network.network import BayesianNetwork, Draws
+from dubito.models.posteriors.inducing import Inducing
 
 K = 40_000
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]] = {

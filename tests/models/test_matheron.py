@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dubito.models.geometry import How, Linear, apply
-from dubito.models.inducing import Inducing, InducingFactors, Noise
-from dubito.models.matheron import (
+from dubito.models.network.geometry import How, Linear, apply
+from dubito.models.numerics.parameters import Positive
+from dubito.models.posteriors.inducing import Inducing, InducingFactors, Noise
+from dubito.models.posteriors.matheron import (
     MatheronFactors,
     draw_by_rule,
     draw_jointly,
@@ -29,8 +30,7 @@ from dubito.models.matheron import (
     sides,
     whiten,
 )
-from dubito.models.parameters import Positive
-from dubito.models.posterior import Dense, Factored
+from dubito.models.posteriors.protocol import Dense, Factored
 
 SEED = 0
 N = 100_000

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dubito.models import bayesianize
-from dubito.models.inducing import Inducing
+from dubito.models.posteriors.inducing import Inducing
 from dubito.models.report import NOISE_DRAWS, noise_share
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.models.directions import leading_directions
-from dubito.models.geometry import Conv, How, apply
-from dubito.models.inducing import Inducing, Noise
+from dubito.models.conversion.directions import leading_directions
+from dubito.models.network.geometry import Conv, How, apply
+from dubito.models.posteriors.inducing import Inducing, Noise
 
 SEED = 0
 IMAGES = Path(__file__).parents[3] / "shared" / "data" / "FashionMNIST" / "raw" / "t10k-images-idx3-ubyte"

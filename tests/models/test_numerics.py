@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dubito.models import bayesianize, predict
 from dubito.models.errors import NumericsError
-from dubito.models.numerics import Checked, check, convolve, fault_of, probe
+from dubito.models.numerics.proof import Checked, check, convolve, fault_of, probe
 from tests.faulty import FOUR, Faulty, known_anew, need, one_column, one_convolution, patches
 
 CPU = torch.device("cpu")

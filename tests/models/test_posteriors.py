@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
 
 from dubito.models import bayesianize, ensemble
-from dubito.models.dropout import Dropout
-from dubito.models.full_covariance import FullCovariance
-from dubito.models.geometry import Conv, Geometry, Linear, apply
-from dubito.models.inducing import Inducing, kl_together, train_together
-from dubito.models.mean_field import FrozenMeanField, MeanField
-from dubito.models.mixture import Mixture
-from dubito.models.network import BayesianNetwork, Draws
-from dubito.models.options import Overrides
-from dubito.models.parameters import Positive, together
-from dubito.models.posterior import Dense, Dropped, Factored, Law
-from dubito.models.prediction import predict
-from dubito.models.weight_space import WeightSpace
+from dubito.models.conversion.options import Overrides
+from dubito.models.network.geometry import Conv, Geometry, Linear, apply
+from dubito.models.network.network import BayesianNetwork, Draws
+from dubito.models.numerics.parameters import Positive, together
+from dubito.models.posteriors.dropout import Dropout
+from dubito.models.posteriors.full_covariance import FullCovariance
+from dubito.models.posteriors.inducing import Inducing, kl_together, train_together
+from dubito.models.posteriors.mean_field import FrozenMeanField, MeanField
+from dubito.models.posteriors.mixture import Mixture
+from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Law
+from dubito.models.posteriors.weight_space import WeightSpace
+from dubito.models.predictions.prediction import predict
 
 SEED = 0
 N = 100_000

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dubito.models import bayesianize, build, load, save
 from dubito.models.manifest import Precision
-from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork
-from dubito.models.uncertainty import Classified
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.uncertainty import Classified
 
 K = 64
 TOLERANCE = 0.3  # points, of accuracy and of ECE: at least 3 standard deviations of what other draws would change

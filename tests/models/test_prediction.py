@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dubito.models import bayesianize, predict
-from dubito.models.directions import set_directions
+from dubito.models.conversion.directions import set_directions
 from dubito.models.errors import ConversionError, InputError, PredictionError
-from dubito.models.geometry import How
 from dubito.models.manifest import Regression
-from dubito.models.network import BayesianNetwork, NetworkFactors
-from dubito.models.normals import Normals
-from dubito.models.posterior import Dense, Factored
+from dubito.models.network.geometry import How
+from dubito.models.network.network import BayesianNetwork, NetworkFactors
+from dubito.models.numerics.normals import Normals
+from dubito.models.posteriors.protocol import Dense, Factored
+from dubito.models.predictions.uncertainty import Classified, Regressed
 from dubito.models.pruning import prune
-from dubito.models.uncertainty import Classified, Regressed
 from tests.faulty import need
 
 

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, load
-from dubito.models.directions import set_directions
+from dubito.models.conversion.directions import set_directions
 from dubito.models.embedded import embedded
-from dubito.models.inducing import InducingFactors
 from dubito.models.manifest import Card, Manifest, Regression
-from dubito.models.model import Model
-from dubito.models.network import BayesianNetwork, Draws
-from dubito.models.posterior import Factored
-from dubito.models.resident import bytes_of, reside
-from dubito.models.together import gather
-from dubito.models.uncertainty import Classified
-from dubito.service.fusion import fuse
+from dubito.models.network.network import BayesianNetwork, Draws
+from dubito.models.network.together import gather
+from dubito.models.posteriors.inducing import InducingFactors
+from dubito.models.posteriors.protocol import Factored
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.resident import bytes_of, reside
+from dubito.models.predictions.uncertainty import Classified
+from dubito.service.engine.fusion import fuse
 from tests.faulty import need
 
 CPU = torch.device("cpu")

@@ -11,13 +11,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dubito.models import artifact, bayesianize, build, load, save
-from dubito.models.answers import Rule, answers, columns_of
+from dubito.models import bayesianize, build, load, save
+from dubito.models.artifact import artifact
 from dubito.models.errors import ArtifactError, InputError
 from dubito.models.manifest import Calibration, Card, Part, Sets
-from dubito.models.prediction import Prediction
-from dubito.models.sets import class_scores
-from dubito.models.uncertainty import Classified
+from dubito.models.predictions.answers import Rule, answers, columns_of
+from dubito.models.predictions.prediction import Prediction
+from dubito.models.predictions.sets import class_scores
+from dubito.models.predictions.uncertainty import Classified
 
 RULES = [Sets(score="probability"), Sets(), Sets(score="raps", lam=0.125, k_reg=2)]
 NAMES = [sets.score for sets in RULES]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dubito.models.uncertainty import ClassTally, ValueTally, summarise, summarise_regression, value_sums
+from dubito.models.predictions.uncertainty import ClassTally, ValueTally, summarise, summarise_regression, value_sums
 
 Array = npt.NDArray[np.float64]
 

@@ -16,16 +16,16 @@ from typer.testing import CliRunner
 
 from dubito.cli import app
 from dubito.models import bayesianize, build, load, predict, save
-from dubito.models.blocks import Blocks, Grid, side, weights
+from dubito.models.conversion.options import Overrides
 from dubito.models.errors import ConversionError
-from dubito.models.flows import KL_DRAWS, Planar
-from dubito.models.full_covariance import BlockCovariance
-from dubito.models.mean_field import MeanField
-from dubito.models.network import BayesianNetwork, Draws
-from dubito.models.options import Overrides
-from dubito.models.posterior import Dense
+from dubito.models.network.network import BayesianNetwork, Draws
+from dubito.models.posteriors.blocks import Blocks, Grid, side, weights
+from dubito.models.posteriors.flows import KL_DRAWS, Planar
+from dubito.models.posteriors.full_covariance import BlockCovariance
+from dubito.models.posteriors.mean_field import MeanField
+from dubito.models.posteriors.protocol import Dense
+from dubito.models.posteriors.whvi import Whvi, WhviFactors, nearest
 from dubito.models.pruning import prune
-from dubito.models.whvi import Whvi, WhviFactors, nearest
 
 run = CliRunner().invoke
 

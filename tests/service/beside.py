@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dubito.models.model import Model
-from dubito.models.network import Draws
-from dubito.models.normals import Normals
-from dubito.models.plan import cheapest
-from dubito.models.prediction import sums_of, tempered
-from dubito.models.uncertainty import Reals
-from dubito.service.programs import Programs
+from dubito.models.network.network import Draws
+from dubito.models.network.plan import cheapest
+from dubito.models.numerics.normals import Normals
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import sums_of, tempered
+from dubito.models.predictions.uncertainty import Reals
+from dubito.service.engine.graphs import Programs
 
 
 class Pass:

@@ -17,7 +17,7 @@ import torch
 from dubito.models import bayesianize, build, save
 from dubito.models.manifest import Calibration, Card, Image, Input, Regression
 from dubito.models.names import Measure
-from dubito.models.uncertainty import Classified, Regressed, known_in
+from dubito.models.predictions.uncertainty import Classified, Regressed, known_in
 from tests import forked
 
 LIMIT = 90.0  # seconds to start or to stop on a busy machine

@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models import bayesianize
-from dubito.models.directions import set_directions
-from dubito.models.geometry import Conv, apply
-from dubito.models.inducing import Inducing, InducingFactors, Noise
-from dubito.models.normals_kernel import FOUR, fill
-from dubito.models.parameters import alike
-from dubito.models.posterior import Dense, Factored
-from dubito.models.together import _size, stack, stack_whole
-from dubito.service.kernels import After, dense, factored, parted, suits, tap_by_tap
+from dubito.models.conversion.directions import set_directions
+from dubito.models.network.geometry import Conv, apply
+from dubito.models.network.together import _size, stack, stack_whole
+from dubito.models.numerics.normals_kernel import FOUR, fill
+from dubito.models.numerics.parameters import alike
+from dubito.models.posteriors.inducing import Inducing, InducingFactors, Noise
+from dubito.models.posteriors.protocol import Dense, Factored
+from dubito.service.engine.kernels import After, dense, factored, parted, suits, tap_by_tap
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # numpy has no bfloat16

@@ -13,9 +13,9 @@ import torch
 from dubito.models import bayesianize, build, load
 from dubito.models.embedded import embedded
 from dubito.models.manifest import Manifest
-from dubito.models.model import Model
-from dubito.service.bank import Bank, bytes_of_draws, drawn
-from dubito.service.engine import Answered, Ask, Engine
+from dubito.models.predictions.model import Model
+from dubito.service.engine.bank import Bank, bytes_of_draws, drawn
+from dubito.service.engine.engine import Answered, Ask, Engine
 
 X = np.random.default_rng(0).normal(size=(3, 1, 8, 8)).astype(np.float32)
 METHODS: dict[str, dict[str, Any]] = {

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dubito.models import load
 from dubito.models.errors import InputError
-from dubito.models.model import Model
-from dubito.models.uncertainty import known_in
-from dubito.service.batcher import Batcher
-from dubito.service.engine import Answered, Ask, Engine
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.uncertainty import known_in
+from dubito.service.engine.batcher import Batcher
+from dubito.service.engine.engine import Answered, Ask, Engine
 from dubito.service.problems import Gone, Late, Overloaded
 from tests.service.beside import Beside
 

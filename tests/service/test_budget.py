@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from dubito.models import bayesianize, load
 from dubito.models.embedded import embedded
 from dubito.models.errors import DubitoError
-from dubito.models.layers import current
 from dubito.models.manifest import Card, Input, Manifest
-from dubito.models.model import Model
-from dubito.models.normals import Normals
-from dubito.models.prediction import predict
-from dubito.models.resident import reside
-from dubito.service.bank import bytes_of_sample
-from dubito.service.budget import TRIED, Budget, Share, peak_of
-from dubito.service.engine import Answered, Ask, Engine
+from dubito.models.network.layers import current
+from dubito.models.numerics.normals import Normals
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import predict
+from dubito.models.predictions.resident import reside
+from dubito.service.engine.bank import bytes_of_sample
+from dubito.service.engine.budget import TRIED, Budget, Share, peak_of
+from dubito.service.engine.engine import Answered, Ask, Engine
 from tests import forked
 
 CPU = torch.device("cpu")

@@ -16,15 +16,15 @@ import torch
 from numpy.typing import NDArray
 
 from dubito.models import load
-from dubito.models.answers import answers
 from dubito.models.embedded import embedded
 from dubito.models.errors import InputError
 from dubito.models.images import prepare
-from dubito.models.model import Model
-from dubito.models.prediction import Prediction
+from dubito.models.predictions.answers import answers
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import Prediction
 from dubito.service.client import AsyncClient, Client, ServiceError
 from dubito.service.client import Prediction as Received
-from dubito.service.security import hash_key
+from dubito.service.web.security import hash_key
 from tests.service.conftest import Live, Serve
 
 SUMMED = ("probabilities", "entropy", "expected_entropy", "mutual_information", "max_probability")

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from dubito.models import load, save
-from dubito.service.security import hash_key
+from dubito.service.web.security import hash_key
 from tests.service.conftest import COLUMNS, TARGETS
 from tests.service.test_groups import write_by_group as write_groups
 from tests.service.test_laplace import write as write_laplace

@@ -16,23 +16,23 @@ from numpy.typing import NDArray
 from dubito.models import bayesianize, build, load, save
 from dubito.models.embedded import embedded
 from dubito.models.errors import InputError, PredictionError
-from dubito.models.geometry import How
-from dubito.models.inducing import Noise
 from dubito.models.manifest import Card, Input
-from dubito.models.model import Model
-from dubito.models.network import Draws
-from dubito.models.normals import Normals
-from dubito.models.plan import cheapest
-from dubito.models.prediction import evaluating
-from dubito.models.resident import reside
-from dubito.service.batcher import Batcher
-from dubito.service.engine import Answer, Answered, Ask, Engine
-from dubito.service.fusion import Unit
+from dubito.models.network.geometry import How
+from dubito.models.network.network import Draws
+from dubito.models.network.plan import cheapest
+from dubito.models.numerics.normals import Normals
+from dubito.models.posteriors.inducing import Noise
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import evaluating
+from dubito.models.predictions.resident import reside
+from dubito.service.engine.batcher import Batcher
+from dubito.service.engine.engine import Answer, Answered, Ask, Engine
+from dubito.service.engine.fusion import Unit
+from dubito.service.engine.graphs import for_gpu
+from dubito.service.engine.ways import kernel_ways
 from dubito.service.metrics import Metrics
-from dubito.service.programs import for_gpu
 from dubito.service.repository import Repository
 from dubito.service.settings import Settings
-from dubito.service.ways import kernel_ways
 from tests.models import test_agreement as agreement
 from tests.service import interpreted
 from tests.service.test_repository import nothing_collected

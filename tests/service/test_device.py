@@ -17,12 +17,12 @@ import torch
 from dubito.models.embedded import embedded
 from dubito.models.errors import DubitoError, NumericsError
 from dubito.models.manifest import Card, Input, Manifest
-from dubito.models.model import Model
-from dubito.models.resident import reside
-from dubito.service.app import Server
-from dubito.service.device import device_of, dtype_of, trusted
-from dubito.service.engine import Answered, Ask, Engine
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.resident import reside
+from dubito.service.engine.device import device_of, dtype_of, trusted
+from dubito.service.engine.engine import Answered, Ask, Engine
 from dubito.service.settings import Settings
+from dubito.service.web.state import State
 from tests import forked
 from tests.faulty import FOUR, Faulty, known_anew, one_column, one_convolution, patches, those_right
 from tests.service.conftest import Serve
@@ -125,18 +125,18 @@ def test_a_server_on_a_faulty_cpu_says_so_once_and_computes_in_float32(caplog: p
         {"models": [embedded()], "dtype": "bfloat16", "buckets": (1, 4), "plan_seconds": 0.1, "device": "cpu"}
     )
 
-    async def body() -> tuple[Server, torch.dtype]:
+    async def body() -> tuple[State, torch.dtype]:
         faulty = ThreadPoolExecutor(1, initializer=Faulty(patches).__enter__)  # the thread that loads models
         asyncio.get_running_loop().set_default_executor(faulty)
-        server = Server(settings)
-        await server.start()
-        assert server.repository is not None
-        dtype = server.repository.get("digits").model.factors.dtype
+        state = State(settings)
+        await state.start()
+        assert state.repository is not None
+        dtype = state.repository.get("digits").model.factors.dtype
         seen = {"model": "digits", "device": "cpu", "asked": "bfloat16", "dtype": "float32"}
-        assert server.metrics.registry.get_sample_value("dubito_device_proven", seen) == 0
-        assert server.metrics.registry.get_sample_value("dubito_ways_excluded", {"model": "digits"}) == 0
-        await server.stop()
-        return server, dtype
+        assert state.metrics.registry.get_sample_value("dubito_device_proven", seen) == 0
+        assert state.metrics.registry.get_sample_value("dubito_ways_excluded", {"model": "digits"}) == 0
+        await state.stop()
+        return state, dtype
 
     with known_anew(), caplog.at_level(logging.INFO, "dubito"):
         _, dtype = asyncio.run(body())
@@ -156,8 +156,8 @@ import numpy as np
 import torch
 from dubito.models import bayesianize, build, load, predict
 from dubito.models.embedded import embedded
-from dubito.models.resident import reside
-from dubito.service.engine import Ask, Engine
+from dubito.models.predictions.resident import reside
+from dubito.service.engine.engine import Ask, Engine
 import dubito.service.run
 model = reside(load(embedded()), torch.device("cpu"), torch.float32)
 engine = Engine(model, (1, 4))

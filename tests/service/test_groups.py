@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dubito.models import bayesianize, build, load, save
-from dubito.models.answers import answers
 from dubito.models.manifest import Calibration, Card, Input, Part, Sets
+from dubito.models.predictions.answers import answers
 from dubito.service.client import Client, ServiceError
-from dubito.service.engine import Answered, Ask, Engine
+from dubito.service.engine.engine import Answered, Ask, Engine
 
 Fixture = Any  # the types of conftest.py
 GRID = (0, 1, 20)

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, load, save
-from dubito.models.directions import set_directions
-from dubito.models.geometry import How
-from dubito.models.inducing import Inducing
+from dubito.models.conversion.directions import set_directions
 from dubito.models.manifest import Card, Input
-from dubito.models.network import BayesianNetwork, Draws
-from dubito.models.plan import cheapest
-from dubito.models.resident import bytes_of, reside
-from dubito.models.together import gather
-from dubito.service.fusion import Unit, fuse
-from dubito.service.programs import for_gpu, tap_by_tap
+from dubito.models.network.geometry import How
+from dubito.models.network.network import BayesianNetwork, Draws
+from dubito.models.network.plan import cheapest
+from dubito.models.network.together import gather
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.predictions.resident import bytes_of, reside
+from dubito.service.engine.fusion import Unit, fuse
+from dubito.service.engine.graphs import for_gpu, tap_by_tap
 from tests import forked
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ import torch
 
 from dubito.models import load
 from dubito.models.embedded import embedded
-from dubito.models.uncertainty import Classified
+from dubito.models.predictions.uncertainty import Classified
 from tests.service.conftest import Live, fields_of
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dubito.models import bayesianize, build, load, save
-from dubito.models.laplace import Subnetwork
 from dubito.models.manifest import Calibration, Card, Closed, Input, Regression, SubnetworkEntry
-from dubito.models.uncertainty import Classified, Regressed
+from dubito.models.network.linearised import Subnetwork
+from dubito.models.predictions.uncertainty import Classified, Regressed
 from dubito.service.client import Client, ServiceError
 
 Fixture = Any  # the types of conftest.py

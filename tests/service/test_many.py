@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from dubito.models import bayesianize, build, load, save
-from dubito.models.answers import answers
 from dubito.models.embedded import embedded
 from dubito.models.manifest import Card, Input
-from dubito.models.model import Model
-from dubito.models.parameters import count
+from dubito.models.numerics.parameters import count
+from dubito.models.predictions.answers import answers
+from dubito.models.predictions.model import Model
 
 Fixture = Any  # the types of conftest.py
 CLIENTS = 200

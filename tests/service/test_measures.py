@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from dubito.models import bayesianize, build, load, save
-from dubito.models.answers import answers
-from dubito.models.feature_bank import FeatureBank, Nearest
 from dubito.models.manifest import Calibration, Card, Input
-from dubito.models.model import Model
 from dubito.models.names import Measure
-from dubito.models.prediction import predict
-from dubito.models.resident import reside
-from dubito.service.engine import Ask, Engine
-from dubito.service.programs import for_gpu
+from dubito.models.network.feature_bank import FeatureBank, Nearest
+from dubito.models.predictions.answers import answers
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import predict
+from dubito.models.predictions.resident import reside
+from dubito.service.engine.engine import Ask, Engine
+from dubito.service.engine.graphs import for_gpu
 from tests.service.beside import Beside
 from tests.service.conftest import Serve
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from dubito.models import load
 from dubito.models.embedded import embedded
-from dubito.service.budget import KINDS
+from dubito.service.engine.budget import KINDS
 from dubito.service.metrics import OUTCOMES, REASONS, STAGES
 
 SERVING = Path(__file__).parents[2] / "docs" / "serving.md"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dubito.service.pace import Pace
+from dubito.service.engine.pace import Pace
 
 
 def test_nothing_is_known_at_first() -> None:

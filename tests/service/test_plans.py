@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from dubito.models import bayesianize, load
 from dubito.models.embedded import embedded
 from dubito.models.errors import NumericsError
-from dubito.models.geometry import Conv, How, Linear, apply
 from dubito.models.manifest import Card, Input, Manifest
-from dubito.models.model import Model
-from dubito.models.plan import cheapest
-from dubito.models.posterior import Dense, Factored
-from dubito.models.resident import reside
-from dubito.service import plans
-from dubito.service.engine import Answered, Ask, Engine
-from dubito.service.plans import Memory, Plans, plan_file
-from dubito.service.programs import for_gpu
-from dubito.service.ways import ways_of
+from dubito.models.network.geometry import Conv, How, Linear, apply
+from dubito.models.network.plan import cheapest
+from dubito.models.posteriors.protocol import Dense, Factored
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.resident import reside
+from dubito.service.engine import plans
+from dubito.service.engine.engine import Answered, Ask, Engine
+from dubito.service.engine.graphs import for_gpu
+from dubito.service.engine.plans import Memory, Plans, plan_file
+from dubito.service.engine.ways import ways_of
 from tests.faulty import Faulty, grouped, need
 
 CPU = torch.device("cpu")

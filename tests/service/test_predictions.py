@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from dubito.models import bayesianize, build, load, save
-from dubito.models.answers import answers
 from dubito.models.embedded import embedded
 from dubito.models.images import prepare
 from dubito.models.manifest import Card, Input
-from dubito.models.model import Model
-from dubito.models.prediction import Prediction
-from dubito.service.options import RETURNS
+from dubito.models.predictions.answers import answers
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import Prediction
+from dubito.service.web.options import RETURNS
 from tests.service.conftest import Serve, fields_of
 
 SAMPLES: tuple[int | str, ...] = (0, 1, 20, "auto")

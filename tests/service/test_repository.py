@@ -16,7 +16,7 @@ import torch
 
 from dubito.models.embedded import embedded
 from dubito.models.errors import InputError, NumericsError
-from dubito.service.engine import Ask
+from dubito.service.engine.engine import Ask
 from dubito.service.metrics import Metrics
 from dubito.service.problems import Late
 from dubito.service.repository import Repository, Served

@@ -15,8 +15,8 @@ import pytest
 
 from dubito.models.errors import ArtifactError
 from dubito.service.repository import find
-from dubito.service.security import Guard, hash_key
 from dubito.service.settings import Settings
+from dubito.service.web.security import Guard, hash_key
 from tests import forked
 
 Fixture = Any  # the types of conftest.py

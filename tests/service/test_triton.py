@@ -18,9 +18,9 @@ from tritonclient.utils import InferenceServerException
 from dubito import __version__
 from dubito.models import load
 from dubito.models.embedded import embedded
-from dubito.models.prediction import Prediction
-from dubito.models.uncertainty import Classified, Regressed
-from dubito.service.oip import DRAWS
+from dubito.models.predictions.prediction import Prediction
+from dubito.models.predictions.uncertainty import Classified, Regressed
+from dubito.service.web.oip import DRAWS
 from tests.service.conftest import Live, Serve, fields_of
 
 Array = NDArray[Any]

@@ -9,7 +9,7 @@ import torch
 
 from dubito.models import bayesianize, build, load, save
 from dubito.models.manifest import Calibration, Card, Input
-from dubito.models.uncertainty import Classified
+from dubito.models.predictions.uncertainty import Classified
 
 Fixture = Any  # the types of conftest.py
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from dubito.service.http import Receive, Scope, Send
-from dubito.service.wire import Wire
+from dubito.service.web.http import Receive, Scope, Send
+from dubito.service.web.wire import Wire
 
 LIMIT = 30.0  # seconds, on a busy machine
 GET = b"GET /whole HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from dubito.training.augment import augmentation
 from dubito.training.config import Data, RecipeError
-from dubito.training.data import Examples
+from dubito.training.data.augment import augmentation
+from dubito.training.data.data import Examples
 
 
 def examples(n: int, channels: int = 1, height: int = 6, width: int = 5) -> Examples:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dubito.models.manifest import Difference
-from dubito.models.uncertainty import Classified, Regressed
+from dubito.models.predictions.uncertainty import Classified, Regressed
 from dubito.models.verdict import verdict
 from dubito.training.beside import RESAMPLED, Answers, differences, figures_of
 

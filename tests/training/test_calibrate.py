@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from dubito.cli import app
 from dubito.models import bayesianize, build, load, save
-from dubito.models.answers import answers, scores
 from dubito.models.errors import DubitoError
-from dubito.models.inducing import Inducing
 from dubito.models.manifest import Card, Input, Provenance, Regression
-from dubito.models.model import Model
-from dubito.models.uncertainty import Classified
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.predictions.answers import answers, scores
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.uncertainty import Classified
 from dubito.training.calibrate import (
     ASKED,
     CalibrationError,
@@ -31,9 +31,9 @@ from dubito.training.calibrate import (
     spoil,
 )
 from dubito.training.config import Calibrate, Fit
-from dubito.training.data import Examples
-from dubito.training.evaluate import GRID, REQUESTS, ask, ask_settled, evaluate
-from dubito.training.fit import Run
+from dubito.training.data.data import Examples
+from dubito.training.evaluation.evaluate import GRID, REQUESTS, ask, ask_settled, evaluate
+from dubito.training.fit.fit import Run
 from dubito.training.seeds import stream
 
 CLASSES = 4

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dubito.models import build
-from dubito.models.architectures import sizes_of
+from dubito.models.conversion.architectures import sizes_of
 from dubito.models.names import METHODS
 from dubito.training.config import Recipe, RecipeError, read_recipe
 from dubito.training.names import DATA, OWN_DATA, shipped

@@ -5,8 +5,8 @@ import torch
 
 from dubito.models import bayesianize, build
 from dubito.training.config import Fit
-from dubito.training.data import Examples, input_of
-from dubito.training.fit import Run
+from dubito.training.data.data import Examples, input_of
+from dubito.training.fit.fit import Run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

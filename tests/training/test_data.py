@@ -26,9 +26,9 @@ from torch import Tensor
 
 from dubito.models.errors import InputError
 from dubito.models.manifest import Image, Input
-from dubito.training import sources as module
-from dubito.training.data import DataError, DataSet, Examples, divide, enter, input_of
-from dubito.training.sources import read_data
+from dubito.training.data import sources as module
+from dubito.training.data.data import DataError, DataSet, Examples, divide, enter, input_of
+from dubito.training.data.sources import read_data
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
 DIGITS = "d55db3fe6b109614"  # how their hash begins: another one orphans every artifact trained on them

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from dubito.models import load
-from dubito.models.answers import answers, rule_for, scores
 from dubito.models.embedded import embedded
-from dubito.models.model import Model
-from dubito.models.uncertainty import Classified
+from dubito.models.predictions.answers import answers, rule_for, scores
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.uncertainty import Classified
 from dubito.training.config import Recipe, read_recipe
-from dubito.training.data import Examples, enter, part_of
-from dubito.training.evaluate import ask, measure
+from dubito.training.data.data import Examples, enter, part_of
+from dubito.training.data.sources import read_data
+from dubito.training.evaluation.evaluate import ask, measure
+from dubito.training.evaluation.shift import corrupt
 from dubito.training.metrics import BINS
-from dubito.training.shift import corrupt
-from dubito.training.sources import read_data
 
 
 @pytest.fixture(scope="module")

@@ -19,16 +19,16 @@ from typer.testing import CliRunner, Result
 
 from dubito.cli import app
 from dubito.models import bayesianize, build, load, save
-from dubito.models.answers import answers
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Calibration, Card, Input, Provenance, Regression
-from dubito.models.model import Model
-from dubito.models.uncertainty import Classified
-from dubito.training.data import DataError, DataSet, Examples, Parts, divide, enter, input_of
-from dubito.training.evaluate import GRID, REQUESTS, evaluate, measure
+from dubito.models.predictions.answers import answers
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.uncertainty import Classified
+from dubito.training.data.data import DataError, DataSet, Examples, Parts, divide, enter, input_of
+from dubito.training.data.sources import read_data
+from dubito.training.evaluation.evaluate import GRID, REQUESTS, evaluate, measure
+from dubito.training.evaluation.shift import corrupt, families
 from dubito.training.seeds import stream
-from dubito.training.shift import corrupt, families
-from dubito.training.sources import read_data
 
 RECIPE: dict[str, Any] = {"name": "digits", "validation": 0.05, "calibration": 0.1, "test": 0.2}
 CALIBRATION = Calibration(
@@ -329,7 +329,7 @@ def test_shift_is_measured_on_changed_pictures(model: Model, parts: Parts) -> No
 
 
 def test_shift_takes_no_more_pictures_than_it_says(model: Model, parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dubito.training.evaluate.SHIFTED", 40)
+    monkeypatch.setattr("dubito.training.evaluation.evaluate.SHIFTED", 40)
     figures = evaluate(model, parts.validation, shift=True, samples=1).figures
     assert figures["examples"] == len(parts.validation) > 40
     assert figures["shift"]["examples"] == 40

@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 from dubito.cli import app
 from dubito.models import bayesianize, build, load, save
-from dubito.models.answers import scores
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import NEW_MEASURES, Card, Input
-from dubito.models.model import Model
+from dubito.models.predictions.answers import scores
+from dubito.models.predictions.model import Model
 from dubito.training.calibrate import CLEARLY, CalibrationError, calibrate, choose_measure, spoil, to_spoil, try_bank
 from dubito.training.config import Calibrate
-from dubito.training.data import Examples
-from dubito.training.evaluate import GRID, Way
+from dubito.training.data.data import Examples
+from dubito.training.evaluation.evaluate import GRID, Way
 from dubito.training.feature_bank import centres, find_layer, make_bank
 from dubito.training.metrics import auroc, placements
 

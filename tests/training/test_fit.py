@@ -13,15 +13,15 @@ from torchvision.transforms import v2
 
 from dubito.models import bayesianize, build
 from dubito.models.manifest import Input, Regression
-from dubito.models.network import BayesianNetwork
-from dubito.training.batches import Batches
+from dubito.models.network.network import BayesianNetwork
 from dubito.training.config import Fit, RecipeError
-from dubito.training.data import Examples, Parts, divide, enter, input_of
-from dubito.training.fit import FitError, Run, Told, same_every_step
-from dubito.training.objective import rate
-from dubito.training.ranks import Ranks
+from dubito.training.data.data import Examples, Parts, divide, enter, input_of
+from dubito.training.data.sources import read_data
+from dubito.training.fit.batches import Batches
+from dubito.training.fit.fit import FitError, Run, Told, same_every_step
+from dubito.training.fit.objective import rate
+from dubito.training.fit.ranks import Ranks
 from dubito.training.seeds import stream
-from dubito.training.sources import read_data
 
 CPU = torch.device("cpu")
 

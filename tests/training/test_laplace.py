@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dubito.models import bayesianize
 from dubito.models.manifest import Input, Regression
-from dubito.models.network import BayesianNetwork
-from dubito.models.prediction import predict_closed
-from dubito.models.uncertainty import Classified, Regressed
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.prediction import predict_closed
+from dubito.models.predictions.uncertainty import Classified, Regressed
 from dubito.training.config import Laplace
-from dubito.training.data import Examples
+from dubito.training.data.data import Examples
 from dubito.training.laplace import (
     LaplaceError,
     best_precision,

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from dubito.models import build, load
-from dubito.models.uncertainty import Classified
+from dubito.models.predictions.uncertainty import Classified
 from tests.training.test_train import refused, run
 
 pytestmark = pytest.mark.usefixtures("few_requests")

@@ -10,17 +10,17 @@ from scipy import optimize, stats
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, build
-from dubito.models.answers import Rule, columns_of
 from dubito.models.manifest import Input, Regression
-from dubito.models.network import BayesianNetwork
-from dubito.models.prediction import predict
-from dubito.models.uncertainty import Regressed
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.answers import Rule, columns_of
+from dubito.models.predictions.prediction import predict
+from dubito.models.predictions.uncertainty import Regressed
 from dubito.training.calibrate import outer_quantile, strangeness
 from dubito.training.config import Fit
-from dubito.training.data import Examples
-from dubito.training.fit import Run
+from dubito.training.data.data import Examples
+from dubito.training.fit.fit import Run
+from dubito.training.fit.noise import BELIEF, DRAWS, fit_noise, said
 from dubito.training.laplace import LaplaceError, linearise
-from dubito.training.noise import BELIEF, DRAWS, fit_noise, said
 from dubito.training.seeds import stream
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributions import Categorical, Normal
 
 from dubito.models.manifest import Regression
-from dubito.models.network import BayesianNetwork
+from dubito.models.network.network import BayesianNetwork
 from dubito.training.config import Fit
-from dubito.training.objective import gain, kl_weight, negative_log_likelihood, rate
+from dubito.training.fit.objective import gain, kl_weight, negative_log_likelihood, rate
 
 
 def test_the_nll_of_classes_is_the_mean_over_draws_and_examples() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from dubito.models import bayesianize, build, save
 from dubito.models.manifest import Card, Input, Manifest, Provenance, Regression
-from dubito.training.data import DataError, DataSet, Examples, divide, part_of
-from dubito.training.sources import read_data, read_for
+from dubito.training.data.data import DataError, DataSet, Examples, divide, part_of
+from dubito.training.data.sources import read_data, read_for
 
 
 def numbered(n: int, start: int = 0) -> Examples:

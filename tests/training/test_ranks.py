@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from dubito.cli import app
-from dubito.training.ranks import Ranks
+from dubito.training.fit.ranks import Ranks
 from tests import forked
 
 # Each process follows the cases in turn; the first writes down what it found, and all say what they did.
@@ -27,10 +27,10 @@ import torch
 from safetensors.torch import save_file
 from dubito.models import bayesianize, build
 from dubito.training.config import Fit
-from dubito.training.data import divide, input_of
-from dubito.training.sources import read_data
-from dubito.training.fit import FitError, Run
-from dubito.training.ranks import Ranks
+from dubito.training.data.data import divide, input_of
+from dubito.training.data.sources import read_data
+from dubito.training.fit.fit import FitError, Run
+from dubito.training.fit.ranks import Ranks
 
 folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
 parts = divide(read_data("digits"), 0.05, 0.1, 0.2, seed=0)

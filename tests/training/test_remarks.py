@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dubito.models import bayesianize, build
-from dubito.training.fit import Epoch
-from dubito.training.remarks import remarks
+from dubito.training.fit.fit import Epoch
+from dubito.training.fit.remarks import remarks
 
 
 def log(*kl: float, weight: float = 1.0) -> list[Epoch]:

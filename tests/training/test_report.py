@@ -17,13 +17,13 @@ from PIL import Image as Picture
 
 from dubito.models import bayesianize, build, load, save
 from dubito.models.manifest import Calibration, Card, Image, Input, Regression
-from dubito.models.model import Model
-from dubito.models.uncertainty import Classified
-from dubito.training.data import Examples
-from dubito.training.evaluate import Evaluation, evaluate
-from dubito.training.plots import COLOURS, INK, POINTS, Panel, draw
-from dubito.training.report import ReportError, page, write
-from dubito.training.sources import read_data
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.uncertainty import Classified
+from dubito.training.data.data import Examples
+from dubito.training.data.sources import read_data
+from dubito.training.evaluation.evaluate import Evaluation, evaluate
+from dubito.training.evaluation.plots import COLOURS, INK, POINTS, Panel, draw
+from dubito.training.evaluation.report import ReportError, page, write
 
 HOSTILE = ("<script>alert(1)</script>", '" onerror="alert(2)', "a & b", "\x1b[31m", "猫", "$x", "6", "7", "8", "9")
 ABOUT = {"model": "some/where/model.safetensors", "data": "digits", "part": "test"}

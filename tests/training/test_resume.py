@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 from torchvision.transforms import v2
 
 from dubito.models import bayesianize, build
-from dubito.models.network import BayesianNetwork
-from dubito.training.checkpoint import KEY, resume, save_checkpoint, write_whole
+from dubito.models.network.network import BayesianNetwork
 from dubito.training.config import Fit, Recipe, read_recipe
-from dubito.training.data import Parts, divide, input_of
-from dubito.training.fit import FitError, Run
+from dubito.training.data.data import Parts, divide, input_of
+from dubito.training.data.sources import read_data
+from dubito.training.fit.checkpoint import KEY, resume, save_checkpoint, write_whole
+from dubito.training.fit.fit import FitError, Run
+from dubito.training.fit.stop import stoppable
 from dubito.training.recipe import Stopped, train
-from dubito.training.sources import read_data
-from dubito.training.stop import stoppable
 from tests import forked
 
 pytestmark = pytest.mark.usefixtures("few_requests")

@@ -13,16 +13,16 @@ from typer.testing import CliRunner
 
 from dubito.cli import app
 from dubito.models import bayesianize, build, load, save
-from dubito.models.answers import Rule, columns_of
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Card, Input, Sets
-from dubito.models.model import Model
-from dubito.models.uncertainty import Classified, known_in
+from dubito.models.predictions.answers import Rule, columns_of
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.uncertainty import Classified, known_in
 from dubito.training.calibrate import CalibrationError, calibrate, outer_quantile, strangeness, too_small
 from dubito.training.config import Calibrate
-from dubito.training.data import DataError, Examples
-from dubito.training.evaluate import evaluate
-from dubito.training.sources import read_data
+from dubito.training.data.data import DataError, Examples
+from dubito.training.data.sources import read_data
+from dubito.training.evaluation.evaluate import evaluate
 
 RULES = [Sets(score="probability"), Sets(), Sets(score="raps", lam=0.125, k_reg=2)]
 NAMES = [sets.score for sets in RULES]

@@ -10,8 +10,8 @@ import torch
 from scipy import fft, ndimage, stats
 from torch import Tensor
 
-from dubito.training.data import DataError
-from dubito.training.shift import AT_ONCE, corrupt, families
+from dubito.training.data.data import DataError
+from dubito.training.evaluation.shift import AT_ONCE, corrupt, families
 
 COLOUR = tuple(families(3))
 FIXED = {"defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg"}  # the same for every seed

@@ -18,20 +18,20 @@ from typer.testing import CliRunner, Result
 
 from dubito.cli import app
 from dubito.models import build, load
-from dubito.models.architectures import Standardise
+from dubito.models.conversion.architectures import Standardise
 from dubito.models.errors import DubitoError
-from dubito.models.inducing import Inducing
 from dubito.models.manifest import Regression
-from dubito.models.parameters import Free, count
+from dubito.models.numerics.parameters import Free, count
+from dubito.models.posteriors.inducing import Inducing
 from dubito.models.pruning import prune as prune_network
 from dubito.models.verdict import beside_plain
-from dubito.training.augment import augmentation
 from dubito.training.config import Recipe, read_recipe
-from dubito.training.data import Examples, Parts, divide, input_of
-from dubito.training.fit import Epoch, Run, Told
+from dubito.training.data.augment import augmentation
+from dubito.training.data.data import Examples, Parts, divide, input_of
+from dubito.training.data.sources import read_data
+from dubito.training.fit.fit import Epoch, Run, Told
 from dubito.training.names import shipped
 from dubito.training.recipe import build_network, make_bayesian, task_of
-from dubito.training.sources import read_data
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 SMALL = ["network.arguments={hidden=[8]}", "posterior.options={inducing=4}", "data.calibration=0.2"]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from dubito.cli import app
 from dubito.models import load
 from dubito.models.errors import ConversionError
-from dubito.models.whvi import Whvi, WhviFactors
+from dubito.models.posteriors.whvi import Whvi, WhviFactors
 
 
 def run(*command: str | Path) -> Result:

@@ -1,0 +1,388 @@
+"""The artifact: one safetensors file with what a method stores and a manifest in its metadata. No pickle anywhere."""
+
+import copy
+import hashlib
+import json
+import os
+import platform
+import secrets
+import stat
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from operator import index
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
+from safetensors.torch import load as parse
+from safetensors.torch import save as serialise
+from torch import Tensor, nn
+
+from dubito.models.artifact.encoding import MASK, SCALE, decode, decode_whole, encode
+from dubito.models.conversion.architectures import architecture_of, build, input_of, on_meta, remember
+from dubito.models.conversion.conversion import assemble
+from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError
+from dubito.models.manifest import FORMATS, Architecture, Card, Hierarchy, Layer, Manifest, Precision, format_of
+from dubito.models.network.feature_bank import FeatureBank
+from dubito.models.network.layers import MemberLayer
+from dubito.models.network.linearised import Subnetwork
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.network.normalisation import ScaleShift, fold_batchnorm
+from dubito.models.numerics.parameters import Free, Positive
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.predictions.model import Model
+
+KEY = "dubito"  # of the metadata
+LONGEST_HEADER = 1 << 26  # bytes; the largest networks need a few hundred thousand
+
+
+def save(
+    model: BayesianNetwork | Model,
+    path: str | Path,
+    *,
+    card: Card | None = None,
+    precision: Precision | None = None,
+    batchnorm: Literal["keep", "fold"] = "keep",
+) -> Manifest:
+    """Write the artifact, whole or not at all, and return its manifest.
+
+    Without a `precision` a model keeps the one that it was loaded with; a network is saved in float32.
+    `batchnorm="fold"` stores each BatchNorm as one scale and one shift per channel: smaller, and no longer trainable.
+    """
+    if precision is None:
+        precision = model.manifest.precision if isinstance(model, Model) else "float32"
+    for name, value, known in (
+        ("precision", precision, get_args(Precision)),
+        ("batchnorm", batchnorm, ("keep", "fold")),
+    ):
+        if value not in known:
+            raise ArtifactError(f"{name} is {value!r}; expected one of {', '.join(known)}.")
+    network = model.network if isinstance(model, Model) else model
+    if card is None:
+        card = model.card if isinstance(model, Model) else Card(input=input_of(architecture_of(network.net)))
+    if batchnorm == "fold":
+        if network.subnetwork is not None:
+            raise ArtifactError(
+                'batchnorm is "fold", but this model\'s posterior is over weights as they are: save it with "keep".'
+            )
+        network = fold_batchnorm(network)
+    tensors: dict[str, Tensor] = {}
+    masks = {name: t for name, t in network.named_buffers() if name.endswith(".keep")}
+    homes = _homes(network)
+    for name, tensor in network.state_dict().items():
+        if homes[name] == name and name not in masks:
+            keep = masks.get(name.rpartition(".")[0] + ".keep")
+            tensors |= encode(name, tensor, keep, precision)
+    manifest = _manifest(network, card, precision)
+    manifest = manifest.model_copy(update={"sha256": digest(manifest.model_dump(mode="json"), tensors)})
+    # one key: the library writes several in no fixed order, and the same model should give the same bytes
+    content = serialise(tensors, {KEY: manifest.model_dump_json()})
+    _write(Path(path), content)
+    return manifest
+
+
+def load(path: str | Path, network: nn.Module | None = None) -> Model:
+    """Read an artifact, believing nothing: one ArtifactError says what is wrong with a file that cannot be trusted.
+
+    `network` is for artifacts of networks that have no name here: the same nn.Module that was converted.
+    """
+    return rebuild(path, *examine(path), network)
+
+
+def rebuild(
+    path: str | Path, manifest: Manifest, tensors: Mapping[str, Tensor], network: nn.Module | None = None
+) -> Model:
+    """The model that an examined file describes."""
+    try:
+        made = _restore(manifest, tensors, network)
+    except ArtifactError as error:
+        raise ArtifactError(f"{path}: {error}") from None
+    made.eval()
+    return Model(made, manifest)
+
+
+def examine(path: str | Path) -> tuple[Manifest, dict[str, Tensor]]:
+    """The manifest and the tensors as they are stored, whole and unchanged since they were saved; nothing is built."""
+    try:
+        manifest, stated, content = _read(Path(path))
+        tensors = _parse_tensors(content)
+        if digest(stated, tensors) != manifest.sha256:
+            raise ArtifactError(
+                "the SHA-256 of its content is not the one it states: it was changed or damaged after it was saved."
+            )
+    except ArtifactError as error:
+        raise ArtifactError(f"{path}: {error}") from None
+    return manifest, tensors
+
+
+def digest(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the manifest's JSON (but for this number) and every tensor's name, type, shape and bytes.
+
+    Over what the file says, not over what it means today: a later version may know more fields.
+    """
+    known = {key: value for key, value in stated.items() if key != "sha256"}
+    total = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        total.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data))
+    return total.hexdigest()
+
+
+def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> Manifest:
+    layers: dict[str, Layer] = {}
+    for name, layer in network.layers.items():
+        R = 0
+        if isinstance(layer.posterior, Inducing) and layer.posterior.directions is not None:
+            R = len(layer.posterior.directions)
+        layers[name] = layer.entry.model_copy(update={"directions": R} if layer.entry.kind == "inducing" else {})
+    members = {name: len(m.copies) for name, m in network.net.named_modules() if isinstance(m, MemberLayer)}
+    hierarchy = None
+    if network.hierarchy is not None:
+        d_out, d_in = network.hierarchy.geometry.shape
+        entry = network.hierarchy.entry
+        assert entry.kind == "inducing"
+        hierarchy = Hierarchy(d_out=d_out, d_in=d_in, layer=entry)
+    folded = any(isinstance(m, ScaleShift) for m in network.modules())
+    bank = None if network.feature_bank is None else network.feature_bank.entry
+    versions = {"dubito": version("dubito"), "torch": torch.__version__, "python": platform.python_version()}
+    provenance = card.provenance.model_copy(update={"versions": {**versions, **card.provenance.versions}})
+    try:
+        made = Manifest(
+            format=format_of(card, bank),
+            architecture=_name(network, layers, members, hierarchy),
+            task=network.task,
+            layers=layers,
+            members=members,
+            hierarchy=hierarchy,
+            subnetwork=None if network.subnetwork is None else network.subnetwork.entry,
+            feature_bank=bank,
+            batchnorm="folded" if folded else "kept",
+            precision=precision,
+            card=card.model_copy(update={"provenance": provenance}),
+            sha256="0" * 64,
+        )
+        # as `load` will read it: a card may hold what no file can, such as a metric that is NaN
+        return Manifest.model_validate_json(made.model_dump_json(warnings=False))
+    except (ValidationError, PydanticSerializationError) as error:
+        raise ArtifactError(f"the manifest cannot be saved: {_complaint(error)}.") from None
+
+
+def _name(
+    network: BayesianNetwork, layers: dict[str, Layer], members: dict[str, int], hierarchy: Hierarchy | None
+) -> Architecture:
+    """The architecture that the network was built as, if it still is that: a changed head would not come back."""
+    known = architecture_of(network.net)
+    if known.name == "custom":
+        return known
+    with torch.device("meta"):
+        again = assemble(build(known.name, **known.arguments), layers, members, hierarchy, network.task, "prior")
+    if any(isinstance(m, ScaleShift) for m in network.modules()):
+        again = fold_batchnorm(again)
+    again.subnetwork, again.feature_bank = network.subnetwork, network.feature_bank
+    shapes = [{k: v.shape for k, v in n.state_dict().items() if not k.endswith(".keep")} for n in (network, again)]
+    if shapes[0] == shapes[1] and repr(network.net) == repr(again.net):
+        return known
+    warnings.warn(
+        f"the network was changed after build({known.name!r}), so the artifact is saved without that name; "
+        "load it with load(path, network=the nn.Module you converted).",
+        stacklevel=4,
+    )
+    return Architecture(name="custom")
+
+
+def _complaint(error: ValidationError | PydanticSerializationError) -> str:
+    if isinstance(error, PydanticSerializationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'manifest'}: {first['msg']}"
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        write_by(path.with_name(f".{path.name}.{secrets.token_hex(8)}"), path, content, mode="xb")
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"cannot write {path}: {_reason(error)}.") from None
+
+
+def write_by(part: Path, path: Path, content: bytes, *, mode: Literal["xb", "wb"]) -> None:
+    """Into `part` first, then moved to its place: a full disk or a crash never leaves half a file under the name."""
+    try:
+        with part.open(mode) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        with suppress(OSError, ValueError):
+            part.unlink(missing_ok=True)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _read(path: Path) -> tuple[Manifest, dict[str, Any], bytes]:
+    """The manifest and the whole file, which is read only once its header makes sense."""
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a directory has an error of its own
+            raise ArtifactError("it is a pipe or a device, not a file.")
+        with path.open("rb") as file:
+            size, start = os.fstat(file.fileno()).st_size, file.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8:
+                raise ArtifactError(f"it has {size} bytes; expected a dubito artifact: it is empty or cut.")
+            if length > LONGEST_HEADER or length > size - 8:
+                raise ArtifactError(_foreign(start, length, size))
+            manifest, stated = _parse_header(file.read(length), size - 8 - length)
+            file.seek(0)
+            return manifest, stated, file.read()
+    except (OSError, ValueError, MemoryError) as error:
+        raise ArtifactError(f"it cannot be read: {_reason(error)}.") from None
+
+
+def _foreign(start: bytes, length: int, size: int) -> str:
+    """What a file may be whose first bytes are not the length of a header."""
+    kinds = {b"PK\x03\x04": "a zip archive (as torch.save writes)", b"\x80": "a pickle", b"\x89HDF": "an HDF5 file"}
+    for magic, kind in kinds.items():
+        if start.startswith(magic) and length > LONGEST_HEADER:  # else it may well be a length
+            return f"it is {kind}; expected a dubito artifact, which is a safetensors file."
+    return f"it claims a header of {length:,} bytes in a file of {size:,}: not a safetensors file, or one that was cut."
+
+
+def _parse_header(header: bytes, rest: int) -> tuple[Manifest, dict[str, Any]]:
+    try:
+        parts = json.loads(header)
+        text = parts.pop("__metadata__")[KEY]
+        stated = json.loads(text)
+        data = max((index(part["data_offsets"][1]) for part in parts.values()), default=0)
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        raise ArtifactError(f"it has no {KEY!r} manifest in its header: not a dubito artifact.") from None
+    if data != rest:
+        raise ArtifactError(f"it has {rest:,} bytes of tensors, but its header describes {data:,}: cut or damaged.")
+    found = stated.get("format") if isinstance(stated, dict) else None
+    if type(found) is not int or found not in FORMATS:
+        *others, last = map(str, FORMATS)
+        known = " and ".join([*([", ".join(others)] if others else []), last])
+        raise ArtifactError(
+            f"its format is {found!r}; this version of dubito reads format {known}. Update dubito, or save it again."
+        )
+    try:
+        return Manifest.model_validate_json(text), stated
+    except ValidationError as error:
+        raise ArtifactError(f"its manifest is wrong: {_complaint(error)}.") from None
+    except RecursionError:
+        raise ArtifactError("its manifest is nested too deeply.") from None
+
+
+def _parse_tensors(content: bytes) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = parse(content)
+    except Exception as error:  # the library raises several kinds, all of them about the file
+        raise ArtifactError(f"its tensors cannot be read: {error}.") from None
+    return tensors
+
+
+def _restore(manifest: Manifest, tensors: Mapping[str, Tensor], given: nn.Module | None) -> BayesianNetwork:
+    """Everything is checked against a network without storage before anything of the claimed size is allocated."""
+    name, arguments = manifest.architecture.name, manifest.architecture.arguments
+    if given is None and name == "custom":
+        raise ArtifactError(
+            "its network has no name here; load it with load(path, network=the nn.Module you converted)."
+        )
+    try:
+        with torch.device("meta"):
+            bare = _without_storage(given) if given is not None else build(name, **arguments)
+            _check_copies(bare, manifest, tensors)
+            skeleton = _skeleton(bare, manifest)
+        state, masks = _decode_all(skeleton, tensors)
+        if given is not None or not on_meta(name):  # such a network may hold tensors that no state dict names
+            network = _skeleton(given if given is not None else build(name, **arguments), manifest)
+            network.load_state_dict(state)
+        else:
+            network = skeleton
+            network.load_state_dict(state, assign=True)
+    except (ArchitectureError, ConversionError) as error:
+        raise ArtifactError(str(error)) from None
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds its own stack
+        raise ArtifactError(f"its manifest describes no network that can be built: {reason}.") from None
+    if network.subnetwork is not None:
+        _check_subnetwork(network.subnetwork, sum(p.numel() for p in network.net.parameters()))
+    for place, keep in masks.items():
+        part = network.get_submodule(place)
+        assert isinstance(part, Free | Positive)
+        part.keep = keep.to(next(part.parameters()).device)
+    return network
+
+
+def _check_subnetwork(chosen: Subnetwork, D: int) -> None:
+    index, S = chosen.index.long(), len(chosen.index)
+    if S > D or int(index[0]) < 0 or int(index[-1]) >= D or not (index.diff() > 0).all():
+        raise ArtifactError(f"the indices of its subnetwork are no {S:,} weights of the {D:,} that it has, in order.")
+    places = torch.arange(1, S + 1, device=index.device).cumsum(0) - 1
+    if not (chosen.triangle[places] > 0).all():
+        raise ArtifactError("the triangle of its subnetwork has a diagonal that is not positive: it is no factor.")
+
+
+def _without_storage(net: nn.Module) -> nn.Module:
+    """A copy on the meta device; layers and weights that stand in several places still do."""
+    memo: dict[int, object] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in net.parameters()}
+    memo |= {id(b): b.to("meta") for b in net.buffers()}
+    return copy.deepcopy(net, memo)
+
+
+def _homes(network: nn.Module) -> dict[str, str]:
+    """For each name in the state the first name of the same tensor, under which alone it is stored."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(t), name) for name, t in network.state_dict(keep_vars=True).items()}
+
+
+def _check_copies(bare: nn.Module, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Modules take memory even without storage: no more copies than the file can fill."""
+    parts = dict(bare.named_modules())
+    for name in manifest.members:
+        if name in parts and any(parts[name].children()):
+            raise ArtifactError(f"its manifest copies {name!r} for each member, which is no single layer.")
+    if (copies := sum(manifest.members.values())) > len(tensors):
+        raise ArtifactError(f"its manifest claims {copies:,} copies of layers in {len(tensors):,} tensors.")
+
+
+def _skeleton(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
+    network = assemble(bare, manifest.layers, manifest.members, manifest.hierarchy, manifest.task, "prior")
+    remember(network.net, manifest.architecture)
+    if manifest.subnetwork is not None:
+        network.subnetwork = Subnetwork.blank(manifest.subnetwork)
+    if manifest.feature_bank is not None:
+        network.set_feature_bank(FeatureBank.blank(manifest.feature_bank))
+    return fold_batchnorm(network) if manifest.batchnorm == "folded" else network
+
+
+def _decode_all(
+    skeleton: BayesianNetwork, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    state: dict[str, Tensor] = {}
+    masks: dict[str, Tensor] = {}
+    homes, known = _homes(skeleton), set[str]()
+    for name, expected in skeleton.state_dict().items():
+        if homes[name] != name:
+            state[name] = state[homes[name]]
+        elif expected.is_floating_point():
+            known |= {name, name + SCALE, name + MASK}
+            state[name], keep = decode(name, expected.shape, tensors)
+            if keep is not None:
+                masks[name.rpartition(".")[0]] = keep
+        else:
+            known.add(name)
+            state[name] = decode_whole(name, expected, tensors)
+    if unknown := sorted(tensors.keys() - known):
+        raise ArtifactError(f"tensor {unknown[0]!r} belongs to nothing that the manifest describes.")
+    for place in masks:
+        if not isinstance(skeleton.get_submodule(place), Free | Positive):
+            raise ArtifactError(f"tensor {place!r} is stored as pruned, but cannot be.")
+    return state, masks

@@ -1,0 +1,294 @@
+"""From any torch network to a Bayesian one: each Linear and Conv layer gets a posterior, the rest stays as it is."""
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from dubito.models.conversion.architectures import architecture_of, remember
+from dubito.models.conversion.options import Options, Overrides, check_used, describe, naming, one_of, options_for, pair
+from dubito.models.conversion.start import CONVERTIBLE, Start, geometry_of, inducing_for, posterior_for, weight_of
+from dubito.models.errors import ConversionError
+from dubito.models.manifest import Hierarchy, InducingLayer, Layer, Task
+from dubito.models.network.features import watched
+from dubito.models.network.geometry import Conv, Geometry, Linear
+from dubito.models.network.layers import BayesianLayer, MemberLayer
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.posteriors.mixture import Mixture
+from dubito.models.posteriors.weight_space import WeightSpace
+from dubito.models.predictions.prediction import evaluating, predict
+
+
+def bayesianize(
+    net: nn.Module,
+    method: str,
+    *,
+    inducing: int | tuple[int, int] = 64,
+    layers: Overrides | None = None,
+    unsupported: Literal["error", "leave"] = "error",
+    start: Start = "network",
+    hierarchy: int | tuple[int, int] | None = None,
+    spread: float | None = None,
+    task: Task | None = None,
+    data: Iterable[tuple[Tensor, Tensor]] | None = None,
+    **options: Any,
+) -> BayesianNetwork:
+    """A Bayesian copy of `net`; `net` itself is left alone.
+
+    `start="network"` begins at the weights of `net`: each layer's mean is its best fit of rank M (WHVI's its best fit
+    by blocks, which is a poor one: it has to be trained), and the prior of inducing weights has the size of the layer's
+    weights, so that `sigma_max` and `spread` are the same share of W in every layer. `start="prior"`
+    begins where the papers do, for training from scratch. `layers` changes the method or any option of some layers, by
+    module name, glob or layer type; a name beats a glob, a glob beats a type, and later entries beat earlier ones.
+    A layer that holds weights but cannot be converted is an error, or left deterministic with `unsupported="leave"`.
+    `hierarchy` puts global inducing weights of that size above those of the layers [Ritter21, appendix H].
+    `spread` is how wide q(V) starts: its standard deviation, or how far apart the members of Ensemble-U are. What
+    starts narrow around a trained network may stay near it, and doubt little.
+    With `data` (batches of inputs and labels) the accuracy before and after is printed, for regression the error.
+    """
+    one_of("start", start, get_args(Start))
+    one_of("unsupported", unsupported, ("error", "leave"))
+    if spread is not None and not 0 < spread < math.inf:
+        raise ConversionError(f"spread is {spread}; expected a positive number.")
+    M_out, M_in = pair(inducing)
+    base = Options(method, M_out, M_in).changed(options)  # type: ignore[arg-type]  # checked there
+    found = _convertible(net, unsupported)
+    entries: dict[str, Layer] = {}
+    for name, module in found.items():
+        chosen = options_for(name, module, base, layers or {})
+        geometry = geometry_of(module)
+        with naming(name):
+            if hierarchy is not None:
+                chosen = under_hierarchy(chosen, base)
+            if chosen.method != "deterministic" and not _blinding(chosen, geometry, name in (layers or {})):
+                W = weight_of(module) if start == "network" else None
+                entries[name] = describe(geometry, chosen, W)
+    copied = _copied(net, base, layers or {}) if base.method == "ensemble-w" else {}
+    check_used(layers or {}, dict(net.named_modules()) if copied else found)
+    above = None
+    if hierarchy is not None:
+        entries, above = _under_hierarchy(entries, base, *pair(hierarchy))
+    members = dict.fromkeys(copied, base.members)
+    made = assemble(net, entries, members, above, task, start, spread)
+    if data is not None:
+        _print_quality(net, made, data)
+    return made
+
+
+def _blinding(o: Options, geometry: Geometry, asked: bool) -> bool:
+    """Dropping whole input channels of a first convolution would hide the picture: left alone unless asked by name."""
+    return o.method == "mc-dropout" and isinstance(geometry, Conv) and geometry.inputs <= 4 and not asked
+
+
+def ensemble(networks: Sequence[nn.Module], task: Task | None = None) -> BayesianNetwork:
+    """Ensemble-W of networks that were trained apart: everything they hold, BatchNorm included, stays their own."""
+    if not networks:
+        raise ConversionError("an ensemble needs at least one network.")
+    shapes = [{k: v.shape for k, v in n.state_dict().items()} for n in networks]
+    if any(s != shapes[0] for s in shapes):
+        raise ConversionError("the networks of an ensemble must have the same layers and shapes.")
+    made = bayesianize(networks[0], "ensemble-w", members=len(networks), task=task)
+    shared = [name for name in made.net.state_dict() if name in shapes[0]]
+    for name in shared:
+        tensors = [n.state_dict()[name] for n in networks]
+        if not all(torch.equal(t, tensors[0]) for t in tensors):
+            raise ConversionError(
+                f"{name!r} differs from network to network, but belongs to a module with layers inside, of which an "
+                "ensemble keeps one copy only. Put it into a module of its own."
+            )
+    parts = [dict(n.named_modules()) for n in networks]
+    with torch.no_grad():
+        for name, layer in made.layers.items():
+            assert isinstance(layer.posterior, WeightSpace)
+            assert isinstance(layer.posterior.law, Mixture)
+            layer.posterior.law.points.value.copy_(torch.stack([weight_of(p[name]) for p in parts]))
+        for name, module in made.net.named_modules():
+            if isinstance(module, MemberLayer):
+                for part, own in zip(parts, module.copies, strict=True):
+                    own.load_state_dict(part[name].state_dict())
+    return made
+
+
+def assemble(
+    net: nn.Module,
+    entries: Mapping[str, Layer],
+    members: Mapping[str, int],
+    hierarchy: Hierarchy | None,
+    task: Task | None,
+    start: Start,
+    spread: float | None = None,
+) -> BayesianNetwork:
+    """A copy of `net` with the layers that the entries describe: the part that conversion and loading share."""
+    found = dict(net.named_modules())
+    swaps: dict[nn.Module, nn.Module] = {}
+    side_by_side: list[Tensor] = []  # the V's that a hierarchy draws, as each layer's weights want them
+    for name, entry in entries.items():
+        if type(found.get(name)) not in CONVERTIBLE:
+            raise ConversionError(f"the network has no Linear or Conv layer {name!r}.")
+        geometry = geometry_of(found[name])
+        with naming(name):
+            _check_size(entry, *geometry.shape)
+            posterior, V = posterior_for(entry, geometry, found[name], start, spread)
+        if entry.kind == "inducing" and entry.method == "hierarchical" and V is not None:
+            side_by_side.append(V)
+        swaps[found[name]] = BayesianLayer(geometry, posterior, entry)
+    for name, E in members.items():
+        if name not in found:
+            raise ConversionError(f"the network has no layer {name!r}.")
+        swaps[found[name]] = MemberLayer([copy.deepcopy(found[name]) for _ in range(E)])
+    above = None
+    if hierarchy is not None:
+        shape = (hierarchy.d_out, hierarchy.d_in)
+        _check_size(hierarchy.layer, *shape)
+        V_all = torch.cat(side_by_side, 1) if side_by_side and start == "network" else None
+        q_V, _ = inducing_for(hierarchy.layer, *shape, V_all, next(net.parameters()), spread)
+        above = BayesianLayer(Linear(hierarchy.d_in, hierarchy.d_out, bias=False), q_V, hierarchy.layer)
+    # deepcopy with the memo pre-filled: swapped layers stand in the copy wherever the old ones stood, shared ones too
+    memo: dict[int, object] = {id(old): new for old, new in swaps.items()}
+    made = copy.deepcopy(net, memo)
+    remember(made, architecture_of(net))
+    return BayesianNetwork(made, hierarchy=above, task=task)
+
+
+def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
+    """Layers that can be converted, by name; any other layer that holds weights is named in the error."""
+    owners = _owners(net)
+    found: dict[str, nn.Module] = {}
+    refused: dict[str, str] = {}
+    closed: list[str] = []  # layers that use their children's weights without calling the children
+    for name, module in net.named_modules():
+        if any(name.startswith(f"{c}.") for c in closed):
+            continue
+        own = [p for p in module._parameters.values() if p is not None]
+        plain = type(module) in CONVERTIBLE and "weight" in module._parameters and not _hooked(module)
+        tied = any(owners[p] > 1 for p in own)
+        if plain and not tied:
+            found[name] = module
+        elif isinstance(module, CONVERTIBLE) or any(_is_matrix(p) for p in own):
+            if isinstance(module, nn.MultiheadAttention | nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                closed.append(name)
+            refused[name] = (
+                f"{name or 'the network itself'} ({type(module).__name__}{', tied weights' if tied else ''})"
+            )
+    if refused and unsupported == "error":
+        raise ConversionError(
+            f"cannot convert {_some(list(refused.values()))}: only plain Linear, Conv1d, Conv2d and Conv3d layers can "
+            'be made Bayesian. Pass unsupported="leave" to keep these deterministic.'
+        )
+    return found
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Hooks would not follow a layer into its Bayesian form; that of a bank of features need not."""
+    before = len(module._forward_pre_hooks) - watched(module)
+    return bool(before or module._forward_hooks or module._backward_hooks)
+
+
+def _check_size(entry: Layer, d_out: int, d_in: int) -> None:
+    """M may exceed d, but a file must not claim so many inducing weights that M × M alone fills the memory.
+
+    Nor a block so large that it is nothing but padding.
+    """
+    if entry.kind == "whvi" and (most := 1 << (max(d_out, d_in) - 1).bit_length()) < entry.D:
+        raise ConversionError(f"D = {entry.D} for weights of {d_out} × {d_in}: expected at most {most}.")
+    if entry.kind == "inducing":
+        for M, d in ((entry.M_out, d_out), (entry.M_in, d_in)):
+            if max(1024, 4 * d) < M:
+                raise ConversionError(f"M = {M} for a side of {d}: expected at most {max(1024, 4 * d)}.")
+
+
+def _is_matrix(p: Tensor) -> bool:
+    """Weights, as against the per-channel numbers of a normalisation layer; not yet known for a lazy layer."""
+    return isinstance(p, UninitializedParameter) or sum(side > 1 for side in p.shape) > 1
+
+
+def _copied(net: nn.Module, base: Options, overrides: Overrides) -> dict[str, nn.Module]:
+    """Layers of a whole Ensemble-W that are not weight matrices but hold something: each member has its own.
+
+    Not those whose parameters stand elsewhere too, nor those that an override calls deterministic.
+    """
+    owners = _owners(net)
+    found = {}
+    for name, module in net.named_modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        holds = own or any(b is not None for b in module._buffers.values())
+        leaf = not isinstance(module, CONVERTIBLE) and not any(module.children())
+        if holds and leaf and all(owners[p] == 1 for p in own):
+            found[name] = module
+    return {n: m for n, m in found.items() if options_for(n, m, base, overrides).method != "deterministic"}
+
+
+def _owners(net: nn.Module) -> dict[nn.Parameter, int]:
+    """In how many modules each parameter stands."""
+    owners: dict[nn.Parameter, int] = {}
+    for module in net.modules():
+        for p in module._parameters.values():
+            if p is not None:
+                owners[p] = owners.get(p, 0) + 1
+    return owners
+
+
+def under_hierarchy(chosen: Options, base: Options) -> Options:
+    """A layer whose V is drawn from above: it has a size and a λ, but no q(V) of its own."""
+    if chosen.method not in ("ffg-u", "fcg-u", "ensemble-u"):
+        return chosen
+    for name in ("method", "members", "sigma_max"):
+        if getattr(chosen, name) != getattr(base, name):
+            raise ConversionError(f"under a hierarchy all inducing layers share one q, so {name} cannot differ here.")
+    return replace(chosen, method="ffg-u")  # whichever: no covariance is made here
+
+
+def _under_hierarchy(
+    entries: dict[str, Layer], base: Options, M_out: int, M_in: int
+) -> tuple[dict[str, Layer], Hierarchy]:
+    """Global inducing weights over the V's of all inducing layers, set side by side."""
+    inducing = {name: e for name, e in entries.items() if isinstance(e, InducingLayer)}
+    if base.method not in ("ffg-u", "fcg-u", "ensemble-u") or not inducing:
+        raise ConversionError(f"a hierarchy needs an inducing method (ffg-u, fcg-u, ensemble-u), not {base.method!r}.")
+    rows = {e.M_out for e in inducing.values()}
+    if len(rows) != 1:
+        raise ConversionError(
+            "a hierarchy sets the V's of all inducing layers side by side, so they need one M_out; "
+            f"they have {sorted(rows)}."
+        )
+    d_out, d_in = rows.pop(), sum(e.M_in for e in inducing.values())
+    top = describe(Linear(d_in, d_out, bias=False), replace(base, M_out=M_out, M_in=M_in, noise="exact"))
+    assert isinstance(top, InducingLayer)
+    above = Hierarchy(d_out=d_out, d_in=d_in, layer=top.model_copy(update={"sigma": 1.0}))
+    update = {"method": "hierarchical", "members": None, "sigma_max": None}
+    return entries | {name: e.model_copy(update=update) for name, e in inducing.items()}, above
+
+
+def _print_quality(net: nn.Module, made: BayesianNetwork, data: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Accuracy, or for regression the root mean squared error in the network's units, before and after."""
+    factors = made.factors()
+    before, after, n = 0.0, 0.0, 0
+    for x, y in data:
+        with evaluating(net), torch.no_grad():
+            plain = net(x)
+        mean = predict(made, factors, x, samples=0, keep_outputs=True).outputs
+        assert mean is not None
+        if made.task.kind == "regression":
+            D = made.task.outputs  # what follows is the noise
+            before += float((plain[:, :D] - y.view(len(y), D)).square().mean(-1).sum())
+            after += float((mean.mean(0)[:, :D] - y.view(len(y), D)).square().mean(-1).sum())
+        else:
+            before += int((plain.argmax(-1) == y).sum())
+            after += int((mean.softmax(-1).mean(0).argmax(-1) == y).sum())
+        n += len(y)
+    if n == 0:
+        raise ConversionError("the data given holds no examples; expected batches of inputs and labels.")
+    if made.task.kind == "regression":
+        said = f"RMSE {(before / n) ** 0.5:.4g} before, {(after / n) ** 0.5:.4g} after"
+    else:
+        said = f"accuracy {before / n:.2%} before, {after / n:.2%} after"
+    print(f"{said} conversion ({n} inputs, posterior mean)")

@@ -1,0 +1,69 @@
+"""Leading directions of a layer's inputs outside the span of B_c: what brings way 3's noise close to the exact law.
+
+Outside that span way 3 gives all inputs one shared noise; each direction added here has noise of its own, and the
+directions that carry most of the inputs' energy matter most.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.errors import InputError
+from dubito.models.network.layers import BayesianLayer
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.posteriors.inducing import Inducing, InducingFactors
+from dubito.models.predictions.prediction import predict
+
+PATCHES = 4096  # kept of each layer's input patches: enough for a few leading directions
+
+
+def leading_directions(x: Tensor, B: Tensor, R: int) -> Tensor:
+    """The R leading directions of x (n, d) outside the span of B (d, r), uncentred: (d, ≤ R)."""
+    x = x.to(B.dtype)
+    left = x - (x @ B) @ B.T
+    q = min(R + 8, *left.shape)
+    _, _, directions = torch.svd_lowrank(left, q=q, niter=4)
+    return directions[:, : min(R, B.shape[0] - B.shape[1], q)]
+
+
+def set_directions(network: BayesianNetwork, x: Tensor, R: int, seed: int = 0) -> None:
+    """Give each layer with factored noise its R directions, found on inputs x (held-out data); R = 0 removes them."""
+    if R < 0:
+        raise InputError(f"directions is {R}; expected 0 or more.")
+    rng = torch.Generator().manual_seed(seed)
+    chosen = {
+        name: layer
+        for name, layer in network.layers.items()
+        if isinstance(layer.posterior, Inducing) and layer.posterior.noise == "factored" and layer.posterior.lam
+    }
+    patches: dict[str, Tensor] = {}
+    hooks = [layer.register_forward_pre_hook(_gather(name, patches, rng)) for name, layer in chosen.items()]
+    factors = network.factors()
+    try:
+        predict(network, factors, x, samples=0, max_rows=len(x))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # the low-rank SVD starts at random
+        for name, layer in chosen.items():
+            f = factors.layers[name]
+            assert isinstance(f, InducingFactors)
+            assert isinstance(layer.posterior, Inducing)
+            found = leading_directions(patches[name], f.matheron.B_c, R).T
+            # in half precision, in memory as in every file: they are made orthonormal again when factors are computed
+            layer.posterior.directions = (
+                found.half().to(layer.posterior.Z_c.value.dtype).contiguous() if len(found) else None
+            )
+
+
+def _gather(name: str, patches: dict[str, Tensor], rng: torch.Generator) -> Callable[[nn.Module, tuple[Tensor]], None]:
+    def hook(layer: nn.Module, arguments: tuple[Tensor]) -> None:
+        assert isinstance(layer, BayesianLayer)
+        (x,) = arguments
+        inputs = max(1, min(64, 8 * PATCHES // max(1, x[0, 0].numel())))  # few of large pictures: each has many patches
+        rows = layer.geometry.patches(x[torch.randperm(len(x), generator=rng)[:inputs]])
+        patches[name] = rows[torch.randperm(len(rows), generator=rng)[:PATCHES]]
+
+    return hook

@@ -1,0 +1,1 @@
+"""A network of Bayesian layers: geometry, layers, joint draws, executions, and the linearised network."""

@@ -1,0 +1,94 @@
+"""Features: the inputs of a network's last linear layer, and what is read off them beside the outputs.
+
+A pass with a reading appends its columns to the outputs, so that every way of running a network (folded, planned,
+captured) carries them along.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.network.geometry import Linear
+from dubito.models.network.layers import BayesianLayer
+from dubito.models.posteriors.protocol import Value
+
+MOST_FEATURES = 1 << 13  # d beyond which no bank is kept: its points would outweigh the network
+
+_kept: ContextVar[list[Tensor] | None] = ContextVar("kept", default=None)
+
+
+@dataclass(frozen=True)
+class Whole(Value):
+    """The features themselves."""
+
+    columns: int  # d
+
+    def __call__(self, features: Tensor, K: int, member: Callable[[int], Tensor]) -> Tensor:
+        return features.float()
+
+
+def _keep(module: nn.Module, given: tuple[Any, ...]) -> None:
+    found = _kept.get()
+    if found is not None:
+        found.append(given[0])
+
+
+def watch(layer: nn.Module) -> None:
+    """From now on, `keeping` sees what the layer is given; copies of the layer are watched too."""
+    if not watched(layer):
+        layer.register_forward_pre_hook(_keep)
+
+
+def watched(layer: nn.Module) -> bool:
+    return _keep in layer._forward_pre_hooks.values()
+
+
+@contextmanager
+def keeping(wanted: bool = True) -> Iterator[list[Tensor]]:
+    """What watched layers are given inside, in this thread."""
+    found: list[Tensor] = []
+    if not wanted:
+        yield found
+        return
+    token = _kept.set(found)
+    try:
+        yield found
+    finally:
+        _kept.reset(token)
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module.geometry, Linear) if isinstance(module, BayesianLayer) else type(module) is nn.Linear
+
+
+def last_linear(net: nn.Module, run: Callable[[], Tensor]) -> str | None:
+    """The name of the linear layer whose outputs are the network's, by a pass `run` of it; None: there is none.
+
+    Its inputs must be one vector for each row, of at most `MOST_FEATURES` numbers, and it must be called once.
+    """
+    calls: list[tuple[str, Tensor, Tensor]] = []
+    hooks = []
+    for name, module in net.named_modules():
+        if is_linear(module):
+
+            def note(module: nn.Module, given: tuple[Any, ...], out: Tensor, name: str = name) -> None:
+                calls.append((name, given[0], out))
+
+            hooks.append(module.register_forward_hook(note))
+    try:
+        out = run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not calls:
+        return None
+    name, features, made = calls[-1]
+    once = sum(called == name for called, _, _ in calls) == 1
+    fits = features.dim() == 2 and features.shape[1] <= MOST_FEATURES
+    makes = made.numel() == out.numel() and torch.equal(made.flatten(), out.flatten())
+    return name if once and fits and makes else None

@@ -1,0 +1,420 @@
+"""The Jacobian of a network's outputs at some of its weights, input by input, never held over all weights.
+
+One forward pass keeps what each layer was given; one backward pass for each output gives the gradient of what each
+layer made. A layer's part of the Jacobian is the product of the two, formed only where weights were chosen. Weights
+that stand elsewhere than in a layer of one input and one output are differentiated one input at a time.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock, RLock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call, vjp, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dubito.models.errors import PredictionError
+from dubito.models.network.layers import Structure, layer_by_layer
+
+AT_ONCE = 1 << 24  # numbers of one layer's gradients that are held at a time
+SPARSE = 32  # an entry gathered alone costs as much as so many of a matrix product
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def layout(net: nn.Module) -> dict[str, slice]:
+    """Where each parameter lies when all stand in a row; one with several names comes once."""
+    found, at = {}, 0
+    for name, p in net.named_parameters():
+        found[name] = slice(at, at + p.numel())
+        at += p.numel()
+    return found
+
+
+def chosen_of(net: nn.Module, index: Tensor) -> dict[str, tuple[slice, Tensor]]:
+    """For each parameter with chosen weights: their places in the sorted `index` (S,), and in that parameter."""
+    whole = layout(net)
+    edges = torch.tensor([0, *(place.stop for place in whole.values())])
+    at = torch.searchsorted(index.cpu(), edges).tolist()
+    return {
+        name: (slice(low, high), index[low:high] - place.start)
+        for (name, place), (low, high) in zip(whole.items(), itertools.pairwise(at), strict=True)
+        if high > low
+    }
+
+
+class Linearised:
+    """A network's outputs for a batch, and the gradient of each output at the chosen weights.
+
+    The network must be in evaluation mode, so that rows do not see each other.
+    """
+
+    def __init__(self, net: nn.Module, x: Tensor, index: Tensor) -> None:
+        """`index` (S,) holds sorted places among all parameters in a row."""
+        self.net, self.S = net, len(index)
+        self.chosen = chosen_of(net, index)
+        with _differentiating(net):
+            self.tape = taped(net, x, list(self.chosen))
+        self.outputs = self.tape.f.detach()  # (B, C)
+
+    def rows(self) -> Iterator[Tensor]:
+        """For each output c, ∂f_c/∂w at the chosen weights: (B, S)."""
+        tape = self.tape
+        B, C = tape.f.shape
+        with _differentiating(self.net):
+            slow = self._slow()
+        for c in range(C):
+            with _differentiating(self.net):
+                J = tape.f.new_zeros(B, self.S)
+                cotangent = torch.zeros_like(tape.f)
+                cotangent[:, c] = 1
+                for name, pairs in tape.gradients(cotangent, keep=c < C - 1).items():
+                    columns, local = self.chosen[name]
+                    J[:, columns] = _entries(*tape.own[name], pairs, local)
+                for name, found in slow.items():
+                    J[:, self.chosen[name][0]] = found[:, c]
+            yield J.detach()
+
+    def jacobian(self) -> Tensor:
+        """All of it: (B, C, S)."""
+        return torch.stack(list(self.rows()), 1)
+
+    def _slow(self) -> dict[str, Tensor]:
+        """(B, C, s) of the parameters that no layer tells of."""
+        tape = self.tape
+        if not tape.others:
+            return {}
+        found: dict[str, list[Tensor]] = {name: [] for name in tape.others}
+        for f, parameters in tape.one_by_one():
+            for_input: dict[str, list[Tensor]] = {name: [] for name in tape.others}
+            for c in range(len(f)):
+                for name, g in zip(tape.others, _grad(f[c], parameters), strict=True):
+                    for_input[name].append(g.flatten()[self.chosen[name][1]])
+            for name, parts in for_input.items():
+                found[name].append(torch.stack(parts))
+        return {name: torch.stack(parts) for name, parts in found.items()}
+
+
+def add_squares(net: nn.Module, x: Tensor, roots: Callable[[Tensor], Tensor], into: Tensor) -> None:
+    """Adds to `into` (D,) the squared gradients of v·f(x) at every weight, summed over inputs and over the v.
+
+    `roots` makes the v (n, B, C) of the outputs (B, C). Each layer's gradients are formed a few inputs at a time.
+    """
+    whole = layout(net)
+    with _differentiating(net):
+        tape = taped(net, x, list(whole))
+        cotangents = roots(tape.f.detach())
+        for i, v in enumerate(cotangents):
+            for name, pairs in tape.gradients(v, keep=i < len(cotangents) - 1).items():
+                into[whole[name]] += _squares(*tape.own[name], pairs).flatten()
+        if tape.others:
+            for b, (f, parameters) in enumerate(tape.one_by_one()):
+                for v in cotangents[:, b]:
+                    for name, g in zip(tape.others, _grad(f @ v, parameters), strict=True):
+                        into[whole[name]] += g.flatten().square()
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a layer was given, and where its output stands in the graph, whatever is done to it in place later."""
+
+    x: Tensor
+    version: int
+    edge: GradientEdge | None  # None: no gradient comes back to it
+
+
+class Tape:
+    """A forward pass with what each layer was given, for gradients at the parameters named."""
+
+    def __init__(self, net: nn.Module, x: Tensor, names: Sequence[str]) -> None:
+        _check_apart(net)
+        self.net, self.x = net, x.clone() if x.is_inference() else x
+        homes = {name: home for name, home in _homes(net).items() if name not in _elsewhere.get(net, ())}
+        self.own = {name: homes[name] for name in names if name in homes}  # (layer, its name for the parameter)
+        layers = {layer: None for layer, _ in self.own.values()}
+        with_graph = set(names)
+        self.parameters = {n: p.detach().requires_grad_(n in with_graph) for n, p in net.named_parameters()}
+        self.f, self.calls, odd = self._run(layers)
+        if any(call.x._version != call.version for calls in self.calls.values() for call in calls):
+            raise PredictionError("the network changes in place what a layer needs for its gradient; use a copy there.")
+        seen = self.calls.keys() - odd  # a layer that is not called may be used all the same, by its weights
+        self.own = {name: home for name, home in self.own.items() if home[0] in seen}
+        self.others = [name for name in names if name not in self.own]
+
+    def _run(self, layers: Mapping[nn.Module, None]) -> tuple[Tensor, dict[nn.Module, list[Call]], set[nn.Module]]:
+        calls: dict[nn.Module, list[Call]] = {}
+        odd: set[nn.Module] = set()
+
+        def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
+            rows = [t for t in (*given, made) if isinstance(t, Tensor) and len(t) == len(self.x)]
+            if named or len(given) != 1 or len(rows) != 2:
+                odd.add(module)
+                return
+            x = given[0].detach()
+            edge = get_gradient_edge(made) if made.requires_grad else None
+            calls.setdefault(module, []).append(Call(x, x._version, edge))
+
+        hooks = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
+        try:
+            f = functional_call(self.net, self.parameters, (self.x,))
+        finally:
+            for handle in hooks:
+                handle.remove()
+        if not isinstance(f, Tensor) or f.dim() != 2 or len(f) != len(self.x):
+            came = f"shape {tuple(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
+            raise PredictionError(f"the network answers with {came}; expected (B, classes) or (B, values).")
+        return f, calls, odd
+
+    def gradients(self, cotangent: Tensor, keep: bool) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """For each parameter that a layer tells of, the layer's inputs and the gradients of its outputs, by call."""
+        calls = [(m, call) for m, of_one in self.calls.items() for call in of_one if call.edge is not None]
+        if not calls or not self.f.requires_grad:
+            return {}
+        edges = [call.edge for _, call in calls if call.edge is not None]
+        found = torch.autograd.grad(self.f, edges, cotangent, retain_graph=keep, allow_unused=True)
+        pairs: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+        for (module, call), g in zip(calls, found, strict=True):
+            if g is not None:
+                pairs.setdefault(module, []).append((call.x, g))
+        return {name: pairs[layer] for name, (layer, _) in self.own.items() if layer in pairs}
+
+    def one_by_one(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Each input's outputs (C,) with their graph, and the parameters that no layer tells of."""
+        wanted = {n: p.detach().requires_grad_(n in set(self.others)) for n, p in self.parameters.items()}
+        for row in self.x.split(1):
+            yield functional_call(self.net, wanted, (row,))[0], [wanted[name] for name in self.others]
+
+
+def _grad(f: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    if not f.requires_grad:
+        return [torch.zeros_like(p) for p in parameters]
+    found = torch.autograd.grad(f, parameters, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+def _homes(net: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The layer that alone holds a parameter, and nothing else inside it; others have none."""
+    owners: dict[nn.Parameter, int] = {}
+    for module in net.modules():
+        for p in module._parameters.values():
+            if p is not None:
+                owners[p] = owners.get(p, 0) + 1
+    found = {}
+    for place, module in net.named_modules():
+        if any(module.children()):
+            continue
+        for own, p in module._parameters.items():
+            if p is not None and owners[p] == 1:
+                found[f"{place}.{own}" if place else own] = (module, own)
+    return found
+
+
+# a layer's part of the Jacobian, input by input
+
+
+def _entries(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]], local: Tensor) -> Tensor:
+    """The gradient at the chosen entries of one parameter: (B, s)."""
+    weight = layer._parameters[own]
+    assert weight is not None
+    if type(layer) in (nn.Linear, *CONVOLUTIONS):
+        if own == "bias":
+            return _sum(_columns(layer, g).sum(-1)[:, local] for _, g in pairs)
+        if SPARSE * len(local) < weight.numel():
+            return _sum(_gathered(layer, x, g, local) for x, g in pairs)
+    blocks = []
+    for rows in _blocks(weight, pairs):
+        blocks.append(_sum(_dense(layer, own, x[rows], g[rows]) for x, g in pairs).flatten(1)[:, local])
+    return torch.cat(blocks)
+
+
+def _squares(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Squared gradients of one parameter, summed over inputs."""
+    weight = layer._parameters[own]
+    assert weight is not None
+    if type(layer) is nn.Linear and own == "weight" and len(pairs) == 1 and pairs[0][0].dim() == 2:
+        x, g = pairs[0]
+        return g.square().T @ x.square()
+    total = torch.zeros_like(weight)
+    for rows in _blocks(weight, pairs):
+        total += _sum(_dense(layer, own, x[rows], g[rows]) for x, g in pairs).square().sum(0)
+    return total
+
+
+def _blocks(weight: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[slice]:
+    """So many inputs at a time that their gradients fit."""
+    size = max(1, AT_ONCE // weight.numel())
+    return (slice(at, at + size) for at in range(0, len(pairs[0][0]), size))
+
+
+def _dense(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
+    """(b, *shape of the parameter)."""
+    if type(layer) not in (nn.Linear, *CONVOLUTIONS):
+        return _by_vmap(layer, own, x, g)
+    columns = _columns(layer, g)
+    if own == "bias":
+        return columns.sum(-1)
+    weight, G = layer._parameters[own], getattr(layer, "groups", 1)
+    assert weight is not None
+    left = columns.unflatten(1, (G, -1)).flatten(0, 1).contiguous()  # (b·G, c_out/G, P)
+    taps = [torch.bmm(left, _by_place(plane, G)) for plane in _planes(layer, x)]
+    return torch.stack(taps, -1).view(len(x), *weight.shape)
+
+
+def _by_place(plane: Tensor, G: int) -> Tensor:
+    """(b·G, P, channels/G), copied into this order: small products of transposed views take far longer."""
+    places = plane.movedim(1, -1).flatten(1, -2)
+    by_group: Tensor = places.unflatten(-1, (G, -1)).transpose(1, 2)
+    return by_group.flatten(0, 1).contiguous()
+
+
+def _gathered(layer: nn.Module, x: Tensor, g: Tensor, local: Tensor) -> Tensor:
+    """A few entries of the weight of a Linear or Conv layer: (B, s)."""
+    weight, G = layer._parameters["weight"], getattr(layer, "groups", 1)
+    assert weight is not None
+    inputs, taps = weight.shape[1], math.prod(weight.shape[2:])
+    out, tap = local // (inputs * taps), local % taps
+    channel = out // (len(weight) // G) * inputs + local % (inputs * taps) // taps
+    columns = _columns(layer, g)
+    found = columns.new_zeros(len(x), len(local))
+    most = max(1, AT_ONCE // (len(x) * columns.shape[2]))
+    for t, plane in enumerate(_planes(layer, x)):
+        for some in (tap == t).nonzero()[:, 0].split(most):
+            found[:, some] = (columns[:, out[some]] * plane[:, channel[some]].flatten(2)).sum(-1)
+    return found
+
+
+def _columns(layer: nn.Module, g: Tensor) -> Tensor:
+    """(B, d_out, P): the gradient at each of the P places where the weights were used."""
+    return g.reshape(len(g), -1, g.shape[-1]).mT if isinstance(layer, nn.Linear) else g.flatten(2)
+
+
+def _planes(layer: nn.Module, x: Tensor) -> Iterator[Tensor]:
+    """What each place of the kernel meets, in the kernel's order: (B, channels, ...) with P places."""
+    if isinstance(layer, nn.Linear):
+        yield x.reshape(len(x), -1, x.shape[-1]).mT
+        return
+    assert isinstance(layer, CONVOLUTIONS)
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+    steps = list(zip(layer.kernel_size, layer.stride, layer.dilation, x.shape[2:], strict=True))
+    reach = [(side - d * (k - 1) - 1) // s * s + 1 for k, s, d, side in steps]  # from the first place to the last
+    for at in itertools.product(*(range(k) for k, *_ in steps)):
+        cut = [slice(i * d, i * d + n, s) for i, (_, s, d, _), n in zip(at, steps, reach, strict=True)]
+        yield x[(slice(None), slice(None), *cut)]
+
+
+def _by_vmap(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
+    """Any other layer: a normalisation, an embedding ..."""
+    weight = layer._parameters[own]
+    assert weight is not None
+
+    def one(x: Tensor, g: Tensor) -> Tensor:
+        back = vjp(lambda w: functional_call(layer, {own: w}, (x[None],))[0], weight.detach())[1]
+        found: Tensor = back(g)[0]
+        return found
+
+    found: Tensor = vmap(one)(x, g)
+    return found.detach()
+
+
+def _sum(parts: Iterator[Tensor]) -> Tensor:
+    total = next(parts)
+    for part in parts:
+        total = total + part
+    return total
+
+
+# what must hold
+
+_turns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_turns_lock = Lock()
+_elsewhere: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # parameters whose layers do not tell it all
+_known: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()  # batches and parameters that were checked
+
+
+@contextmanager
+def turn(net: nn.Module) -> Iterator[None]:
+    """One thread at a time: a pass that swaps a network's weights, or watches its layers, must not meet another."""
+    with _turns_lock:
+        lock = _turns.setdefault(net, RLock())
+    with lock, layer_by_layer(Structure.of(net).attends):
+        yield
+
+
+@contextmanager
+def _differentiating(net: nn.Module) -> Iterator[None]:
+    with turn(net), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _check_apart(net: nn.Module) -> None:
+    for name, module in net.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            raise PredictionError(
+                f"layer {name!r} normalises by the batch that it sees, so an input has no Jacobian of its own; "
+                "expected BatchNorm with running statistics, in evaluation mode."
+            )
+
+
+def taped(net: nn.Module, x: Tensor, names: Sequence[str]) -> Tape:
+    """A tape whose layers tell the truth, which is looked at once per network, shape and parameters.
+
+    A network that turns (B, T, d) to (T, B, d) gives rows to the wrong inputs where T = B, and one that uses a layer's
+    weight a second time, past the layer, has a gradient that the layer knows nothing of; nothing else would show it.
+    """
+    tape = Tape(net, x, names)
+    known, key = _known.setdefault(net, set()), (tuple(x.shape), tuple(names))
+    if tape.own and key not in known:
+        lone = Tape(net, x[-1:], names)
+        same = tape.own.keys() == lone.own.keys() and all(_same_row(lone, m, of) for m, of in tape.calls.items())
+        wrong = _not_whole(tape) if same else set(tape.own)
+        if wrong:
+            _elsewhere.setdefault(net, set()).update(wrong)
+            tape = Tape(net, x, names)
+        known.add(key)
+    return tape
+
+
+def _not_whole(tape: Tape) -> set[str]:
+    """Parameters whose gradient over the whole batch is not what their layers make of it."""
+    if not tape.f.requires_grad:
+        return set()
+    v = torch.randn(tape.f.shape, generator=torch.Generator().manual_seed(0)).to(tape.f)
+    names = list(tape.own)
+    whole = torch.autograd.grad(tape.f, [tape.parameters[n] for n in names], v, retain_graph=True, allow_unused=True)
+    pairs, wrong = tape.gradients(v, keep=True), set()
+    for name, expected in zip(names, whole, strict=True):
+        layer, own = tape.own[name]
+        found = torch.zeros_like(tape.parameters[name])
+        for x, g in pairs.get(name, []):
+            found += _together(layer, own, x, g)
+        expected = torch.zeros_like(found) if expected is None else expected
+        if float((found - expected).abs().max()) > 1e-2 * max(float(expected.abs().max()), 1e-30):
+            wrong.add(name)
+    return wrong
+
+
+def _together(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
+    """The gradient of one parameter from one call, summed over inputs."""
+    weight = layer._parameters[own]
+    assert weight is not None
+    back = vjp(lambda w: functional_call(layer, {own: w}, (x,)), weight.detach())[1]
+    found: Tensor = back(g)[0]
+    return found.detach()
+
+
+def _same_row(lone: Tape, layer: nn.Module, calls: list[Call]) -> bool:
+    """Whether the layer was given the last input in the last row, as when it came alone."""
+    again = lone.calls.get(layer, [])
+    return len(again) == len(calls) and all(
+        a.x[-1].shape == b.x[0].shape
+        and float((a.x[-1] - b.x[0]).double().abs().max()) <= 1e-3 * max(float(b.x[0].double().abs().max()), 1e-30)
+        for a, b in zip(calls, again, strict=True)
+    )

@@ -1,0 +1,215 @@
+"""Bayesian layers, and the run that tells them which K samples they are.
+
+A layer holds a geometry and a posterior, and no draws: what a forward pass uses (the factors, the normals and the
+plan) is a value that its caller owns. The value reaches the layers, which stand anywhere inside somebody else's
+network, through a context variable, so that threads sharing a network do not see each other's draws.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.errors import ConversionError, InputError
+from dubito.models.manifest import Layer
+from dubito.models.network.geometry import Conv, Geometry, How, Linear, apply
+from dubito.models.posteriors.protocol import Operand, Posterior
+
+
+class Reading(Protocol):
+    """Computes further columns of the outputs from the features, the inputs of the last linear layer."""
+
+    @property
+    def columns(self) -> int:
+        """Number of columns."""
+        ...
+
+    def __call__(self, features: Tensor, K: int, member: Callable[[int], Tensor]) -> Tensor:
+        """Features (K·B, d) of K samples, in order -> (K·B, columns) in float32; `member` as in `Run`."""
+        ...
+
+    def to(self, device: torch.device) -> Self: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """One forward pass of K samples folded into the batch."""
+
+    K: int
+    operands: Mapping[nn.Module, Callable[[], Operand]]  # made when a layer is reached
+    plan: Mapping[nn.Module, How]
+    member: Callable[[int], Tensor]  # number of members -> each sample's member (K,)
+    structure: "Structure"
+    B: int = 1  # inputs
+    channels_last: bool = False
+    form: nn.Module | None = None  # the network in another form, to be run instead
+    begun: Sequence[Callable[[], object]] = ()  # draws that are under way: a capture ends when all were called for
+    read: Reading | None = None  # what is read off the features, in further columns of the outputs
+
+
+_run: ContextVar[Run | None] = ContextVar("run", default=None)
+_traced: list[Run | None] = [None]  # the last: its like while torch.compile follows a pass, which cannot set that one
+
+
+@contextmanager
+def running(run: Run) -> Iterator[None]:
+    if torch.compiler.is_dynamo_compiling():
+        _traced.append(run)
+        try:
+            yield
+        finally:
+            _traced.pop()
+        return
+    token = _run.set(run)
+    try:
+        yield
+    finally:
+        _run.reset(token)
+
+
+@contextmanager
+def layer_by_layer(attends: bool) -> Iterator[None]:
+    """torch's transformers have a fast path that reads weights past their layers; it must not be taken."""
+    if not attends:
+        yield
+        return
+    global _inside, _fast_before
+    with _fast_lock:  # the switch is the process's: the first in turns it off, the last out restores it
+        if _inside == 0:
+            _fast_before = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _fast_lock:
+            _inside -= 1
+            if _inside == 0:
+                torch.backends.mha.set_fastpath_enabled(_fast_before)
+
+
+_fast_lock, _inside, _fast_before = Lock(), 0, True
+
+
+def current(layer: nn.Module, x: Tensor) -> Run:
+    """The pass that the layer is reached by."""
+    run = _traced[-1] if torch.compiler.is_dynamo_compiling() else _run.get()
+    if run is None:
+        raise InputError(
+            f"{type(layer).__name__} was called outside a Bayesian network, so it has no draws. Call the network that "
+            "`bayesianize` or `load` returned, not a part of it (activation checkpointing calls parts, too)."
+        )
+    if run.K > 1 and len(x) % (run.K * run.B):
+        name = run.structure.names.get(layer, type(layer).__name__)
+        raise FoldError(
+            f"layer {name!r} got {len(x)} rows, which are not K = {run.K} samples of {run.B} inputs: the network "
+            "mixes or drops rows of the batch before it, or makes its own. Only layers that act on each input alone "
+            f"can be sampled: leave this one out with layers={{{name!r}: 'deterministic'}}."
+        )
+    return run
+
+
+# what torch's layers call the sizes, for networks that ask their layers
+SIZES = {
+    Linear: {"in_features": "inputs", "out_features": "outputs"},
+    Conv: {
+        "in_channels": "inputs",
+        "out_channels": "outputs",
+        "kernel_size": "kernel",
+        "stride": "stride",
+        "padding": "padding",
+        "dilation": "dilation",
+        "groups": "groups",
+        "padding_mode": "padding_mode",
+    },
+}
+
+
+class FoldError(InputError):
+    """Samples cannot ride in the batch axis of this network; one at a time they still may."""
+
+
+class NoWeightError(ConversionError, AttributeError):
+    """Also an AttributeError, so that `hasattr` answers no."""
+
+
+class BayesianLayer(nn.Module):
+    """Stands where a Linear or Conv layer stood."""
+
+    def __init__(self, geometry: Geometry, posterior: nn.Module, entry: Layer) -> None:
+        super().__init__()
+        self.geometry = geometry
+        self.posterior = posterior
+        self.entry = entry  # what an artifact says of it
+
+    @property
+    def q(self) -> Posterior:
+        return self.posterior  # type: ignore[return-value]  # nn.Module by type, a posterior by construction
+
+    def set_prior(self, sigma: float) -> None:
+        """The scale of the prior, which may follow from the weights of the start and stands in no tensor."""
+        self.entry = self.entry.model_copy(update={"sigma": sigma})
+        self.posterior.sigma = sigma  # type: ignore[assignment]  # a number, by construction
+
+    def forward(self, input: Tensor) -> Tensor:
+        run = current(self, input)
+        how = run.plan.get(self, "loop")
+        return apply(self.geometry, input, run.operands[self](), run.K, how, run.channels_last)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the layer that stood here would say of its sizes; it has no one weight to show."""
+        if name in ("weight", "bias"):
+            raise NoWeightError(
+                f"a Bayesian layer has no one {name}: it has a distribution. The network reads this layer's {name} "
+                "past its forward method; leave that layer out with layers={'its name': 'deterministic'}."
+            )
+        if name in (known := SIZES[type(self.__dict__["geometry"])] if "geometry" in self.__dict__ else {}):
+            return getattr(self.geometry, known[name])
+        return super().__getattr__(name)
+
+    def extra_repr(self) -> str:
+        return str(self.geometry)
+
+
+class MemberLayer(nn.Module):
+    """Each ensemble member's own copy of a layer that is no weight matrix (a BatchNorm, say), on that member's rows."""
+
+    def __init__(self, copies: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.copies = nn.ModuleList(copies)
+
+    def forward(self, x: Tensor, *further: Any, **named: Any) -> Tensor:
+        run = current(self, x)
+        chosen = run.member(len(self.copies)).tolist()
+        if run.K == 1:
+            return self.copies[chosen[0]](x, *further, **named)  # type: ignore[no-any-return]
+        if further or named:
+            raise FoldError("a layer with several inputs is kept in copies, and one sample at a time is all it can do.")
+        return torch.cat([self.copies[m](rows) for m, rows in zip(chosen, x.chunk(run.K), strict=True)])
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a pass looks up among a network's modules."""
+
+    layers: Mapping[str, BayesianLayer]
+    names: Mapping[nn.Module, str]  # of the layers, those kept in copies too
+    attends: bool  # by torch's own transformers
+    convolves: bool
+
+    @classmethod
+    def of(cls, net: nn.Module) -> "Structure":
+        modules = dict(net.named_modules())
+        layers = {name: m for name, m in modules.items() if isinstance(m, BayesianLayer)}
+        names: dict[nn.Module, str] = {
+            m: name for name, m in modules.items() if isinstance(m, BayesianLayer | MemberLayer)
+        }
+        attends = any(isinstance(m, nn.TransformerEncoderLayer | nn.MultiheadAttention) for m in modules.values())
+        convolves = any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in modules.values())
+        convolves = convolves or any(isinstance(layer.geometry, Conv) for layer in layers.values())
+        return cls(layers, names, attends, convolves)

@@ -1,0 +1,389 @@
+"""A Bayesian network: somebody's network with Bayesian layers inside, drawn from jointly."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.errors import ConversionError, PredictionError
+from dubito.models.manifest import Classification, Task
+from dubito.models.network.feature_bank import FeatureBank
+from dubito.models.network.features import is_linear, keeping, watch
+from dubito.models.network.geometry import How
+from dubito.models.network.layers import BayesianLayer, MemberLayer, Reading, Run, Structure, layer_by_layer, running
+from dubito.models.network.linearised import Subnetwork, SubnetworkFactors
+from dubito.models.numerics.parameters import Positive, alike
+from dubito.models.numerics.proof import check
+from dubito.models.numerics.streams import begin
+from dubito.models.posteriors.blocks import Blocks
+from dubito.models.posteriors.inducing import Inducing, TrainableInducing, kl_together, train_together
+from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Factors, Operand, Posterior
+from dubito.models.posteriors.whvi import Whvi
+from dubito.models.posteriors.whvi import kl_together as kl_of_whvi
+
+Plan = Mapping[str, How]  # how each layer computes its K samples, by its name
+Stock = Mapping[nn.Module, Operand]  # weights drawn ahead, by layer
+
+
+class Group(Protocol):
+    """Layers that are drawn in one go."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def table(self) -> Tensor | None: ...
+
+    def draw(self, noise: Sequence[Tensor]) -> Sequence[Operand]:
+        """Each layer's (K, normals) -> each layer's samples."""
+        ...
+
+    def draw_by(self, key: Tensor, K: int) -> Sequence[Operand]:
+        """The same from (seed, first sample), where there is a table."""
+        ...
+
+
+@dataclass(frozen=True)
+class NetworkFactors:
+    """Every layer's factors: computed once per network and device, owned by the caller, never changed."""
+
+    layers: Mapping[str, Factors]
+    hierarchy: Factors | None  # draws the V's of all layers at once
+    copies: int  # members of the layers that are kept in copies; 0 where there are none
+    structure: Structure
+    subnetwork: SubnetworkFactors | None  # of a plain network that is linearised about its weights
+    device: torch.device  # of activations
+    dtype: torch.dtype  # of activations
+    form: nn.Module | None = None  # the network in another form, with the same layers, to be run instead
+    groups: "Sequence[Group]" = ()  # layers that are drawn together
+    read: Reading | None = None  # what passes read off the features of the last layer, which is watched
+
+    @cached_property
+    def normals(self) -> int:
+        """Standard normals that one sample of the whole network needs."""
+        return sum(self.sizes) + (0 if self.subnetwork is None else self.subnetwork.normals)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How a sample's normals are shared out: the hierarchy's first, then each layer's."""
+        above = self.hierarchy.normals if self.hierarchy is not None else 0
+        return [above, *(f.normals for f in self.layers.values())]
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Where the normals of each layer begin."""
+        return dict(zip(self.layers, accumulate(self.sizes), strict=False))
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """How many standard normals each layer needs for a sample."""
+        return dict(zip(self.layers, self.sizes[1:], strict=True))
+
+    @cached_property
+    def members(self) -> int:
+        """The most members that any part cycles through; 0 where nothing does."""
+        parts = [self.hierarchy] if self.hierarchy is not None else []
+        return max([self.copies, *(f.members for f in [*parts, *self.layers.values()])])
+
+    @cached_property
+    def random(self) -> bool:
+        """False for a network whose every sample is the same."""
+        return self.normals > 0 or self.members > 1
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What fixes K samples: a row of standard normals each, and a place in the order of the ensemble's members."""
+
+    K: int
+    noise: Tensor | None  # (K, normals); None: the posterior mean, or they come from elsewhere, as said below
+    seed: int  # orders the members
+    start: int = 0  # how many samples came before these
+    keys: Tensor | None = None  # training: numbers whose order is that of the members, instead of the seed's
+    stock: Stock | None = None  # what the seed's first samples come to, drawn ahead
+    captured: bool = False  # the normals are made where they are used, by a captured pass: `noise` is None
+    key: Tensor | None = None  # (seed, first sample) on a GPU that makes normals by their number: instead of `noise`
+
+    @property
+    def random(self) -> bool:
+        """False: the posterior mean is meant."""
+        return self.captured or any(given is not None for given in (self.noise, self.key, self.stock))
+
+    def share(self, at: int, n: int) -> Tensor | None:
+        """The n normals of each sample from place `at` on; None for the posterior mean."""
+        if self.key is None:
+            return None if self.noise is None else self.noise[:, at : at + n]
+        from dubito.models.numerics.normals_kernel import fill
+
+        return fill(torch.empty(self.K, n, device=self.key.device), self.key, at)
+
+    def part(self, at: int, k: int) -> "Draws":
+        """The k samples from `at` on."""
+        noise = None if self.noise is None else self.noise[at : at + k]
+        key = None if self.key is None else self.key + torch.tensor([0, at], device=self.key.device)
+        return replace(self, K=k, noise=noise, start=self.start + at, key=key)
+
+    def member(self, E: int) -> Tensor:
+        """Each sample's member of E: a seeded order, cycled; the mean takes them in turn."""
+        device = "cpu" if self.keys is None else self.keys.device
+        place = torch.arange(self.start, self.start + self.K, device=device) % E
+        if not self.random:
+            return place
+        if self.keys is not None:
+            return self.keys[:E].argsort()[place]
+        return torch.randperm(E, generator=torch.Generator().manual_seed(self.seed))[place]
+
+
+class BayesianNetwork(nn.Module):
+    """Calling it runs one joint draw of all weights, with gradients: the forward pass of training.
+
+    Answers come from `predict`, which draws many.
+    """
+
+    def __init__(self, net: nn.Module, *, hierarchy: BayesianLayer | None = None, task: Task | None = None) -> None:
+        super().__init__()
+        self.net = net
+        self.hierarchy = hierarchy  # its "weights" are the V's of all layers, side by side
+        self.subnetwork: Subnetwork | None = None  # a Gaussian over some weights of a plain network
+        self.feature_bank: FeatureBank | None = None  # set by `set_feature_bank`
+        self.task: Task = task if task is not None else Classification()
+        self.noise: Positive | None = None  # regression: the standard deviation σ of the targets, learned
+        self.gain: Tensor | None  # how far the noise follows the input: σ(x) = σ exp(gain · log_ratio(raw))
+        self.register_buffer("gain", None)
+        if self.task.kind == "regression":
+            self.noise = Positive(torch.full((self.task.outputs,), 0.1), 1e-4)
+            if self.task.noise == "input":
+                self.gain = torch.ones(self.task.outputs)
+
+    @property
+    def layers(self) -> dict[str, BayesianLayer]:
+        return dict(Structure.of(self.net).layers)
+
+    @property
+    def priors(self) -> list[float]:
+        """Scales of the layers' priors, in order."""
+        return [layer.entry.sigma for layer in self.layers.values()]
+
+    def set_priors(self, sigmas: Sequence[float]) -> None:
+        for layer, sigma in zip(self.layers.values(), sigmas, strict=True):
+            layer.set_prior(sigma)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sample(x, 1)[0]
+
+    def sample(self, x: Tensor, K: int) -> Tensor:
+        """K joint draws from torch's own generator, with gradients: (B, ...) -> (K, B, ...)."""
+        if x.device.type == "cpu":
+            check(x.device, x.dtype)
+        layers = self._by_shape()
+        kinds = [[layers[i] for i in at] for at in alike([_kind(layer) for layer in layers])]
+        if self.hierarchy is not None:
+            kinds = [[self.hierarchy], *kinds]
+        made = trainable([[layer.q for layer in kind] for kind in kinds])
+        noise = torch.randn(K, sum(f.normals for f in made), device=x.device)
+        copies = self._copies()
+        members = max([copies, *(f.members for f in made)])
+        # on the device, so that a captured step draws anew; members kept in copies are chosen by the host
+        keys = torch.rand(members, device="cpu" if copies else x.device) if members else None
+        draws = Draws(K, noise, 0, keys=keys)
+        plan: dict[nn.Module, How] = {layer: "factored" for layer in layers if isinstance(layer.q, Whvi)}
+        run = Run(K, self._draw_together(kinds, made, draws), plan, draws.member, Structure.of(self.net))
+        return self.go(x, run) if x.is_cuda else self._go(x, run)  # on a CPU, gradients are faster as memory lies
+
+    def _draw_together(
+        self, kinds: Sequence[Sequence[BayesianLayer]], made: Sequence[Factors], draws: Draws
+    ) -> dict[nn.Module, Callable[[], Operand]]:
+        """Every layer's weights, those of a kind in one go; a hierarchy comes first."""
+        assert draws.noise is not None
+        member = {E: draws.member(E) for E in {f.members for f in made} if E}
+        V: dict[nn.Module, Tensor] = {}
+        operands: dict[nn.Module, Callable[[], Operand]] = {}
+        for kind, f, noise in zip(kinds, made, draws.noise.split([f.normals for f in made], dim=1), strict=True):
+            given = torch.stack([V[layer] for layer in kind], 1) if kind[0] in V else None
+            drawn = _draw_each(f, noise.to(f.dtype), member.get(f.members), given)
+            if kind[0] is self.hierarchy:
+                V = self._shared_out(as_matrix(drawn[0]))
+            operands |= {layer: partial(_as_it_is, W) for layer, W in zip(kind, drawn, strict=True)}
+        return operands
+
+    def kl(self, data_size: int | None = None) -> Tensor:
+        """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45]."""
+        posteriors = [layer.q for layer in self._by_shape()]
+        parts = [q.kl(data_size) for q in posteriors if not isinstance(q, Inducing | Whvi)]
+        if blocks := [q for q in posteriors if isinstance(q, Whvi)]:
+            parts.append(kl_of_whvi(blocks))
+        if together := [q for q in posteriors if isinstance(q, Inducing)]:
+            parts.append(kl_together(together, data_size))
+        if self.hierarchy is not None:
+            parts.append(self.hierarchy.q.kl())
+        return torch.stack(parts).sum() if parts else next(self.parameters()).new_zeros(())
+
+    def factors(self) -> NetworkFactors:
+        """For serving: compute once, keep, and hand to every prediction."""
+        made = {name: layer.q.factors() for name, layer in self.layers.items()}
+        above = None if self.hierarchy is None else self.hierarchy.q.factors()
+        chosen = None if self.subnetwork is None else self.subnetwork.factors()
+        like = next(self.net.parameters(), torch.empty(0))
+        return NetworkFactors(
+            MappingProxyType(made),
+            above,
+            self._copies(),
+            Structure.of(self.net),
+            chosen,
+            like.device,
+            like.dtype,
+            read=None if self.feature_bank is None else self.feature_bank.reading(),
+        )
+
+    def set_feature_bank(self, bank: FeatureBank | None) -> None:
+        """Passes then read the distance of the features to the bank's points, too."""
+        self.feature_bank = bank
+        if bank is None:
+            return
+        layer = dict(self.net.named_modules()).get(bank.entry.layer)
+        if layer is None or not is_linear(layer) or layer.in_features != bank.entry.features:
+            raise ConversionError(
+                f"its bank holds {bank.entry.features} features of layer {bank.entry.layer!r}; the network has no such "
+                "linear layer."
+            )
+        watch(layer)
+
+    def _copies(self) -> int:
+        """Members of the layers that are kept in copies; 0 where there are none."""
+        return max([0, *(len(m.copies) for m in self.net.modules() if isinstance(m, MemberLayer))])
+
+    def run(self, x: Tensor, factors: NetworkFactors, draws: Draws, plan: Plan) -> Tensor:
+        """K samples on B inputs, one pass with the samples folded into the batch: (B, ...) -> (K, B, ...)."""
+        return self._go(x, self.arrange(factors, draws, plan))
+
+    def arrange(self, factors: NetworkFactors, draws: Draws, plan: Plan, keep: bool = False) -> Run:
+        """What a pass needs; with `keep`, operands are made once and kept for further passes with the same draws."""
+        layers = factors.structure.layers
+        by_layer: dict[nn.Module, How] = {layers[name]: how for name, how in plan.items()}
+        if draws.stock is not None:
+            stored = {layer: partial(all_.part, draws.start, draws.K) for layer, all_ in draws.stock.items()}
+            return Run(draws.K, stored, by_layer, draws.member, factors.structure, form=factors.form, read=factors.read)
+        V: dict[nn.Module, Tensor] = {}
+        if factors.hierarchy is not None:
+            V = self._shared_out(as_matrix(_draw(factors.hierarchy, 0, factors.sizes[0], draws, None)))
+        operands: dict[nn.Module, Callable[[], Operand]] = {}
+        for name, f in factors.layers.items():
+            make = partial(_draw, f, factors.places[name], factors.counts[name], draws, V.get(layers[name]))
+            operands[layers[name]] = cache(make) if keep else make
+        groups = factors.groups if draws.random else ()
+        drawn: list[Callable[[], Sequence[Operand]]] = [
+            cache(partial(_draw_group, group, factors, draws)) for group in groups
+        ]
+        begun: Sequence[Callable[[], object]] = ()
+        if draws.key is not None and draws.key.is_cuda:
+            begun = drawn = begin(drawn, draws.key.device)
+        for group, together in zip(groups, drawn, strict=True):
+            operands |= {layers[name]: partial(_among, together, i) for i, name in enumerate(group.names)}
+        return Run(
+            draws.K,
+            operands,
+            by_layer,
+            draws.member,
+            factors.structure,
+            form=factors.form,
+            begun=begun,
+            read=factors.read,
+        )
+
+    def _shared_out(self, V: Tensor) -> dict[nn.Module, Tensor]:
+        """What a hierarchy has drawn: each layer's own columns."""
+        found: dict[nn.Module, Tensor] = {}
+        at = 0
+        for layer in self.layers.values():
+            entry = layer.entry
+            if entry.kind == "inducing" and entry.method == "hierarchical":
+                found[layer], at = V[..., at : at + entry.M_in], at + entry.M_in
+        return found
+
+    def _by_shape(self) -> list[BayesianLayer]:
+        """So that neighbours can be drawn and weighed together."""
+        return sorted(self.layers.values(), key=lambda layer: layer.geometry.shape)
+
+    def go(self, x: Tensor, run: Run) -> Tensor:
+        """One pass, (B, ...) -> (K, B, ...), channels last in memory, which is faster, where the network bears it."""
+        if x.dim() in (4, 5) and run.structure.convolves and self not in _need_contiguous:
+            try:
+                return self._go(x, run, channels_last=True)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # a `view`, or whatever else asks how memory lies; or a mistake of another kind
+                out = self._go(x, run)
+            _need_contiguous.add(self)
+            return out
+        return self._go(x, run)
+
+    def _go(self, x: Tensor, run: Run, channels_last: bool = False) -> Tensor:
+        folded = x.repeat(run.K, *[1] * (x.dim() - 1)) if run.K > 1 else x
+        if channels_last:
+            folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+        here = replace(run, B=len(x), channels_last=channels_last)
+        with running(here), layer_by_layer(run.structure.attends), keeping(run.read is not None) as features:
+            out = (self.net if run.form is None else run.form)(folded)
+        if not isinstance(out, Tensor) or len(out) != run.K * len(x):
+            came = f"a tensor of {len(out)} rows" if isinstance(out, Tensor) else type(out).__name__
+            raise PredictionError(f"the network answers with {came}; expected a tensor with one row per input.")
+        if run.read is not None:
+            out = torch.cat([out.float(), run.read(features[0], run.K, run.member)], 1)
+        return out.view(run.K, len(x), *out.shape[1:])
+
+
+_need_contiguous: WeakSet[BayesianNetwork] = WeakSet()  # networks that take a `view` of a feature map
+
+
+def _kind(layer: BayesianLayer) -> Hashable:
+    """Layers of one kind are drawn together."""
+    return layer.q.kind if isinstance(layer.q, Inducing) else layer
+
+
+def trainable(kinds: Sequence[Sequence[Posterior]]) -> list[Factors]:
+    """For one training step, of layers of one kind each; inducing layers are factorised together."""
+    inducing = [[q for q in kind if isinstance(q, Inducing)] for kind in kinds]
+    together = [kind for kind in inducing if kind]
+    done = iter(train_together(together) if together else [])
+    return [next(done) if same else kind[0].trainable() for kind, same in zip(kinds, inducing, strict=True)]
+
+
+def _draw_each(f: Factors, noise: Tensor, member: Tensor | None, V: Tensor | None) -> Sequence[Operand]:
+    return f.draw_each(noise, member, V) if isinstance(f, TrainableInducing) else [f.draw(noise, member, V)]
+
+
+def _as_it_is(operand: Operand) -> Operand:
+    return operand
+
+
+def _among(all_: Callable[[], Sequence[Operand]], i: int) -> Operand:
+    return all_()[i]
+
+
+def _draw(f: Factors, place: int, n: int, draws: Draws, V: Tensor | None) -> Operand:
+    """By n normals of each sample, which begin at a place."""
+    member = draws.member(f.members) if f.members else None
+    noise = draws.share(place, n)
+    return f.mean(member, V) if noise is None else f.draw(noise.to(f.dtype), member, V)
+
+
+def _draw_group(group: Group, factors: NetworkFactors, draws: Draws) -> Sequence[Operand]:
+    if draws.key is not None and group.table is not None:
+        return group.draw_by(draws.key, draws.K)
+    shares = [draws.share(factors.places[name], factors.counts[name]) for name in group.names]
+    return group.draw([share for share in shares if share is not None])
+
+
+def as_matrix(operand: Operand) -> Tensor:
+    """The K matrices themselves: (K, d_out, d_in)."""
+    match operand:
+        case Dense(W) | Dropped(W, _):
+            return W
+        case Factored() | Blocks():
+            return operand.dense()

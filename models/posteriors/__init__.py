@@ -1,0 +1,1 @@
+"""Distributions over the weights of one layer: their protocol, laws, factors, draws and KL."""

@@ -1,0 +1,62 @@
+"""MC dropout as a posterior over W: q(W) = W diag(z)/(1 − rate), z Bernoulli, one z per sample."""
+
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.numerics.parameters import Free
+from dubito.models.posteriors.protocol import Dense, Dropped, Value
+
+
+@dataclass(frozen=True)
+class DropoutFactors(Value):
+    W: Tensor  # (d_out, d_in)
+    rate: float
+    groups: int
+    inputs: int  # input features or channels of the whole layer
+    bias: bool
+    by_row: bool = False  # training: masks differ from row to row, as in an ordinary dropout layer
+    members: int = 0
+
+    @property
+    def normals(self) -> int:
+        return 0 if self.by_row else self.inputs
+
+    def mean(self, member: Tensor | None, V: Tensor | None = None) -> Dense:
+        return Dense(self.W[None])
+
+    def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Dense | Dropped:
+        """A sample is one function of the input: its mask is the same for every row and location."""
+        if self.by_row:
+            return Dropped(self.W[None], self.rate)
+        d_out, d_in = self.W.shape
+        kept = (noise < NormalDist().inv_cdf(1 - self.rate)).to(self.W.dtype) / (1 - self.rate)  # (K, inputs)
+        kernel = (d_in - self.bias) // (self.inputs // self.groups)  # weights an input has in each row
+        columns = kept.view(len(noise), self.groups, -1).repeat_interleave(kernel, -1)  # (K, groups, d_in − bias)
+        if self.bias:
+            columns = torch.cat([columns, columns.new_ones(*columns.shape[:2], 1)], -1)
+        return Dense(self.W * columns.repeat_interleave(d_out // self.groups, 1))
+
+
+class Dropout(nn.Module):
+    """Drops input features (Linear) or input channels (Conv), never the bias."""
+
+    def __init__(self, W: Tensor, rate: float, groups: int, inputs: int, bias: bool, sigma: float) -> None:
+        super().__init__()
+        self.W = Free(W)
+        self.rate, self.groups, self.inputs, self.bias, self.sigma = rate, groups, inputs, bias, sigma
+
+    @torch.no_grad()
+    def factors(self) -> DropoutFactors:
+        return replace(self.trainable(), by_row=False).settle()
+
+    def trainable(self) -> DropoutFactors:
+        return DropoutFactors(self.W(), self.rate, self.groups, self.inputs, self.bias, by_row=True)
+
+    def kl(self, data_size: int | None = None) -> Tensor:
+        """[Gal16, arXiv 1506.02157], less its constants: W/(1 − rate) is there with probability 1 − rate."""
+        W: Tensor = self.W()
+        weights, bias = (W[:, :-1], W[:, -1:]) if self.bias else (W, W[:, :0])
+        return (weights.square().sum() / (1 - self.rate) + bias.square().sum()) / (2 * self.sigma**2)

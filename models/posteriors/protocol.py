@@ -1,0 +1,188 @@
+"""What the sampler asks of a posterior. Each kind lives in its own file and inherits nothing."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from dubito.models.posteriors.blocks import Blocks
+
+
+@dataclass(frozen=True)
+class Dense:
+    """K weight matrices outright; one matrix stands for all K where `W` has length 1."""
+
+    W: Tensor  # (K or 1, d_out, d_in)
+
+    def part(self, at: int, k: int) -> "Dense":
+        """The k samples from `at` on."""
+        return Dense(self.W[at : at + k]) if len(self.W) > 1 else self
+
+
+@dataclass(frozen=True)
+class Factored:
+    """K weight matrices that need never be formed: W x = G Bᵀx + e ‖x − B Bᵀx‖."""
+
+    B: Tensor  # (d_in, r)       orthonormal columns, shared by the K samples
+    G: Tensor  # (K, d_out, r)
+    e: Tensor | None  # (K, d_out)  None: nothing outside the span of B
+
+    def dense(self) -> Tensor:
+        """The linear part as matrices: (K, d_out, d_in)."""
+        return self.G @ self.B.T.to(self.G.dtype)
+
+    def part(self, at: int, k: int) -> "Factored":
+        """The k samples from `at` on."""
+        return Factored(self.B, self.G[at : at + k], None if self.e is None else self.e[at : at + k])
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """One weight matrix whose inputs are dropped anew for every row: how a dropout layer trains."""
+
+    W: Tensor  # (1, d_out, d_in)
+    rate: float
+
+    def part(self, at: int, k: int) -> "Dropped":
+        return self
+
+
+Operand = Dense | Factored | Dropped | Blocks
+
+
+class Value:
+    """A frozen dataclass of tensors and plain values, which can be copied elsewhere."""
+
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same value elsewhere or in another precision; `self` is left as it is."""
+        return self._each(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
+
+    def settle(self) -> Self:
+        """A copy that no later change of the parameters can reach, in float32 or better.
+
+        Draws are made in that precision whatever type the parameters are stored and the activations run in.
+        """
+        return self._each(lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True))
+
+    def narrow(self, dtype: torch.dtype) -> Self:
+        """What activations meet in their own type; what draws are made of stays in float32 or better."""
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(t.dtype for t in self._tensors() if t.is_floating_point())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for f in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            part = getattr(self, f.name)
+            if isinstance(part, Tensor):
+                yield part
+            elif isinstance(part, Value):
+                yield from part._tensors()
+
+    def _each(self, change: Callable[[Tensor], Tensor], seen: dict[Tensor, Tensor] | None = None) -> Self:
+        seen = {} if seen is None else seen
+        changed = {f.name: _changed(getattr(self, f.name), change, seen) for f in fields(self)}  # type: ignore[arg-type]
+        return replace(self, **changed)  # type: ignore[type-var]
+
+
+def _changed(part: Any, change: Callable[[Tensor], Tensor], seen: dict[Tensor, Tensor]) -> Any:
+    match part:
+        case Tensor():
+            if part not in seen:  # by identity
+                seen[part] = change(part)
+            return seen[part]
+        case Value():
+            return part._each(change, seen)
+        case tuple():
+            return tuple(_changed(p, change, seen) for p in part)
+    return part
+
+
+class Frozen(Protocol):
+    """A distribution over a tensor of some shape, as a value: it turns standard normals into draws."""
+
+    @property
+    def normals(self) -> int:
+        """Standard normals that one draw needs."""
+        ...
+
+    @property
+    def members(self) -> int:
+        """How many point masses the draws cycle through; 0 for a continuous distribution."""
+        ...
+
+    def mean(self, member: Tensor | None) -> Tensor:
+        """The mean (1, *shape), or the members asked for (K, *shape)."""
+        ...
+
+    def draw(self, noise: Tensor, member: Tensor | None) -> Tensor:
+        """(K, normals) standard normals, and (K,) members where there are any -> (K, *shape)."""
+        ...
+
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Self: ...
+
+    def settle(self) -> Self: ...
+
+
+class Law(Protocol):
+    """q over one tensor (V or W), with trainable parameters."""
+
+    def freeze(self) -> Frozen:
+        """The distribution as it is now; gradients flow through it where they are wanted."""
+        ...
+
+    @classmethod
+    def freeze_together(cls, laws: Sequence[Self]) -> Frozen:
+        """The joint distribution of n laws of one shape, over (n, *shape), with few kernels."""
+        ...
+
+    def kl(self, prior: float) -> Tensor:
+        """KL to N(0, prior²) per entry, in closed form."""
+        ...
+
+    @classmethod
+    def kl_together(cls, laws: Sequence[Self], prior: float) -> Tensor:
+        """The sum of their KLs, with few kernels."""
+        ...
+
+
+class Factors(Protocol):
+    """What a layer's K samples are drawn from: a value that its caller computes once and owns."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def normals(self) -> int: ...
+
+    @property
+    def members(self) -> int: ...
+
+    def mean(self, member: Tensor | None, V: Tensor | None = None) -> Operand:
+        """The posterior mean as one sample; for an ensemble, the mean given each of the members asked for."""
+        ...
+
+    def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Operand:
+        """K samples from (K, normals) standard normals; V where a hierarchy has drawn it already."""
+        ...
+
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Self: ...
+
+    def narrow(self, dtype: torch.dtype) -> Self: ...
+
+
+class Posterior(Protocol):
+    """q over one layer's weight matrix W (d_out × d_in)."""
+
+    def factors(self) -> Factors:
+        """For serving: no gradients, factored in float64, kept by the caller."""
+        ...
+
+    def trainable(self) -> Factors:
+        """For one training step: the same law, differentiable, every draw a dense W."""
+        ...
+
+    def kl(self, data_size: int | None = None) -> Tensor: ...

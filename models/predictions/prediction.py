@@ -1,0 +1,618 @@
+"""K posterior samples of a network, summed up: what every way of asking for a prediction comes down to."""
+
+import math
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from threading import Lock
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dubito.models.errors import InputError, PredictionError
+from dubito.models.manifest import Predictive
+from dubito.models.network.feature_bank import Nearest
+from dubito.models.network.features import keeping
+from dubito.models.network.layers import FoldError, Reading
+from dubito.models.network.linearised import (
+    SubnetworkFactors,
+    linear_moments,
+    linear_rows,
+    linear_samples,
+    outputs_of,
+    plain,
+)
+from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan, Stock
+from dubito.models.network.plan import Planner, cheapest
+from dubito.models.numerics.normals import Normals
+from dubito.models.numerics.proof import check
+from dubito.models.predictions.stopwatch import Stopwatch
+from dubito.models.predictions.uncertainty import (
+    Classified,
+    ClassTally,
+    Reals,
+    Regressed,
+    ValueTally,
+    class_sums,
+    on_host,
+    probit,
+    value_sums,
+    wide,
+)
+
+Linear = Callable[[nn.Module, Tensor, SubnetworkFactors], tuple[Tensor, Tensor]]  # f, and what is known about it
+Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K samples does
+
+
+class Program(Protocol):
+    """A pass of B inputs and K samples, captured with what adds its samples up. It takes up to B inputs, anywhere."""
+
+    def sums(self, x: Tensor, seed: int, start: int) -> Reals:
+        """What `sums_of` says of the seed's samples from `start` on."""
+        ...
+
+
+Captured = Callable[[int, int], Program | None]  # for B inputs and K samples, where there is one
+
+MAX_SAMPLES = 1 << 16
+SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
+NOISE = 1 << 26  # normals held at a time: 256 MB
+
+
+@dataclass(frozen=True)
+class Settled:
+    """How `samples="auto"` went."""
+
+    samples: Tensor  # (B,) draws of each input
+    tolerance: float
+    max_samples: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    summary: Classified | Regressed
+    samples: int  # K really drawn: 1 for a deterministic network, 0 for the posterior mean (of each member)
+    seed: int  # gives the same draws again
+    outputs: Tensor | None  # (K, B, ...) logits or means of each draw, where asked for
+    settled: Settled | None = None  # of `samples="auto"`, where `samples` is the most that any input needed
+    method: Predictive = "sampling"
+    read: Tensor | None = None  # (K, B, columns)  what was read off the features, where outputs are asked for
+
+
+def predict(
+    network: BayesianNetwork,
+    factors: NetworkFactors,
+    x: Tensor,
+    samples: int = 20,
+    seed: int | None = None,
+    *,
+    plan: Plan | Planner | None = None,
+    max_rows: int | None = None,
+    keep_outputs: bool = False,
+    temperature: float = 1.0,
+    buckets: Sequence[int] = (),
+    watch: Stopwatch | None = None,
+    fits: Fits | None = None,
+) -> Prediction:
+    """The same K draws for every input of the call; sample k is one function of the input.
+
+    `samples=0` answers with the posterior mean, an ensemble with each member once. Samples and inputs are worked off
+    in passes of at most `max_rows` rows, so memory does not grow with either; a seed fixes the draws whatever the
+    passes.
+    """
+    K, noisy = _samples(factors, samples)
+    job = Job.of(network, factors, x, seed, plan, max_rows, temperature, buckets, watch, most=K, fits=fits)
+    tally = tally_for(network)
+    kept: list[Tensor] = []
+    chunk, start = job.samples_at_once(job.B), 0
+    with evaluating(network), torch.inference_mode():
+        while start < K:
+            k = min(chunk, K - start)
+            draws = job.draws(start, k, job.B) if noisy else Draws(k, None, job.seed, start)
+            start += draws.K
+            job.watch.lap("sample")
+            outputs = job.outputs(draws)
+            job.watch.lap("forward", wait=True)
+            add_up(tally, outputs, factors.read)
+            job.watch.lap("summarise")
+            if keep_outputs:
+                kept.append(outputs)
+        samples = K if noisy or not factors.random else 0
+        all_, read = apart(torch.cat(kept), factors.read) if keep_outputs else (None, None)
+        return Prediction(finite(tally.summary()), samples, job.seed, all_, read=read)
+
+
+def predict_closed(
+    network: BayesianNetwork,
+    factors: NetworkFactors,
+    x: Tensor,
+    *,
+    max_rows: int | None = None,
+    temperature: float = 1.0,
+    buckets: Sequence[int] = (),
+    watch: Stopwatch | None = None,
+    fits: Fits | None = None,
+) -> Prediction:
+    """The predictive of a linearised network in closed form, without draws.
+
+    Classes: softmax(f/√(1 + π/8 · diag(J Σ Jᵀ))), the probit approximation, which does not divide its entropy into what
+    the weights and the data are to blame for: both parts are NaN. Values: mean and variance are exact.
+    """
+    if factors.subnetwork is None:
+        raise InputError("method is 'probit'; only a subnetwork Laplace model has a closed form. Leave it out.")
+    job = Job.of(network, factors, x, 0, {}, max_rows, temperature, buckets, watch, fits=fits)
+    with evaluating(network), torch.inference_mode():
+        f, variance = (t / temperature**n for n, t in enumerate(job.moments(), 1))
+        job.watch.lap("forward", wait=True)
+        tally = tally_for(network)
+        if isinstance(tally, ValueTally):
+            summary: Classified | Regressed = tally.regressed(wide(f), wide(variance))
+        else:
+            read = job.readings if isinstance(factors.read, Nearest) else None
+            summary = probit(f, variance, None if read is None else read[:, 0])
+        return Prediction(finite(summary), 0, job.seed, None, method="probit")
+
+
+def bucket_of(buckets: Sequence[int], rows: int) -> int:
+    """The size that so many inputs are padded to."""
+    return next((size for size in buckets if size >= rows), rows)
+
+
+def nothing_captured(B: int, K: int) -> None:
+    """Every pass is run as it comes."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request, checked: what each of its passes needs."""
+
+    network: BayesianNetwork
+    factors: NetworkFactors
+    given: Tensor  # (B, ...)  inputs where they came from: a captured pass fetches them itself
+    device: torch.device
+    dtype: torch.dtype  # of inputs on the device
+    seed: int
+    normals: Normals  # the seed's stream
+    plan: Planner
+    max_rows: int
+    temperature: float
+    buckets: Sequence[int]  # batches are padded to the next of these sizes, so that few shapes are ever met
+    watch: Stopwatch
+    most: int = 1  # draws that any input may take
+    stock: Stock | None = None  # the seed's first samples, drawn ahead: `most` or more
+    captured: Captured = nothing_captured
+    fits: Fits | None = None  # into the device's memory; None: that is tried
+
+    @classmethod
+    def of(
+        cls,
+        network: BayesianNetwork,
+        factors: NetworkFactors,
+        x: Tensor,
+        seed: int | None,
+        plan: Plan | Planner | None,
+        max_rows: int | None,
+        temperature: float,
+        buckets: Sequence[int] = (),
+        watch: Stopwatch | None = None,
+        most: int = 1,
+        stock: Stock | None = None,
+        captured: Captured | None = None,
+        finite: bool = False,
+        fits: Fits | None = None,
+    ) -> "Job":
+        """`finite`: the inputs are known to be, and the network to be as its factors say; to look again takes time."""
+        seed = seed_of(seed)
+        x, device, dtype = _checked(network, factors, x, finite)
+        places = math.prod(x.shape[2:]) if device.type == "cpu" and x.dim() == 4 else math.inf
+        one = cheapest(factors, places) if plan is None else plan
+        planner = one if callable(one) else lambda B, K: one
+        return cls(
+            network=network,
+            factors=factors,
+            given=x,
+            device=device,
+            dtype=dtype,
+            seed=seed,
+            normals=Normals(seed, device),
+            plan=planner,
+            max_rows=_rows(factors, x, device) if max_rows is None else max_rows,
+            temperature=temperature,
+            buckets=buckets,
+            watch=Stopwatch(device) if watch is None else watch,
+            most=most,
+            stock=stock,
+            captured=captured or nothing_captured,
+            fits=fits,
+        )
+
+    @property
+    def B(self) -> int:
+        return len(self.given)
+
+    @cached_property
+    def x(self) -> Tensor:
+        """The inputs as the network takes them."""
+        return self.given.to(self.device, self.dtype)
+
+    def draws(self, start: int, k: int, rows: int) -> Draws:
+        """The seed's k samples from `start` on, for so many inputs; to be asked for in order.
+
+        Fewer where there is no memory for all.
+        """
+        if self.stock is not None:
+            return Draws(k, None, self.seed, start, stock=self.stock)
+        if self.captured(self._bucket(rows), k) is not None:
+            self.normals.skip(k)
+            return Draws(k, None, self.seed, start, captured=True)
+        try:
+            return Draws(k, self.normals.rows(k, self.factors.normals), self.seed, start)
+        except torch.OutOfMemoryError:  # nothing was drawn yet
+            if k == 1:
+                raise
+        return self.draws(start, k // 2, rows)
+
+    def samples_at_once(self, rows: int) -> int:
+        if self.factors.subnetwork is not None:  # a pass with the rows of J serves any number of draws
+            return max(1, NOISE // self.factors.normals)
+        B = self._bucket(rows)
+        K = max(1, min(self.max_rows // B, NOISE // max(1, self.factors.normals)))
+        while K > 1 and self.fits is not None and self.captured(B, K) is None and not self.fits(B, K):
+            K //= 2
+        return K
+
+    def _rows_at_once(self, B: int, K: int) -> int:
+        """Rows (of K samples each of some of the B inputs) of one pass: `max_rows`, or as many as fit."""
+        at_once = most = min(B, max(1, self.max_rows // K))
+        while at_once > 1 and self.fits is not None and not self.fits(at_once, K):
+            at_once = max((size for size in self.buckets if size < at_once), default=at_once // 2)
+        return self.max_rows if at_once == most else at_once * K
+
+    def _bucket(self, rows: int) -> int:
+        return bucket_of(self.buckets, rows)
+
+    def outputs(self, draws: Draws, rows: Tensor | None = None) -> Tensor:
+        """Logits or means (K, B, ...) of these draws, which no captured pass makes, for all of the inputs or some."""
+        if draws.noise is not None and self._linear is not None and self.factors.subnetwork is not None:
+            f, J = self._linear if rows is None else (t[rows] for t in self._linear)
+            moves = self.factors.subnetwork.draw(draws.noise)
+            return self._beside((f + torch.einsum("bcs,ks->kbc", J, moves.to(J.dtype))) / self.temperature, rows)
+        x, B = self._padded(rows)
+        return self._beside(self._outputs(x, draws)[:, :B], rows)
+
+    def _beside(self, outputs: Tensor, rows: Tensor | None) -> Tensor:
+        """A linearised network's outputs with what is read off its features, which no draw moves."""
+        if self.factors.subnetwork is None or self.readings is None:
+            return outputs
+        read = self.readings if rows is None else self.readings[rows.to(self.readings.device)]
+        return torch.cat([outputs.float(), read.expand(len(outputs), *read.shape)], -1)
+
+    @cached_property
+    def readings(self) -> Tensor | None:
+        """What is read off the features of a linearised network at its own weights: (B, columns)."""
+        if self.factors.subnetwork is None or self.factors.read is None:
+            return None
+        x, _ = self._padded(None)
+        return read_at_mean(self.network, self.factors.read, x, self._rows_at_once(len(x), 1))[: self.B]
+
+    def sums(self, draws: Draws, rows: Tensor | None = None) -> Reals:
+        """What these draws add up to, for all of the inputs or for some of them."""
+        if draws.captured:
+            x = self.given if rows is None else self.given[rows.to(self.given.device)]
+            program = self.captured(self._bucket(len(x)), draws.K)
+            assert program is not None
+            return program.sums(x, self.seed, draws.start)
+        found: Reals = sums_of(self.network, self.factors.read)(self.outputs(draws, rows)).cpu().double().numpy()
+        return found
+
+    def _padded(self, rows: Tensor | None) -> tuple[Tensor, int]:
+        """Inputs up to the next bucket, and how many of them are meant."""
+        x = self.x if rows is None else self.x[rows.to(self.x.device)]
+        more = self._bucket(len(x)) - len(x)
+        return (torch.cat([x, x[:1].expand(more, *x.shape[1:])]) if more else x), len(x)
+
+    @cached_property
+    def _linear(self) -> tuple[Tensor, Tensor] | None:
+        """f (B, C) and J (B, C, S) of all inputs, once for all draws, where that is cheap and fits; else None."""
+        chosen = self.factors.subnetwork
+        if chosen is None:
+            return None
+        C = outputs_of(self.network.net, self.x)
+        if 2 * self.most < C or self.B * C * chosen.normals > NOISE:
+            return None
+        return self._in_blocks(linear_rows, chosen)
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance (B, C) of a linearised network's outputs."""
+        assert self.factors.subnetwork is not None
+        return self._in_blocks(linear_moments, self.factors.subnetwork)
+
+    def _in_blocks(self, linear: Linear, chosen: SubnetworkFactors) -> tuple[Tensor, Tensor]:
+        x, _ = self._padded(None)
+        first, second = _linear_in_blocks(self.network, linear, chosen, x, self._rows_at_once(len(x), 1))
+        return first[: self.B], second[: self.B]
+
+    def _outputs(self, x: Tensor, draws: Draws) -> Tensor:
+        network = self.network
+        if self.factors.subnetwork is not None:
+            return self._folded(x, draws)
+        if draws.K > 1 and foldable(network):
+            try:
+                return self._folded(x, draws)
+            except FoldError:
+                _not_foldable.add(network)  # one sample at a time, then: slower, and right
+        return torch.cat([self._folded(x, draws.part(k, 1)) for k in range(draws.K)])
+
+    def _folded(self, x: Tensor, draws: Draws) -> Tensor:
+        rows = self._rows_at_once(len(x), draws.K if self.factors.subnetwork is None else 1)
+        outputs = _forward(self.network, self.factors, draws, self.plan, x, rows)
+        read = self.factors.read if self.factors.subnetwork is None else None
+        _check_outputs(self.network, outputs, 0 if read is None else read.columns)
+        folded = draws.K > 1 and self.factors.subnetwork is None
+        if folded and tuple(x.shape) not in _folds.setdefault(self.network, set()):
+            _check_folding(self.network, self.factors, draws, self.plan(1, 1), x, outputs)
+        return tempered(outputs, self.temperature, read)
+
+
+def read_at_mean(network: BayesianNetwork, read: Reading, x: Tensor, rows: int) -> Tensor:
+    """What is read off the features of a linearised network at its own weights, `rows` inputs at a time."""
+    found = []
+    for block in x.split(rows):
+        with keeping() as features:
+            plain(network.net, block)
+        found.append(read(features[0], 1, Draws(1, None, 0).member))
+    return torch.cat(found)
+
+
+def tempered(outputs: Tensor, temperature: float, read: Reading | None) -> Tensor:
+    """Outputs over the temperature, and what was read off the features as it is."""
+    if temperature == 1:
+        return outputs
+    first, rest = apart(outputs, read)
+    return first / temperature if rest is None else torch.cat([first / temperature, rest], -1)
+
+
+def apart(outputs: Tensor, read: Reading | None) -> tuple[Tensor, Tensor | None]:
+    """Logits or means (K, B, …), and what was read off the features (K, B, columns)."""
+    if read is None:
+        return outputs, None
+    return outputs[..., : -read.columns], outputs[..., -read.columns :]
+
+
+def with_distances(outputs: Tensor, read: Reading | None) -> tuple[Tensor, Tensor | None]:
+    """Logits (K, B, C), and the distances (K, B) of the features to the bank, where a pass has read them."""
+    logits, rest = apart(outputs, read)
+    return logits, rest[..., 0] if rest is not None and isinstance(read, Nearest) else None
+
+
+_only_used: WeakSet[nn.Module] = WeakSet()
+_not_foldable: WeakSet[BayesianNetwork] = WeakSet()
+_folds: WeakKeyDictionary[BayesianNetwork, set[tuple[int, ...]]] = WeakKeyDictionary()  # checked, by shape of an input
+
+
+def foldable(network: BayesianNetwork) -> bool:
+    """False once it was seen that samples cannot share a pass."""
+    return network not in _not_foldable
+
+
+def _check_folding(
+    network: BayesianNetwork,
+    factors: NetworkFactors,
+    draws: Draws,
+    plan: Plan,
+    x: Tensor,
+    outputs: Tensor,
+) -> None:
+    """Once per network and shape: is the last sample of a folded pass what it is alone?
+
+    A network that turns (B, T, d) to (T, B, d) would give rows to the wrong samples, with nothing else to show it.
+    """
+    last = draws.part(draws.K - 1, 1)
+    alone = network.go(x[-1:], network.arrange(factors, last, plan))[0, 0].float()
+    folded = outputs[-1, -1].float()
+    if alone.isfinite().all() and folded.isfinite().all():
+        size = max(float(alone.abs().max()), float(outputs.float().abs().max()), 1e-30)
+        if float((alone - folded).abs().max()) > (1e-3 if x.dtype == torch.float32 else 0.1) * size:
+            raise FoldError("the network mixes rows of the batch, so its samples cannot share a pass.")
+    _folds.setdefault(network, set()).add(tuple(x.shape))
+
+
+def _samples(factors: NetworkFactors, samples: int) -> tuple[int, bool]:
+    """How many passes K really are, and whether they are draws (else the mean)."""
+    if isinstance(samples, bool) or not isinstance(samples, int) or not 0 <= samples <= MAX_SAMPLES:
+        raise InputError(
+            f"samples is {samples!r}; expected a whole number from 0 (the posterior mean) to {MAX_SAMPLES:,}."
+        )
+    if not factors.random:
+        return 1, False
+    if samples == 0:
+        return max(1, factors.members), False
+    return samples, True
+
+
+def seed_of(seed: int | None) -> int:
+    """As it was given; a fresh one where it was not."""
+    if seed is None:
+        return secrets.randbits(SEED_BITS)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        raise InputError(f"seed is {seed!r}; expected a whole number from 0 to 2**63 − 1, or none for a fresh one.")
+    return seed
+
+
+def _checked(
+    network: BayesianNetwork, factors: NetworkFactors, x: Tensor, finite: bool
+) -> tuple[Tensor, torch.device, torch.dtype]:
+    """The inputs, and where and as what the network takes them."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"inputs came as {type(x).__name__}; expected a torch tensor (torch.as_tensor makes one).")
+    like = None if finite else next(network.net.parameters(), None)
+    device, dtype = (factors.device, factors.dtype) if like is None else (like.device, like.dtype)
+    if not finite:
+        check(device, dtype)
+    indices = not x.is_floating_point() and any(isinstance(m, nn.Embedding) for m in network.net.modules())
+    dtype = x.dtype if indices else dtype
+    if x.dim() < 2 or len(x) == 0:
+        raise InputError(f"inputs have shape {tuple(x.shape)}; expected (B, ...) with at least one input.")
+    if not finite:
+        x = x.to(device, dtype)
+        if not x.sum().isfinite():  # one pass; too large a sum tells nothing yet
+            rows = x.isfinite().flatten(1).all(1)
+            if not rows.all():
+                bad = int((~rows).nonzero()[0])
+                raise InputError(f"input {bad} holds NaN or infinity; expected finite numbers only.")
+    return x, device, dtype
+
+
+def _rows(factors: NetworkFactors, x: Tensor, device: torch.device) -> int:
+    """Rows of one pass: few on a CPU where each takes much memory, which is where a convolution meets a large map."""
+    if device.type != "cpu":
+        return max(1024, min(8192, (1 << 23) // x[0].numel()))
+    return max(32, min(4096, 32 * 1024 // math.prod(x.shape[2:]))) if factors.structure.convolves else 4096
+
+
+def _forward(
+    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Planner, x: Tensor, max_rows: int
+) -> Tensor:
+    rows = max(1, max_rows // (draws.K if factors.subnetwork is None else 1))
+    try:
+        return _in_blocks(network, factors, draws, plan, x, rows)
+    except torch.OutOfMemoryError:
+        if min(rows, len(x)) == 1 and draws.K == 1:
+            raise
+    # half of it at a time; the draws stay as they are
+    if draws.K == 1:
+        return _forward(network, factors, draws, plan, x, min(rows, len(x)) // 2)
+    half = draws.K // 2
+    halves = (draws.part(0, half), draws.part(half, draws.K - half))
+    return torch.cat([_forward(network, factors, part, plan, x, max(1, max_rows // 2)) for part in halves])
+
+
+def _in_blocks(
+    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Planner, x: Tensor, rows: int
+) -> Tensor:
+    """The same draws for every block; where there are several, their weights are made once."""
+    if factors.subnetwork is not None:
+        moves = None if draws.noise is None else factors.subnetwork.draw(draws.noise)
+        blocks = [linear_samples(network.net, block, factors.subnetwork, moves, rows) for block in x.split(rows)]
+        return torch.cat(blocks, 1)
+    how = plan(min(rows, len(x)), draws.K)
+    run = network.arrange(factors, draws, how, keep=len(x) > rows)
+    return torch.cat([network.go(block, run) for block in x.split(rows)], 1)
+
+
+def _linear_in_blocks(
+    network: BayesianNetwork, linear: Linear, chosen: SubnetworkFactors, x: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
+    try:
+        blocks = [linear(network.net, block, chosen) for block in x.split(rows)]
+    except torch.OutOfMemoryError:
+        if min(rows, len(x)) == 1:
+            raise
+        return _linear_in_blocks(network, linear, chosen, x, min(rows, len(x)) // 2)
+    _check_outputs(network, blocks[0][0][None])
+    return torch.cat([first for first, _ in blocks]), torch.cat([second for _, second in blocks])
+
+
+def _check_outputs(network: BayesianNetwork, outputs: Tensor, beside: int = 0) -> None:
+    if outputs.dim() != 3:
+        raise PredictionError(
+            f"the network answers with shape {tuple(outputs.shape[1:])}; expected (B, classes) or (B, values)."
+        )
+    if network.task.kind == "regression" and outputs.shape[2] - beside != network.task.numbers:
+        raise PredictionError(
+            f"the network answers with {outputs.shape[2] - beside} values per input; "
+            f"its task says {network.task.numbers}."
+        )
+
+
+def finite(summary: Classified | Regressed) -> Classified | Regressed:
+    answer = summary.probabilities if isinstance(summary, Classified) else summary.mean
+    fine = np.isfinite(on_host(answer)).all(1)
+    if not fine.all():
+        raise PredictionError(
+            f"the network's answer to input {int(fine.argmin())} is not finite: its weights or this input are out "
+            "of the range that it was trained for, or too large for the number type that it runs in."
+        )
+    return summary
+
+
+def sums_of(network: BayesianNetwork, read: Reading | None = None) -> Callable[[Tensor], Tensor]:
+    """What of a pass's outputs (K, B, ...) further passes are added to."""
+    if network.task.kind == "classification":
+        return lambda outputs: class_sums(*with_distances(outputs, read))
+    return partial(value_sums, D=network.task.outputs, gain=network.gain)
+
+
+def add_up(tally: ClassTally | ValueTally, outputs: Tensor, read: Reading | None) -> None:
+    """Adds a pass's outputs (K, B, ...) to a tally."""
+    if isinstance(tally, ClassTally):
+        tally.add(*with_distances(outputs, read))
+    else:
+        tally.add(outputs)
+
+
+def tally_for(network: BayesianNetwork) -> ClassTally | ValueTally:
+    """What adds up the network's outputs, draw by draw, to an answer."""
+    if network.task.kind == "classification":
+        return ClassTally()
+    assert network.noise is not None
+    noise = network.noise()
+    shift, scale = (torch.tensor(v, device=noise.device) for v in (network.task.shift, network.task.scale))
+    return ValueTally(noise.detach(), shift, scale, network.gain)
+
+
+_units: WeakKeyDictionary[nn.Module, ValueTally] = WeakKeyDictionary()
+
+
+def units_of(network: BayesianNetwork) -> ValueTally | None:
+    """Of a regression, on the host. Looked up once where the network is only used: its device may be busy."""
+    if network.task.kind == "classification":
+        return None
+    if (known := _units.get(network)) is None:
+        tally = tally_for(network)
+        assert isinstance(tally, ValueTally)
+        known = tally.to(torch.device("cpu"))
+        if network in _only_used:
+            _units[network] = known
+    return known
+
+
+_busy: WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = WeakKeyDictionary()
+_busy_lock = Lock()
+
+
+def never_train(network: nn.Module) -> None:
+    """Put the network into evaluation mode for good, so that no later call has to check its modules' modes."""
+    network.eval()
+    _only_used.add(network)
+
+
+@contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """BatchNorm and dropout as they are when a network is used, not trained; the last thread to leave restores them."""
+    if network in _only_used:
+        yield
+        return
+    with _busy_lock:
+        threads, training = _busy.get(network, (0, []))
+        if threads == 0:
+            training = [m for m in network.modules() if m.training]
+            if training:
+                network.eval()
+        _busy[network] = (threads + 1, training)
+    try:
+        yield
+    finally:
+        with _busy_lock:
+            threads, training = _busy[network]
+            if threads > 1:
+                _busy[network] = (threads - 1, training)
+            else:
+                del _busy[network]
+                for module in training:
+                    module.training = True

@@ -1,0 +1,1 @@
+"""Predictions for many requests: batches, execution plans, captured graphs, kernels, device memory."""

@@ -1,0 +1,153 @@
+"""A network to be served: each Bayesian layer together with the BatchNorm, the sum and the ReLU that follow it.
+
+Together they can be one kernel; where they are not, they are what they were. The layers themselves are shared with the
+network that they come from.
+"""
+
+import logging
+import math
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from dubito.models.network.features import watched
+from dubito.models.network.geometry import Conv, How, apply
+from dubito.models.network.layers import BayesianLayer, MemberLayer, current
+from dubito.models.network.normalisation import FOLDABLE, ScaleShift, folded
+from dubito.models.posteriors.protocol import Dense, Factored, Operand
+
+log = logging.getLogger("dubito")
+ADDED = (operator.add, operator.iadd, torch.add)
+RECTIFIED = (F.relu, torch.relu, torch.relu_)
+
+
+class Unit(nn.Module):
+    """A Bayesian layer, then scale and shift, then a residual added, then a ReLU; each but the layer may be missing."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, layer: BayesianLayer, norm: ScaleShift | None, relu: bool) -> None:
+        super().__init__()
+        self.layer, self.norm, self.relu = layer, norm, relu
+        self.geometry = layer.geometry
+        if norm is not None:  # in float32, for kernels that sum in it
+            scale, shift = norm.scale.detach().float(), norm.shift.detach().float()
+        else:
+            scale, shift = torch.ones(layer.geometry.outputs), torch.zeros(layer.geometry.outputs)
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("shift", shift, persistent=False)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        run = current(self.layer, x)
+        how = run.plan.get(self.layer, "loop")
+        return self.compute(x, residual, run.operands[self.layer](), run.K, how, run.channels_last)
+
+    def compute(
+        self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, how: How, channels_last: bool
+    ) -> Tensor:
+        if how in ("fused", "parted", "grouped"):
+            return self._by_kernel(x, residual, operand, K, how)
+        out = apply(self.geometry, x, operand, K, how, channels_last)
+        if self.norm is not None:
+            out = self.norm(out)
+        if residual is not None:
+            out = out + residual
+        return out.relu_() if self.relu else out
+
+    def _by_kernel(self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, how: How) -> Tensor:
+        from dubito.service.engine import kernels
+
+        geometry = self.geometry
+        after = kernels.After(self.scale, self.shift, residual, 0.0 if self.relu else -math.inf)
+        assert isinstance(geometry, Conv)
+        match operand:
+            case Factored(B, G, e) if how != "grouped":
+                run = kernels.factored if how == "fused" else kernels.parted
+                return run(geometry, x, B, G.to(x.dtype), None if e is None else e.to(x.dtype), after)
+            case Factored(B, G, None):
+                return kernels.dense(geometry, x, B @ G.mT.to(x.dtype), after)
+            case Dense(W):
+                return kernels.dense(geometry, x, kernels.tap_by_tap(geometry, W.mT.to(x.dtype)), after)
+        raise AssertionError(f"{how} of {type(operand).__name__}")
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        ours = isinstance(m, BayesianLayer | MemberLayer | ScaleShift)
+        return ours or super().is_leaf_module(m, module_qualified_name)
+
+
+def fuse(net: nn.Module, device: torch.device) -> nn.Module:
+    """The network, evaluating on a device, with units for layers; as it is, where its code cannot be followed.
+
+    A layer whose inputs are features stays as it is: nothing follows it.
+    """
+    try:
+        graph = _Tracer().trace(net)
+    except Exception as error:  # code that looks at its inputs' values or sizes, mostly
+        log.info("layers are served one by one", extra={"why": f"the network cannot be traced: {str(error)[:200]}"})
+        return net
+    root = fx.GraphModule(net, graph)
+    modules = dict(root.named_modules())
+    for number, node in enumerate(list(graph.nodes)):
+        layer = modules.get(str(node.target)) if node.op == "call_module" else None
+        if not isinstance(layer, BayesianLayer) or len(node.args) != 1 or watched(layer):
+            continue
+        last, norm, residual = node, None, None
+        if (after := _only_user(last)) is not None and _is_norm(modules.get(str(after.target)), after):
+            found = modules[str(after.target)]
+            norm, last = found if isinstance(found, ScaleShift) else folded(found), after
+        if (after := _only_user(last)) is not None and _is_sum(after):
+            first, second = after.args
+            residual, last = (second if first is last else first), after
+        relu = (after := _only_user(last)) is not None and _is_relu(modules.get(str(after.target)), after)
+        if relu:
+            assert after is not None
+            last = after
+        root.add_submodule(name := f"unit_{number}", Unit(layer, norm, relu))
+        with graph.inserting_after(last):
+            new = graph.call_module(name, (node.args[0],) if residual is None else (node.args[0], residual))
+        last.replace_all_uses_with(new)
+        for old in _chain(node, last):
+            graph.erase_node(old)
+    graph.lint()
+    root.recompile()
+    return root.to(device)
+
+
+def _chain(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """From the last node back to the first."""
+    found = [first]
+    while found[0] is not last:
+        (after,) = found[0].users
+        found.insert(0, after)
+    return found
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is_norm(module: nn.Module | None, node: fx.Node) -> bool:
+    if node.op != "call_module":
+        return False
+    return isinstance(module, ScaleShift) or (type(module) in FOLDABLE and module.running_mean is not None)  # type: ignore[union-attr]
+
+
+def _is_sum(node: fx.Node) -> bool:
+    called = (node.op == "call_function" and node.target in ADDED) or (
+        node.op == "call_method" and node.target in ("add", "add_")
+    )
+    two = len(node.args) == 2 and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args)
+    return called and two and node.args[0] is not node.args[1]
+
+
+def _is_relu(module: nn.Module | None, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return type(module) is nn.ReLU
+    return (node.op == "call_function" and node.target in RECTIFIED) or (
+        node.op == "call_method" and node.target in ("relu", "relu_")
+    )

@@ -1,0 +1,232 @@
+"""Passes captured as CUDA graphs: one launch draws the weights of K samples and runs the network on B inputs."""
+
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dubito.models.network.geometry import Conv
+from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan
+from dubito.models.network.together import gather
+from dubito.models.numerics.normals import counted
+from dubito.models.numerics.streams import stream
+from dubito.models.posteriors.inducing import InducingFactors
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import Job, evaluating, foldable, sums_of, tempered
+from dubito.models.predictions.uncertainty import Reals, on_host
+from dubito.service.engine.fusion import Unit, fuse
+
+log = logging.getLogger("dubito")
+WARM = 2  # runs before a capture: kernels are compiled, workspaces taken
+TIMED = 4  # runs after it, of which the fastest counts
+BETWEEN = 0.001  # seconds that a device waits for the host from one pass to the next, or a little more
+
+
+def for_gpu(model: Model) -> Model:
+    """The same model with its layers as units, and the factors of layers that are drawn together side by side."""
+    if not model.factors.structure.layers:
+        return model
+    with evaluating(model.network):
+        form = fuse(model.network.net, model.device)
+    return replace(model, made=gather(tap_by_tap(model.factors, form)))
+
+
+def tap_by_tap(factors: NetworkFactors, form: nn.Module) -> NetworkFactors:
+    """For a network in this form: B's of convolutions lie as pictures do, channels last, where no W is formed."""
+    layers = dict(factors.layers)
+    for unit in form.modules():
+        if not isinstance(unit, Unit) or not isinstance(unit.geometry, Conv) or unit.geometry.bias:
+            continue
+        name, channels = factors.structure.names[unit.layer], unit.geometry.inputs // unit.geometry.groups
+        f = factors.layers[name]
+        if isinstance(f, InducingFactors) and not f.forms_W:
+            unit.geometry = replace(unit.geometry, taps_first=True)
+            layers[name] = f.reordered(channels)
+    return replace(factors, layers=MappingProxyType(layers), form=form)
+
+
+class Port:
+    """Memory of the host that the device reads by itself: inputs, and which draws they get. The captured passes of a
+    model share it: there is one at a time."""
+
+    def __init__(self, most: int, x: Tensor) -> None:
+        """For as many as `most` inputs; `x` (B, ...) stands for their shape and type."""
+        self.device = x.device
+        wide = torch.float32 if x.is_floating_point() else x.dtype  # made narrow on the device
+        self.x = torch.zeros((most, *x.shape[1:]), dtype=wide, pin_memory=True)
+        self.key = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self._x, self._key = self.x.numpy(), self.key.numpy()
+        self._bytes = self._x.data.cast("B")
+        self._row = self._x.nbytes // most
+        self._idle = True
+        self._held: tuple[weakref.ref[Tensor], int] | None = None  # the inputs that are there, and for how many
+
+    def put(self, parts: Sequence[NDArray[Any]], B: int) -> NDArray[Any]:
+        """These are the inputs from now on, up to B; what is left of those is like the first.
+
+        Copied as bytes: numpy would let other threads go first with each part, and the device waits.
+        """
+        self.wait()
+        self._held = None
+        to, end = self._bytes, 0
+        for part in parts:
+            assert part.shape[1:] == self._x.shape[1:]
+            given = np.ascontiguousarray(part, self._x.dtype).data.cast("B")
+            to[end : end + given.nbytes] = given
+            end += given.nbytes
+        for at in range(end, B * self._row, self._row):
+            to[at : at + self._row] = to[: self._row]
+        return self._x[: end // self._row]
+
+    def hold(self, x: Tensor, B: int) -> None:
+        """The same for a tensor, which may be there already: then these are further samples of it."""
+        if self._held is None or self._held[0]() is not x or self._held[1] != B:
+            self.put([on_host(x.to(dtype=self.x.dtype))], B)
+            self._held = weakref.ref(x), B
+
+    def begin(self, graph: torch.cuda.CUDAGraph, seed: int, start: int) -> None:
+        self.wait()
+        self._key[:] = seed, start
+        self._idle = False
+        graph.replay()
+
+    def wait(self) -> None:
+        """For what was begun: it reads what the host writes next, or writes what the host reads."""
+        if not self._idle:
+            torch.cuda.current_stream(self.device).synchronize()
+            self._idle = True
+
+
+class Program:
+    """Of B inputs and K samples. The same seed gives the same draws as without it."""
+
+    def __init__(
+        self,
+        network: BayesianNetwork,
+        factors: NetworkFactors,
+        x: Tensor,
+        K: int,
+        plan: Plan,
+        temperature: float,
+        port: Port,
+        pool: Any,
+    ):
+        """`x` (B, ...) stands for inputs of its shape and type."""
+        self.port, self.B = port, len(x)
+        self._sums: Tensor | None = None
+
+        def once() -> Tensor:
+            key = port.key.to(x.device, non_blocking=True)
+            inputs = port.x[: len(x)].to(x.device, non_blocking=True).to(x.dtype)
+            run = network.arrange(factors, Draws(K, None, 0, key=key), plan)
+            out = network.go(inputs, run)
+            for wait in run.begun:
+                wait()
+            out = tempered(out, temperature, factors.read)
+            sums = sums_of(network, factors.read)(out)
+            if self._sums is None:
+                self._sums = torch.zeros(sums.shape, dtype=sums.dtype, pin_memory=True)
+            self._sums.copy_(sums, non_blocking=True)
+            return out
+
+        side = stream(x.device, "trial")
+        side.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM):
+                once()
+        torch.cuda.current_stream(x.device).wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self._outputs = once()
+        self.seconds = min(self._time() for _ in range(TIMED))
+
+    def _time(self) -> float:
+        began = time.perf_counter()
+        self.go(0, 0)
+        self.port.wait()
+        return time.perf_counter() - began
+
+    def sums(self, x: Tensor, seed: int, start: int) -> Reals:
+        self.port.hold(x, self.B)
+        self.go(seed, start)
+        return self.fetch()[: len(x)]
+
+    def put(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """These are the inputs from now on, there until others are put by any pass of the model."""
+        return self.port.put(parts, self.B)
+
+    def go(self, seed: int, start: int) -> Tensor:
+        """Begins; gives the outputs of the inputs that were put there, which are there until the next."""
+        self.port.begin(self.graph, seed, start)
+        return self._outputs
+
+    def fetch(self) -> Reals:
+        """What the outputs of the last `go` add up to, once they are there."""
+        self.port.wait()
+        assert self._sums is not None
+        return self._sums.numpy().copy()
+
+
+def capturable(factors: NetworkFactors) -> bool:
+    """Draws must come from normals alone: the order of an ensemble's members is the host's."""
+    return counted(factors.device) and factors.normals > 0 and factors.members == 0 and factors.subnetwork is None
+
+
+class Programs:
+    """The captured passes of one model, by size; what cannot be captured is run as it comes."""
+
+    def __init__(self, network: BayesianNetwork, factors: NetworkFactors, most: int) -> None:
+        """Of as many as `most` inputs."""
+        self.network, self.factors, self.most = network, factors, most
+        self.known: dict[tuple[int, int], Program] = {}
+        self._answers: dict[tuple[int, int], bool] = {}
+        self._rates: dict[int, list[float]] = {}
+        self._port: Port | None = None
+        self._pool: Any = None
+
+    def capture(self, job: Job, K: int) -> None:
+        """A pass of K samples of the job's inputs, where it is one."""
+        if not capturable(self.factors) or (job.B, K) in self.known or job.max_rows < job.B * K:
+            return
+        if K > 1 and not foldable(self.network):
+            return
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        plan = job.plan(job.B, K)
+        try:
+            with evaluating(self.network), torch.inference_mode():
+                port = self._port = self._port or Port(self.most, job.x)
+                made = Program(self.network, self.factors, job.x, K, plan, job.temperature, port, self._pool)
+        except Exception as error:  # a network that waits for the device, too little memory, a kernel beyond this GPU
+            torch.cuda.synchronize(job.device)  # raises again where the device itself is broken
+            log.warning("a pass is not captured", extra={"inputs": job.B, "samples": K, "why": str(error)[:200]})
+            return
+        self.known[job.B, K] = made
+        self._answers.clear()
+        self._rates.clear()
+
+    def at(self, B: int, K: int) -> Program | None:
+        return self.known.get((B, K))
+
+    def answers(self, B: int, K: int) -> bool:
+        """Whether K samples of B inputs are drawn by captured passes, however many it takes."""
+        if (B, K) not in self._answers:  # asked for each request
+            most = max((k for b, k in self.known if b == B), default=0)
+            self._answers[B, K] = (B, min(K, most)) in self.known
+        return self._answers[B, K]
+
+    def rates(self, K: int) -> list[float]:
+        """Inputs a second, K samples of each, where 0, 1, 2 and so on of them share a captured pass."""
+        if K not in self._rates:
+            takes = sorted((B, one.seconds + BETWEEN) for (B, k), one in self.known.items() if k == K)
+            self._rates[K] = [0.0]
+            for B, seconds in takes:
+                self._rates[K] += [n / seconds for n in range(len(self._rates[K]), B + 1)]
+        return self._rates[K]

@@ -1,0 +1,103 @@
+"""The server: one front before the raw prediction paths and FastAPI's routes; keys, ids, logs and errors pass here."""
+
+import logging
+import random
+import re
+import time
+from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
+
+from dubito.service.logs import write_line
+from dubito.service.problems import Problem, problem_of
+from dubito.service.web.http import ClientGone, Out, Pairs, Receive, Scope, Send, body_of
+from dubito.service.web.predict import V1, V2, Asked
+from dubito.service.web.routes import routes
+from dubito.service.web.security import EDGE, HEADERS, Guard
+from dubito.service.web.state import State
+
+log = logging.getLogger("dubito")
+SAFE = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+SAFE_AT_EDGE = [(name.encode(), value.encode()) for name, value in EDGE.items()]
+CLOSE = (b"connection", b"close")
+PLAIN_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,100}")
+
+
+class Server:
+    """The ASGI application."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.guard = Guard(state.settings)
+        self.under_way = 0  # predictions
+        self.routes = routes(state)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # web sockets: there are none
+            return
+        path, headers = scope["path"], dict(scope["headers"])
+        given = headers.get(b"x-request-id")
+        id_ = given if given and PLAIN_ID.fullmatch(given) else b"%016x" % random.getrandbits(64)
+        asked = Asked(scope, receive, headers, time.monotonic())
+        out = Out(send, lambda: self._also(id_, path, asked))
+        try:
+            self.guard.admit(path, headers, (scope.get("client") or ("",))[0])
+            if (hot := V2.fullmatch(path) or V1.fullmatch(path)) is None:
+                await self.routes(scope, receive, out)
+            else:
+                content, pairs = await self._predict(asked, hot)
+                await out.reply(200, content, pairs)
+        except ClientGone:
+            out.status = 499
+        except Exception as error:
+            problem = problem_of(error)
+            if problem.status >= 500 and not isinstance(error, Problem):
+                log.exception("request failed", extra={"request": id_.decode()})
+            if problem.reason:
+                self.state.metrics.rejected.labels(problem.reason).inc()
+            if not out.status:
+                told, kind = body_of(problem, v2=path.startswith("/v2"))
+                raw = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in problem.headers.items()]
+                await out.reply(problem.status, told, [(b"content-type", kind.encode()), *raw])
+        self._finish(asked, id_, out.status)
+
+    def _also(self, id_: bytes, path: str, asked: Asked) -> Pairs:
+        """Headers of every reply."""
+        page = SAFE_AT_EDGE if path == "/edge" else SAFE
+        safe = page if asked.served is None else SAFE[:1]  # a prediction is no page
+        return [(b"x-request-id", id_), *safe, *([CLOSE] if self.state.draining else ())]
+
+    async def _predict(self, asked: Asked, path: re.Match[str]) -> tuple[bytes, Pairs]:
+        if asked.scope["method"] != "POST":
+            raise Problem(405, "this path takes POST.", {"Allow": "POST"})
+        if (predictor := self.state.predictor) is None:
+            raise Problem(503, "the server is starting; /readyz says when it is ready.", {"Retry-After": "1"})
+        if self.under_way >= self.state.settings.max_requests:
+            raise Problem(429, f"{self.under_way} predictions are under way.", {"Retry-After": "1"}, "queue_full")
+        self.under_way += 1
+        try:
+            return await (predictor.v2 if path.re is V2 else predictor.v1)(asked, *path.groups())
+        finally:
+            self.under_way -= 1
+
+    def _finish(self, asked: Asked, id_: bytes, status: int) -> None:
+        seconds = time.monotonic() - asked.began
+        if asked.served is not None:
+            outcome = "ok" if status < 400 else "gone" if status == 499 else "refused" if status < 500 else "failed"
+            asked.served.series.request[outcome].observe(seconds)
+        if log.isEnabledFor(logging.INFO):
+            method, path = asked.scope["method"], asked.scope["path"][:200]
+            told = {"message": "request", "request": id_.decode(), "method": method, "path": path}
+            told |= {"status": status, "ms": round(1000 * seconds, 3)}
+            if asked.served is not None:
+                told |= {"model": asked.served.name, "version": asked.served.version, "rows": asked.rows}
+            write_line(told)
+
+
+def application(server: Server) -> Any:
+    """The server, behind what lets other pages ask it, where settings say so."""
+    origins = server.state.settings.cors_origins
+    if not origins:
+        return server
+    allowed = ["Content-Type", "X-API-Key", "Authorization", "X-Request-ID", "Inference-Header-Content-Length"]
+    return CORSMiddleware(server, origins, allow_methods=["GET", "POST"], allow_headers=allowed, max_age=600)

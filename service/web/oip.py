@@ -1,0 +1,269 @@
+"""The Open Inference Protocol v2 on the wire: JSON tensors, and the binary tensor extension on either side."""
+
+import base64
+import binascii
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from dubito.service.problems import Problem
+from dubito.service.web.http import Pairs
+
+TYPES: dict[str, str] = {
+    "BOOL": "?",
+    **{f"UINT{8 * n}": f"<u{n}" for n in (1, 2, 4, 8)},
+    **{f"INT{8 * n}": f"<i{n}" for n in (1, 2, 4, 8)},
+    "FP16": "<f2",
+    "FP32": "<f4",
+    "FP64": "<f8",
+}
+MOST_ELEMENTS = 1 << 16  # of BYTES
+MOST_REMEMBERED = 256
+DTYPES = {name: np.dtype(code) for name, code in TYPES.items()}
+KINDS = {dtype: name for name, dtype in DTYPES.items()}
+INPUT = "input"
+DRAWS = "sample_outputs"  # an output that is given only where it is asked for
+LARGEST = 1 << 40  # of one side of a tensor; beyond it a header lies
+LENGTH = "inference-header-content-length"
+JSON, OCTETS = "application/json", "application/octet-stream"
+SPLIT, AS_JSON, AS_OCTETS = LENGTH.encode(), (b"content-type", JSON.encode()), (b"content-type", OCTETS.encode())
+
+Values = NDArray[Any] | list[bytes]  # BYTES come as a list of their elements
+
+
+@dataclass(slots=True)
+class Spec:
+    """What a request says of its input."""
+
+    name: str
+    kind: str
+    shape: list[int]
+    size: int | None  # in bytes, behind the header; None: the data are here
+    data: Any
+
+
+@dataclass(slots=True)
+class Header:
+    """The JSON of an inference request, checked; its input not yet read."""
+
+    id: str | None
+    parameters: Mapping[str, Any]
+    input: Spec
+    outputs: dict[str, bool] | None  # name -> binary; None: all of them
+    binary: bool  # what an output is that does not say
+
+
+def header_of(told: dict[str, Any]) -> Header:
+    parameters = _parameters(told, "the request")
+    inputs = [_spec(entry) for entry in _entries(told, "inputs")]
+    if not inputs:
+        raise Problem(400, "inputs is empty; expected a list of tensors.")
+    names = [spec.name for spec in inputs]
+    if len(set(names)) < len(names):
+        raise Problem(400, f"input {max(names, key=names.count)[:40]!r} comes twice.")
+    if names != [INPUT]:
+        raise Problem(400, f"inputs are {', '.join(names)[:60]!r}; this model takes one, called {INPUT!r}.")
+    binary = _flag(parameters.get("binary_data_output"), "binary_data_output") or False
+    outputs: dict[str, bool] = {}
+    for entry in _entries(told, "outputs") if told.get("outputs") is not None else ():
+        flag = _flag(_parameters(entry, "an output").get("binary_data"), "binary_data")
+        outputs[entry["name"]] = binary if flag is None else flag
+    id_ = told.get("id")
+    if id_ is not None and not isinstance(id_, str):
+        raise Problem(400, "id is no string.")
+    return Header(id_, parameters, inputs[0], outputs or None, binary)
+
+
+def raw_header(size: int, shape: tuple[int, ...]) -> Header:
+    """Of a body that is nothing but one input's FP32 numbers, batch 1; all outputs come back binary."""
+    if size != 4 * prod(shape):
+        raise Problem(400, f"the raw body has {size} bytes; one FP32 input of shape {shape} takes {4 * prod(shape)}.")
+    return Header(None, {}, Spec(INPUT, "FP32", [1, *shape], size, None), None, True)
+
+
+def values_of(spec: Spec, body: bytes, at: int) -> Values:
+    """The input, which lies behind the header's `at` bytes where it is not in it.
+
+    Every length is checked against what is there before anything is read by it.
+    """
+    size, left = spec.size or 0, len(body) - at
+    if size > left:
+        raise Problem(400, f"input {spec.name!r} says {size} bytes; {left} are left in the body.")
+    if size < left:
+        raise Problem(400, f"{left - size} bytes follow the last binary tensor; expected none.")
+    if spec.size is None:
+        return _from_json(spec)
+    count = prod(spec.shape)
+    if spec.kind == "BYTES":
+        return _elements(memoryview(body)[at:], spec.name, count)
+    dtype = DTYPES[spec.kind]
+    if size != (expected := count * dtype.itemsize):
+        raise Problem(
+            400, f"input {spec.name!r} says {size} bytes; its shape {spec.shape} of {spec.kind} takes {expected}."
+        )
+    return np.ndarray(spec.shape, dtype, body, at)
+
+
+def length_of(stated: bytes, size: int) -> int:
+    """Of the header of a body of this size."""
+    n = int(stated) if stated.isdigit() and len(stated) < 16 else -1
+    if not 0 < n <= size:
+        said = stated[:20].decode("latin-1")
+        raise Problem(400, f"Inference-Header-Content-Length is {said!r}, but the body has {size} bytes.")
+    return n
+
+
+def _entries(told: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    entries = told.get(key)
+    if not isinstance(entries, list):
+        raise Problem(400, f"{key} is missing or no list; expected a list of tensors.")
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise Problem(400, f"an entry of {key} is no object with a name.")
+    return entries
+
+
+def _parameters(told: dict[str, Any], whose: str) -> dict[str, Any]:
+    parameters = told.get("parameters")
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict):
+        raise Problem(400, f"the parameters of {whose} are no object.")
+    return parameters
+
+
+def _flag(value: object, name: str) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise Problem(400, f"{name} is no boolean.")
+
+
+def _spec(entry: dict[str, Any]) -> Spec:
+    name, shape, kind = entry["name"][:40], entry.get("shape"), entry.get("datatype")
+    if not isinstance(kind, str) or (kind not in TYPES and kind != "BYTES"):
+        raise Problem(400, f"input {name!r} has datatype {str(kind)[:40]!r}; expected {', '.join(TYPES)} or BYTES.")
+    if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and 0 <= n < LARGEST for n in shape):
+        raise Problem(400, f"input {name!r} has no shape; expected a list of sizes.")
+    if 0 in shape:
+        raise Problem(400, f"input {name!r} has shape {shape}; expected at least one row.")
+    size = _parameters(entry, "an input").get("binary_data_size")
+    if size is not None and (type(size) is not int or size < 0):
+        raise Problem(400, f"input {name!r} says {str(size)[:20]} bytes; expected how many follow the header.")
+    if size is not None and "data" in entry:
+        raise Problem(400, f"input {name!r} has both data and binary_data_size.")
+    return Spec(entry["name"], kind, shape, size, entry.get("data"))
+
+
+def _elements(raw: memoryview, name: str, count: int) -> list[bytes]:
+    """Each a length of four bytes and as many bytes."""
+    if count > MOST_ELEMENTS:
+        raise Problem(413, f"input {name!r} has {count} elements; at most {MOST_ELEMENTS:,} are taken.")
+    found: list[bytes] = []
+    at = 0
+    while at + 4 <= len(raw) and len(found) < count:
+        (size,) = struct.unpack_from("<I", raw, at)
+        if at + 4 + size > len(raw):
+            break
+        found.append(bytes(raw[at + 4 : at + 4 + size]))
+        at += 4 + size
+    if at != len(raw) or len(found) != count:
+        raise Problem(
+            400, f"input {name!r}: {len(raw)} bytes are not {count} elements, each with its length before it."
+        )
+    return found
+
+
+def _from_json(spec: Spec) -> Values:
+    name, kind, shape, data = spec.name[:40], spec.kind, spec.shape, spec.data
+    if not isinstance(data, list):
+        raise Problem(400, f"input {name!r} has no data; expected a list, or binary_data_size.")
+    if kind == "FP16":
+        raise Problem(400, f"input {name!r}: FP16 has no JSON form; send it as binary data.")
+    if kind == "BYTES":
+        return _decoded(data, name, prod(shape))
+    dtype = DTYPES[kind]
+    try:
+        array = _array(data, dtype if dtype.kind == "f" else np.dtype(np.float64))
+    except (ValueError, TypeError, OverflowError):
+        raise Problem(400, f"the data of input {name!r} are no array of {kind}.") from None
+    if dtype.kind != "f":
+        with np.errstate(invalid="ignore"):
+            given, array = array, array.astype(dtype)
+        if (given != array).any():  # a fraction, or too large
+            raise Problem(400, f"the data of input {name!r} are no array of {kind}.")
+    if array.size != prod(shape):
+        raise Problem(400, f"input {name!r} has {array.size} numbers; its shape {shape} takes {prod(shape)}.")
+    return array.reshape(shape)
+
+
+def _array(data: list[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A flat list, which is the usual form, is read faster by another way."""
+    if data and type(data[0]) is float:
+        try:
+            return np.fromiter(data, dtype, len(data))
+        except (ValueError, TypeError):  # not flat after all
+            pass
+    return np.array(data, dtype)
+
+
+def _decoded(data: list[Any], name: str, count: int) -> list[bytes]:
+    """In JSON, base64."""
+    flat = [text for part in data for text in (part if isinstance(part, list) else [part])]
+    try:
+        found = [base64.b64decode(text, validate=True) for text in flat]
+    except (binascii.Error, ValueError, TypeError):
+        raise Problem(400, f"the data of input {name!r} are no base64.") from None
+    if len(found) != count:
+        raise Problem(400, f"input {name!r} has {len(found)} elements; its shape says {count}.")
+    return found
+
+
+def write(
+    name: str, version: str, asked: Header, outputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, Any]
+) -> tuple[bytes, Pairs]:
+    """A model's reply and its headers."""
+    described: Any
+    if asked.outputs is None and asked.binary:  # as programs ask, and again and again
+        blobs = [array.tobytes() for array in outputs.values()]
+        described = _all_binary(tuple((output, KINDS[array.dtype], array.shape) for output, array in outputs.items()))
+    else:
+        binary = dict.fromkeys(outputs, False) if asked.outputs is None else asked.outputs
+        blobs = [outputs[output].tobytes() for output, packed in binary.items() if packed]
+        described = [_entry(output, outputs[output], packed) for output, packed in binary.items()]
+    told: dict[str, Any] = {
+        "model_name": name,
+        "model_version": version,
+        "outputs": described,
+        "parameters": parameters,
+    }
+    if asked.id is not None:
+        told["id"] = asked.id
+    head = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
+    if not blobs:
+        return head, [AS_JSON]
+    return b"".join([head, *blobs]), [AS_OCTETS, (SPLIT, b"%d" % len(head))]
+
+
+@lru_cache(MOST_REMEMBERED)
+def _all_binary(outputs: tuple[tuple[str, str, tuple[int, ...]], ...]) -> orjson.Fragment:
+    """Names, datatypes and shapes as JSON: they are the same for as many rows of a model."""
+    return orjson.Fragment(orjson.dumps([_binary_entry(*output) for output in outputs]))
+
+
+def _entry(name: str, array: NDArray[Any], binary: bool) -> dict[str, Any]:
+    kind = KINDS[array.dtype]
+    if binary:
+        return _binary_entry(name, kind, array.shape)
+    return {"name": name, "shape": array.shape, "datatype": kind, "data": np.ascontiguousarray(array).reshape(-1)}
+
+
+def _binary_entry(name: str, kind: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    size = {"binary_data_size": prod(shape) * DTYPES[kind].itemsize}
+    return {"name": name, "shape": shape, "datatype": kind, "parameters": size}

@@ -1,0 +1,124 @@
+"""Options of a prediction, from JSON fields, query parameters or the parameters of the Open Inference Protocol."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dubito.models.manifest import Predictive
+from dubito.models.predictions.adaptive import AT_MOST, TOLERANCE
+from dubito.service.problems import Problem
+from dubito.service.settings import Settings
+
+RETURNS = (  # `probabilities` and `samples` are large, and left out unless they are asked for; the rest is always there
+    "probabilities",
+    "samples",
+    "label",
+    "class",
+    "max_probability",
+    "entropy",
+    "expected_entropy",
+    "mutual_information",
+    "targets",
+    "prediction_set",
+    "ood",
+    "mean",
+    "epistemic_variance",
+    "aleatoric_variance",
+    "interval",
+)
+DRAWN = ("samples", "max_samples", "tolerance")  # whoever gives one of these asks for draws
+PARAMETERS = ("samples", "seed", "max_samples", "tolerance", "timeout_ms", "method", "group")  # of a v2 request too
+KNOWN = (*PARAMETERS, "return", "version")
+MOST_SEED = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Options:
+    samples: int | Literal["auto"]
+    seed: int | None
+    max_samples: int
+    tolerance: float
+    timeout_ms: int
+    returns: tuple[str, ...]
+    version: str | None
+    method: Predictive | None  # None: as the model was calibrated
+    group: str | None  # of a model calibrated by group; None: of all inputs
+
+
+def read_options(given: Mapping[str, Any], settings: Settings) -> Options:
+    """Values may come as text (a query)."""
+    for key in given:
+        if key not in KNOWN:
+            raise Problem(400, f"there is no option {str(key)[:40]!r}; there are: {', '.join(KNOWN)}.")
+    samples: int | Literal["auto"] = "auto"
+    if given.get("samples") != "auto":
+        samples = _whole(given, "samples", min(settings.samples, settings.max_samples), 0, settings.max_samples)
+    returns = given.get("return", ["probabilities"])
+    wanted = returns.split(",") if isinstance(returns, str) else returns
+    if not isinstance(wanted, list) or any(word not in RETURNS for word in wanted):
+        raise Problem(400, f"return is {said(returns)}; expected a list of some of: {', '.join(RETURNS)}.")
+    if "samples" in wanted and samples == "auto":
+        raise Problem(400, 'return asks for samples, but samples is "auto": give a number.')
+    version = given.get("version")
+    if version is not None and not isinstance(version, str):
+        raise Problem(400, f'version is {said(version)}; expected a string such as "1".')
+    return Options(
+        samples,
+        None if given.get("seed") is None else _whole(given, "seed", 0, 0, MOST_SEED),
+        _whole(given, "max_samples", min(AT_MOST, settings.max_samples), 1, settings.max_samples),
+        _tolerance(given.get("tolerance", TOLERANCE)),
+        _whole(given, "timeout_ms", min(settings.deadline_ms, settings.max_deadline_ms), 1, settings.max_deadline_ms),
+        tuple(wanted),
+        version,
+        _method(given, "samples" in wanted),
+        _group(given.get("group")),
+    )
+
+
+def _method(given: Mapping[str, Any], draws: bool) -> Predictive | None:
+    """A closed form takes no draws, so whoever asks for them asks for sampling."""
+    method = given.get("method")
+    asked = [f"`{name}`" for name in DRAWN if name in given] + (["the draws"] if draws else [])
+    match method:
+        case "sampling":
+            return "sampling"
+        case "probit":
+            if asked:
+                raise Problem(400, f"method is 'probit', which takes no draws; it came with {asked[0]}.")
+            return "probit"
+        case None:
+            return "sampling" if asked else None
+    raise Problem(400, f"method is {said(method)}; expected 'probit' or 'sampling'.")
+
+
+def _group(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise Problem(400, f"group is {said(value)}; expected the name of one, as text.")
+    return value
+
+
+def _tolerance(value: Any) -> float:
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        try:
+            found = float(value)
+        except (ValueError, OverflowError):
+            found = -1.0
+        if 0 < found < 1:
+            return found
+    raise Problem(400, f"tolerance is {said(value)}; expected a number between 0 and 1.")
+
+
+def _whole(given: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
+    value = given.get(name, default)
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 19:
+        value = int(value)
+    if type(value) is not int or not low <= value <= high:
+        also = ' or "auto"' if name == "samples" else ""
+        raise Problem(400, f"{name} is {said(value)}; expected a whole number from {low} to {high}{also}.")
+    return value
+
+
+def said(value: object) -> str:
+    """What came, at no great length."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,312 @@
+"""Everything that is read by people and by other clients' health checks: models, metadata, repository, metrics."""
+
+from importlib.resources import files
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from dubito import __version__
+from dubito.models.errors import DubitoError
+from dubito.models.verdict import beside_plain
+from dubito.service.problems import Problem
+from dubito.service.repository import Repository, Served
+from dubito.service.web import openapi
+from dubito.service.web.http import body_of, json_object, read_body
+from dubito.service.web.oip import DRAWS, INPUT
+from dubito.service.web.openapi import ANY, FLAG, OF_ANY, TEXT, answer, content, errors, ref, some, thing
+from dubito.service.web.predict import declared_outputs
+from dubito.service.web.state import State
+
+ASSETS = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript",
+    "mjs": "text/javascript",
+    "css": "text/css",
+    "json": "application/json",
+    "wasm": "application/wasm",
+}
+EXTENSIONS = ["binary_tensor_data", "model_repository"]
+UNKNOWN = (404, *OF_ANY)
+
+
+def routes(state: State) -> FastAPI:
+    app = FastAPI(
+        title="dubito", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=None
+    )
+    app.openapi = lambda: openapi.document(app, state.settings)  # type: ignore[method-assign]
+
+    @app.exception_handler(Problem)
+    async def wrong(request: Request, problem: Problem) -> Response:
+        if problem.reason:
+            state.metrics.rejected.labels(problem.reason).inc()
+        return _refusal(request, problem)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        detail = {404: "there is nothing at this path; /docs lists what there is.", 405: "this path has other methods."}
+        problem = Problem(
+            error.status_code, detail.get(error.status_code, str(error.detail)), dict(error.headers or {})
+        )
+        return _refusal(request, problem)
+
+    _of_people(app, state)
+    _of_models(app, state)
+    _of_v2(app, state)
+    _of_repository(app, state)
+    return app
+
+
+def _of_people(app: FastAPI, state: State) -> None:
+    @app.get("/", include_in_schema=False)
+    async def console() -> Response:
+        return asset("index.html")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return asset("docs.html")
+
+    @app.get("/edge", include_in_schema=False)
+    async def edge() -> Response:
+        return asset("edge.html")
+
+    @app.get("/console/{name}", include_in_schema=False)
+    async def file(name: str) -> Response:
+        return asset(name)
+
+    @app.get("/console/wasm/{name}", include_in_schema=False)
+    async def wasm(name: str) -> Response:
+        return asset(name, "wasm")
+
+    @app.get("/healthz", tags=["health"], summary="Whether the server lives", responses=_health("live"))
+    async def healthz() -> Response:
+        return _yes_or_no({"live": state.live}, state.live)
+
+    ready = _health("ready", "missing")
+
+    @app.get("/readyz", tags=["health"], summary="Whether every expected model answers", responses=ready)
+    async def readyz() -> Response:
+        return _yes_or_no({"ready": state.ready, "missing": state.missing}, state.ready)
+
+    text: Any = {"200": {"description": "Prometheus' text.", "content": {"text/plain": {}}}, **errors(OF_ANY, v2=False)}
+
+    @app.get("/metrics", tags=["health"], summary="Metrics for Prometheus", responses=text)
+    async def metrics() -> Response:
+        return Response(generate_latest(state.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _of_models(app: FastAPI, state: State) -> None:
+    listed: Any = answer(thing({"models": some(ref("Model"))}), "The models that answer.")
+
+    @app.get("/v1/models", tags=["v1"], summary="The models that answer", responses=listed)
+    async def models() -> Response:
+        return _json({"models": [about(served, state) for _, served in sorted(_repository(state).served.items())]})
+
+    described: Any = answer(ref("Model"), "What is known about it.", UNKNOWN)
+
+    @app.get("/v1/models/{name}", tags=["v1"], summary="One model", responses=described)
+    async def model(name: str) -> Response:
+        return _json(about(_repository(state).get(name), state))
+
+
+def _of_v2(app: FastAPI, state: State) -> None:
+    def v2(schema: dict[str, Any], what: str, statuses: tuple[int, ...] = OF_ANY) -> Any:
+        return answer(schema, what, statuses, v2=True)
+
+    @app.get("/v2/health/live", tags=["v2"], summary="Whether the server lives", responses=_health("live"))
+    async def v2_live() -> Response:
+        return _yes_or_no({"live": state.live}, state.live)
+
+    @app.get("/v2/health/ready", tags=["v2"], summary="Whether every model answers", responses=_health("ready", "live"))
+    async def v2_ready() -> Response:
+        return _yes_or_no({"ready": state.ready, "live": state.live}, state.ready)
+
+    metadata = thing({"name": TEXT, "version": TEXT, "extensions": some(TEXT)})
+
+    @app.get("/v2", tags=["v2"], summary="The server", responses=v2(metadata, "Name, version, extensions."))
+    @app.get("/v2/", include_in_schema=False)
+    async def v2_server() -> Response:
+        return _json({"name": "dubito", "version": __version__, "extensions": EXTENSIONS})
+
+    tensors = some(ref("Tensor"))
+    described = thing({"name": TEXT, "versions": some(TEXT), "platform": TEXT, "inputs": tensors, "outputs": tensors})
+    of_model = v2(described, "Inputs and outputs.", UNKNOWN)
+
+    @app.get("/v2/models/{name}", tags=["v2"], summary="One model", responses=of_model)
+    async def v2_model(name: str) -> Response:
+        return _json(metadata_of(_repository(state).get(name)))
+
+    @app.get("/v2/models/{name}/versions/{version}", tags=["v2"], summary="One version", responses=of_model)
+    async def v2_version(name: str, version: str) -> Response:
+        return _json(metadata_of(_repository(state).get(name, version)))
+
+    of_ready = v2(thing({"name": TEXT, "ready": FLAG}), "It answers.", UNKNOWN)
+
+    @app.get("/v2/models/{name}/ready", tags=["v2"], summary="Whether it answers", responses=of_ready)
+    async def v2_model_ready(name: str) -> Response:
+        return _json({"name": _repository(state).get(name).name, "ready": True})
+
+    @app.get(
+        "/v2/models/{name}/versions/{version}/ready", tags=["v2"], summary="Whether it answers", responses=of_ready
+    )
+    async def v2_version_ready(name: str, version: str) -> Response:
+        return _json({"name": _repository(state).get(name, version).name, "ready": True})
+
+
+def _of_repository(app: FastAPI, state: State) -> None:
+    row = thing({"name": TEXT, "version": TEXT, "state": TEXT, "reason": TEXT})
+    index: Any = answer(some(row), "Every version that lies there.", (400, 408, 413, 415, *OF_ANY), v2=True)
+    every = {"every version": {"value": {"ready": False}}}
+    asked: Any = {"requestBody": {"required": False, **content(thing({"ready": FLAG}, []), examples=every)}}
+
+    @app.post("/v2/repository/index", tags=["v2"], summary="The repository", responses=index, openapi_extra=asked)
+    async def v2_index(request: Request) -> Response:
+        told = await _told(request, state)
+        ready = told.get("ready", False)
+        if not isinstance(ready, bool):
+            raise Problem(400, "ready is no boolean.")
+        return _json(_repository(state).index(ready_only=ready))
+
+    changed: Any = answer(ANY, "Done.", (400, 404, 408, 413, 415, *OF_ANY), v2=True)
+    nothing: Any = {"nothing": {"value": {}}}
+    parameters: Any = {"requestBody": {"required": False, **content({"type": "object"}, examples=nothing)}}
+
+    @app.post(
+        "/v2/repository/models/{name}/load",
+        tags=["v2"],
+        summary="Load the newest version, and switch to it",
+        responses=changed,
+        openapi_extra=parameters,
+    )
+    async def v2_load(name: str, request: Request) -> Response:
+        await _told(request, state)
+        repository = _changeable(state)
+        try:
+            await repository.load(name)
+        except Problem:
+            raise
+        except DubitoError:
+            raise Problem(400, "the artifact cannot be loaded; the server's log has the reason.") from None
+        return _json({})
+
+    @app.post(
+        "/v2/repository/models/{name}/unload",
+        tags=["v2"],
+        summary="Unload a model, and free its memory",
+        responses=changed,
+        openapi_extra=parameters,
+    )
+    async def v2_unload(name: str, request: Request) -> Response:
+        await _told(request, state)
+        await _changeable(state).unload(name)
+        return _json({})
+
+
+def _refusal(request: Request, problem: Problem) -> Response:
+    told, kind = body_of(problem, v2=request.url.path.startswith("/v2"))
+    return Response(told, problem.status, problem.headers, kind)
+
+
+def _repository(state: State) -> Repository:
+    if state.repository is None:
+        raise Problem(503, "the server is starting; /readyz says when it is ready.", {"Retry-After": "1"})
+    return state.repository
+
+
+def _changeable(state: State) -> Repository:
+    if not state.settings.repository_api:
+        raise Problem(503, "models cannot be changed over HTTP here: the setting repository_api is off.")
+    return _repository(state)
+
+
+async def _told(request: Request, state: State) -> dict[str, Any]:
+    """A JSON object, or nothing."""
+    limits = state.settings
+    body = await read_body(dict(request.scope["headers"]), request.receive, limits.body_bytes, limits.body_seconds)
+    return json_object(body) if body else {}
+
+
+def _health(*names: str) -> Any:
+    schema = thing({name: some(TEXT) if name == "missing" else FLAG for name in names})
+    return {
+        "200": {"description": "Yes.", **content(schema)},
+        "503": {"description": "No.", **content(schema)},
+    }
+
+
+def _yes_or_no(told: dict[str, Any], yes: bool) -> Response:
+    return Response(orjson.dumps(told), 200 if yes else 503, media_type="application/json")
+
+
+def _json(value: object) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")
+
+
+def asset(name: str, below: str | None = None) -> Response:
+    """A file of the console: one that lies in its folder, or in one below, under just this name."""
+    folder = files("dubito.service").joinpath("console")
+    if below is not None:
+        folder = folder.joinpath(below)
+    there = folder.iterdir() if folder.is_dir() else iter(())  # what is fetched at set-up may not be there
+    found = next((file for file in there if file.name == name and file.is_file()), None)
+    kind = ASSETS.get(name.rpartition(".")[2])
+    if found is None or kind is None:
+        raise HTTPException(404)
+    return Response(found.read_bytes(), headers={"cache-control": "no-cache"}, media_type=kind)
+
+
+def about(served: Served, state: State) -> dict[str, Any]:
+    """Nothing of where it lies or where it was made."""
+    model, known = served.model, served.known
+    calibration = model.card.calibration
+    told = None
+    if calibration is not None:
+        told = calibration.model_dump(
+            mode="json", include={"false_positive_rate", "coverage", "measure", "temperature", "sets"}
+        )
+        if calibration.classes is not None:
+            told["classes"] = [part.coverage for part in calibration.classes]
+        if calibration.groups is not None:
+            told["groups"] = {name: part.coverage for name, part in calibration.groups.items()}
+    task, chosen, beside = model.manifest.task, model.manifest.subnetwork, model.card.plain
+    plain = "deterministic" if chosen is None else chosen.method
+    return {
+        "name": served.name,
+        "version": served.version,
+        "task": task.kind,
+        "architecture": known["architecture"]["name"],
+        "methods": sorted({row["method"] for row in known["layers"]}) or [plain],
+        "method": model.method,
+        "input": served.declared.model_dump(mode="json"),
+        "labels": known["labels"],
+        "targets": known["targets"],
+        "noise": known["noise"],
+        "outputs": task.outputs if task.kind == "regression" else None,
+        "parameters": known["parameters"],
+        "deterministic_parameters": known["deterministic"],
+        "bytes": served.bytes,
+        "calibration": told,
+        "metrics": known["metrics"],
+        "plain": None if beside is None else beside.model_dump(mode="json") | {"verdict": beside_plain(beside)},
+        "sha256": known["sha256"],
+        "samples": state.settings.samples,
+        "max_samples": state.settings.max_samples,
+        "device": str(model.device),
+    }
+
+
+def metadata_of(served: Served) -> dict[str, Any]:
+    return {
+        "name": served.name,
+        "versions": [served.version],
+        "platform": "dubito_safetensors",
+        "inputs": [{"name": INPUT, "datatype": "FP32", "shape": [-1, *served.declared.shape]}],
+        "outputs": [
+            {"name": output, "datatype": kind, "shape": shape}
+            for output, (kind, shape) in declared_outputs(served.model).items()
+            if output != DRAWS
+        ],
+    }

@@ -1,0 +1,80 @@
+"""Who may ask, and how often."""
+
+import hashlib
+import hmac
+import time
+
+from dubito.service.problems import Problem
+from dubito.service.settings import Settings
+from dubito.service.web.http import Headers
+
+OPEN = frozenset({"/", "/docs", "/edge", "/openapi.json", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
+MOST_CALLERS = 10_000
+HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'; "
+    "base-uri 'none'; form-action 'none'",
+}
+# the page that runs models in the browser, and no other: WebAssembly counts as evaluating code
+EDGE = HEADERS | {
+    "content-security-policy": f"{HEADERS['content-security-policy']}; script-src 'self' 'wasm-unsafe-eval'"
+}
+
+
+def hash_key(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class Guard:
+    """Keys and rates; health and the console's own files are open to all."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.keys, self.rate, self.burst = settings.api_keys, settings.rate_per_second, settings.burst
+        self.left: dict[str, tuple[float, float]] = {}  # caller -> requests left, when
+
+    def admit(self, path: str, headers: Headers, address: str) -> None:
+        if path in OPEN or path.startswith("/console/"):
+            return
+        caller = address
+        if self.keys:
+            key = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            owner = self._owner(key.decode("latin-1"))
+            if owner is None:
+                raise Problem(
+                    401,
+                    "no API key came, or none that is known here; expected one as X-API-Key or Authorization: Bearer.",
+                    {"WWW-Authenticate": "Bearer"},
+                    "key",
+                )
+            caller = owner
+        if self.rate is not None:
+            self._count(caller, self.rate)
+
+    def _owner(self, key: str) -> str | None:
+        """Whose key it is; every hash is compared, in constant time."""
+        mine, found = hash_key(key), None
+        for name, stored in self.keys.items():
+            if hmac.compare_digest(mine, stored):
+                found = name
+        return found
+
+    def _count(self, caller: str, rate: float) -> None:
+        now = time.monotonic()
+        left, before = self.left.pop(caller, (float(self.burst), now))
+        left = min(float(self.burst), left + rate * (now - before))
+        self.left[caller] = (
+            max(0.0, left - 1) if left >= 1 else left,
+            now,
+        )  # at the end: the first is the longest idle
+        if len(self.left) > MOST_CALLERS:
+            del self.left[next(iter(self.left))]
+        if left < 1:
+            wait = (1 - left) / rate
+            raise Problem(
+                429,
+                f"more than {rate:g} requests a second came; try again in {wait:.1f} s.",
+                {"Retry-After": str(max(1, round(wait)))},
+                reason="rate",
+            )

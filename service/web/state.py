@@ -1,0 +1,105 @@
+"""The server's state: its settings, metrics and models, and whether it is starting, ready or draining."""
+
+import asyncio
+import logging
+
+import torch
+
+from dubito.models.numerics.proof import name_of
+from dubito.service.engine.budget import KINDS
+from dubito.service.engine.device import device_of, dtype_of, trusted
+from dubito.service.metrics import Metrics, Sizes, device_bytes
+from dubito.service.repository import Repository
+from dubito.service.settings import Settings
+from dubito.service.web.predict import Predictor
+
+log = logging.getLogger("dubito")
+
+
+class State:
+    """Shared by the application, its routes and `dubito serve`, which starts and stops it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.metrics.registry.register(Sizes(self._sizes))
+        self.repository: Repository | None = None
+        self.predictor: Predictor | None = None
+        self.asked = torch.float32  # type of activations, before the device was tried
+        self.started = self.draining = False
+
+    async def start(self) -> None:
+        """Every model loaded and warmed; raises what is wrong with the first that cannot be."""
+        device = device_of(self.settings.device)
+        self.asked, why = dtype_of(self.settings.dtype, device)
+        dtype, fault = await asyncio.to_thread(trusted, self.asked, device)
+        self.repository = Repository(self.settings, device, dtype, self.metrics)
+        told = {"device": str(device), "asked": name_of(self.asked), "dtype": name_of(dtype), "why": fault or why}
+        log.log(logging.WARNING if fault else logging.INFO, "models run", extra=told)
+        self.predictor = Predictor(self.settings, self.repository)
+        await self.repository.load_all()
+        self.started = True
+
+    async def stop(self) -> None:
+        """Answer what was accepted."""
+        self.draining = True
+        if self.repository is not None:
+            await asyncio.wait_for(self.repository.close(), self.settings.drain_seconds)
+
+    @property
+    def ready(self) -> bool:
+        found = self.repository
+        return found is not None and self.started and found.ready and found.alive and not self.draining
+
+    @property
+    def missing(self) -> list[str]:
+        """Expected models that do not answer yet."""
+        return [] if self.repository is None else sorted(self.repository.expected - set(self.repository.served))
+
+    @property
+    def live(self) -> bool:
+        return self.repository is None or self.repository.alive
+
+    def _sizes(self) -> dict[tuple[str, str, tuple[str, ...]], dict[tuple[str, ...], float]]:
+        found = self.repository
+        served = {} if found is None else dict(found.served)
+        kinds = ("artifact", "resident", "deterministic")
+        bytes_: dict[tuple[str, ...], float] = {
+            (name, kind): one.bytes[kind] for name, one in served.items() for kind in kinds
+        }
+        bytes_ |= {(name, "bank"): one.engine.bank.bytes for name, one in served.items() if one.engine.bank is not None}
+        memory = device_bytes(torch.device("cpu") if found is None else found.device)
+        if found is not None:
+            memory |= {kind: found.budget.held(kind) for kind in KINDS}
+            memory |= {} if found.budget.limit is None else {"limit": found.budget.limit}
+        return {
+            ("dubito_queue_depth", "Requests that wait.", ("model",)): {
+                (name,): one.batcher.depth for name, one in served.items()
+            },
+            (
+                "dubito_model_bytes",
+                "Bytes of a model: its file, in memory, as the plain network, and of draws made ahead.",
+                ("model", "kind"),
+            ): bytes_,
+            (
+                "dubito_device_proven",
+                "1 where the device computes right in the type of numbers asked for; 0 where another is taken.",
+                ("model", "device", "asked", "dtype"),
+            ): {
+                (name, str(one.model.device), name_of(self.asked), name_of(one.model.factors.dtype)): float(
+                    one.model.factors.dtype == self.asked
+                )
+                for name, one in served.items()
+            },
+            ("dubito_ways_excluded", "Ways of computing a layer that gave wrong answers: not taken.", ("model",)): {
+                (name,): len(one.engine.plans.wrong) for name, one in served.items()
+            },
+            ("dubito_factor_cache_bytes", "Bytes of a model's factors.", ("model",)): {
+                (name,): one.bytes["factors"] for name, one in served.items()
+            },
+            (
+                "dubito_device_memory_bytes",
+                "Memory of the device that models run on: in all, of this process, and of its models by kind.",
+                ("kind",),
+            ): {(kind,): value for kind, value in memory.items()},
+        }

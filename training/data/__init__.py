@@ -1,0 +1,1 @@
+"""Data sets by name, their division into parts, and augmentation."""

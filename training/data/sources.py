@@ -1,0 +1,443 @@
+"""Data sets by name: the embedded digits, torchvision's, UCI's, and one's own pictures, arrays and tables."""
+
+import csv
+import os
+import warnings
+import zipfile
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dubito.models.images import read_pixels
+from dubito.models.manifest import Manifest
+from dubito.training.data.data import DataError, DataSet, Examples, data_recipe
+from dubito.training.names import DATA, OWN_DATA, TORCHVISION
+
+ARRAYS = ("x", "y", "x_test", "y_test", "group", "group_test")  # of an .npz file
+MOST_LETTERS = 100  # of a group's name
+UCI = {"uci": "standard", "uci-gap": "gap"}  # divided at random; or the middle third of one feature is the test part
+MOST_CLASSES = 1 << 16  # beyond it, whole numbers are something else than classes
+MOST_BYTES = 1 << 34  # of pictures at the size of the first, which nobody asked for
+
+
+def read_for(
+    manifest: Manifest, name: str, root: Path | None = None, *, download: bool = False, labelled: bool = True
+) -> DataSet:
+    """A data set read as the model's own was (target column, split, picture size), its classes numbered as there.
+
+    `labelled=False` is for sets whose targets do not matter, whatever they are.
+    """
+    recipe, declared, regression = data_recipe(manifest.card), manifest.card.input, manifest.task.kind == "regression"
+    data = read_data(
+        name,
+        root,
+        download=download,
+        regression=regression if labelled else None,
+        target=None if recipe is None else recipe.target,
+        size=None if declared is None or declared.image is None else (declared.shape[1], declared.shape[2]),
+        split=recipe.split if recipe is not None and recipe.name == name else 0,
+    )
+    data = _ordered(data, None if declared is None else declared.columns)
+    if not labelled:
+        return data
+    if regression != (data.labels is None):
+        kinds = ("classes", "numbers")
+        raise DataError(f"{name} has {kinds[not regression]} for targets; this model predicts {kinds[regression]}.")
+    return data if manifest.card.labels is None else _numbered(data, name, manifest.card.labels)
+
+
+def _ordered(data: DataSet, known: tuple[str, ...] | None) -> DataSet:
+    """A table with the model's own columns in another order has them in the model's."""
+    columns = data.columns
+    if known is None or columns is None or columns == known or sorted(columns) != sorted(known):
+        return data
+    if len(set(known)) < len(known):  # two of one name: nobody knows which is which
+        return data
+    place = torch.tensor([columns.index(name) for name in known])
+    train, test = (None if part is None else Examples(part.x[:, place], part.y) for part in (data.train, data.test))
+    assert train is not None
+    return replace(data, train=train, test=test, columns=known)
+
+
+def _numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
+    """By name where all names are known to the model; else as they are, where there are as many."""
+    labels = data.labels
+    if labels is None or labels == known:
+        return data
+    if set(labels) <= set(known):
+        place = torch.tensor([known.index(label) for label in labels])
+        both = (data.train, data.test)
+        train, test = (None if part is None else Examples(part.x, place[part.y], part.group) for part in both)
+        assert train is not None
+        return replace(data, train=train, test=test, labels=known)
+    if len(labels) == len(known) or (len(labels) < len(known) and labels == tuple(map(str, range(len(labels))))):
+        return replace(data, labels=known)
+    raise DataError(
+        f"{name} has {len(labels)} classes ({_some(labels)}); this model tells {len(known)} apart ({_some(known)}). "
+        "Bring data with the model's classes; as data from outside (--ood), their labels do not matter."
+    )
+
+
+def _some(labels: tuple[str, ...]) -> str:
+    return ", ".join(labels[:5]) + (", …" if len(labels) > 5 else "")
+
+
+def read_data(
+    name: str,
+    root: Path | None = None,
+    *,
+    download: bool = False,
+    regression: bool | None = None,
+    target: str | None = None,
+    size: tuple[int, int] | None = None,
+    split: int = 0,
+) -> DataSet:
+    """A data set by name; `regression` says how to read targets that could be either (None: words and integers are
+    classes)."""
+    kind, colon, place = name.partition(":")
+    if name == "digits":
+        return _digits()
+    if name in TORCHVISION:
+        return _torchvision(name, root, download)
+    if name.partition("/")[0] in UCI and "/" in name:
+        return _uci(name, root, split)
+    if not colon or kind not in OWN_DATA:
+        raise DataError(f"no data set {name!r}; there are: {', '.join(DATA)}.")
+    path = Path(os.path.expanduser(place))  # Path.expanduser and .exists raise where these do not
+    if not place or not os.path.exists(path):
+        raise DataError(f"{name}: there is no file or folder {place!r}; expected {kind}:PATH.")
+    if kind == "folder":
+        return _folder(path, size)
+    return _npz(path, regression) if kind == "npz" else _csv(path, regression, target)
+
+
+def _digits() -> DataSet:
+    """1797 handwritten digits of 8 × 8 pixels (E. Alpaydin, C. Kaynak, 1998; UCI repository, CC BY 4.0)."""
+    with files("dubito.training").joinpath("digits.npz").open("rb") as file, np.load(file) as arrays:
+        x, y = arrays["x"], arrays["y"]
+    pixels = torch.from_numpy((x.astype(np.uint16) * 255 // 16).astype(np.uint8))[:, None]
+    return DataSet(Examples(pixels, torch.from_numpy(y.astype(np.int64))), None, tuple("0123456789"))
+
+
+def _torchvision(name: str, root: Path | None, download: bool) -> DataSet:
+    import torchvision.datasets
+
+    if root is None:
+        raise DataError(f"{name}: say where the data lies with --data-root (and --download to fetch it there).")
+    maker = getattr(torchvision.datasets, TORCHVISION[name])
+    parts: list[Examples] = []
+    classes: tuple[str, ...] = ()
+    for train in (True, False):
+        choice = {"split": "train" if train else "test"} if name == "svhn" else {"train": train}
+        try:
+            found = maker(str(root), download=download, **choice)
+        except ImportError as error:
+            raise DataError(f"{name} cannot be read: {_reason(error)}. Install that package.") from None
+        except Exception as error:  # torchvision raises many kinds, all of them about files and downloads
+            if not download and "not found" in str(error):
+                raise DataError(f"{name} is not in {root}, or is damaged; pass --download to fetch it there.") from None
+            raise DataError(
+                f"{name} cannot be read from {root}: {_reason(error)}. Remove damaged files; --download fetches them."
+            ) from None
+        labels = found.labels if name == "svhn" else found.targets
+        parts.append(_arrays(root, np.asarray(found.data), np.asarray(labels), False))
+        classes = tuple(str(c) for c in getattr(found, "classes", range(10)))
+    if any(int(part.y.max()) >= len(classes) for part in parts):
+        raise DataError(f"{name} in {root} is damaged: it has labels beyond its {len(classes)} classes.")
+    return DataSet(parts[0], parts[1], classes)
+
+
+def _uci(asked: str, root: Path | None, split: int) -> DataSet:
+    """The regression sets with the divisions that the literature uses: `data.txt` and index files.
+
+    The table lies with the standard divisions; those with gaps have index files of their own.
+    """
+    kind, _, name = asked.partition("/")
+    if root is None:
+        raise DataError(f"{asked}: say with --data-root which folder holds UCI/{UCI[kind]}/{name}/data/.")
+    every = root / "UCI" / UCI[kind]
+    folder, home = every / name / "data", root / "UCI" / "standard" / name / "data"
+    if not name or not os.path.isdir(folder):
+        known = ", ".join(f"{kind}/{p.parent.name}" for p in sorted(every.glob("*/data")))
+        raise DataError(f"there is no {asked} in {root}; there {f'are: {known}' if known else f'is no {every}'}.")
+    splits = splits_in(folder)
+    if not 0 <= split < splits:
+        raise DataError(f"{asked} has the splits 0 to {splits - 1}, not {split}: set data.split to one of them.")
+    try:
+        table = _numbers(home / "data.txt", 2)
+        features, target = (_indices(home / f"index_{k}.txt", table.shape[1]) for k in ("features", "target"))
+        rows = [_indices(folder / f"index_{part}_{split}.txt", len(table)) for part in ("train", "test")]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{asked}, split {split}, cannot be read from {folder}: {_reason(error)}.") from None
+    train, test = (_arrays(folder, table[r][:, features], table[r][:, target], True) for r in rows)
+    return DataSet(train, test, None)
+
+
+def splits_in(folder: Path) -> int:
+    return len(list(folder.glob("index_train_*.txt")))
+
+
+def _numbers(file: Path, dims: Literal[1, 2]) -> NDArray[np.float64]:
+    with warnings.catch_warnings(action="ignore"):  # of an empty file
+        found: NDArray[np.float64] = np.loadtxt(file, ndmin=dims)
+    if not found.size:
+        raise ValueError(f"{file.name} is empty")
+    return found
+
+
+def _indices(file: Path, end: int) -> NDArray[np.int64]:
+    """Whole numbers below `end`, which the published files write as floats."""
+    found = _numbers(file, 1)
+    if found.ndim != 1 or not ((found >= 0) & (found < end) & (found == np.floor(found))).all():
+        raise ValueError(f"{file.name} must hold whole numbers from 0 to {end - 1}")
+    return found.astype(np.int64)
+
+
+def _folder(path: Path, size: tuple[int, int] | None) -> DataSet:
+    """One folder of pictures per class; or such folders inside `train` and, where there is one, `test`."""
+    if not _is_divided(path):
+        train, classes, _ = _pictures(path, size)
+        return DataSet(train, None, classes)
+    train, classes, size = _pictures(path / "train", size)
+    if not (path / "test").is_dir():
+        return DataSet(train, None, classes)
+    test, others, _ = _pictures(path / "test", size)
+    if classes != others:
+        raise DataError(
+            f"{path}: train has the classes {', '.join(classes)}, but test {', '.join(others)}; expected the same."
+        )
+    return DataSet(train, test, classes)
+
+
+def _is_divided(path: Path) -> bool:
+    try:
+        folders = {p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")}
+        if "train" not in folders:
+            return False
+        if "test" not in folders and not any(p.is_dir() for p in (path / "train").iterdir()):
+            return False  # a class of trains
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; expected one folder of pictures per class.") from None
+    if folders - {"train", "test"}:
+        raise DataError(
+            f"{path} has the folders {', '.join(sorted(folders))}; expected train and test with one folder per class "
+            "inside, or one folder per class."
+        )
+    return True
+
+
+def _pictures(path: Path, size: tuple[int, int] | None) -> tuple[Examples, tuple[str, ...], tuple[int, int]]:
+    from rich.console import Console
+    from rich.progress import track
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    try:
+        found = ImageFolder(str(path))
+    except OSError as error:
+        raise DataError(f"{path}: {_reason(error)}; expected one folder of pictures per class.") from None
+    pixels: list[Tensor] = []
+    console = Console(stderr=True)
+    unseen = not console.is_terminal
+    for file, _ in track(found.samples, f"reading {path}", transient=True, console=console, disable=unseen):
+        picture = _picture(file)
+        if size is None:
+            size = (picture.shape[1], picture.shape[2])
+            if picture.numel() * len(found.samples) > MOST_BYTES:
+                raise DataError(
+                    f"{path}: {len(found.samples)} pictures of {size[0]} × {size[1]}, the size of the first, need "
+                    f"{picture.numel() * len(found.samples) / 1e9:.0f} GB. Set data.size, such as [224, 224]."
+                )
+        if tuple(picture.shape[1:]) != size:
+            picture = v2.functional.resize(picture, list(size), antialias=True)
+        pixels.append(picture)
+    assert size is not None
+    return Examples(torch.stack(pixels), torch.tensor(found.targets)), tuple(found.classes), size
+
+
+def _picture(file: str) -> Tensor:
+    """(3, H, W) uint8, with the same pixels that `dubito predict` reads."""
+    try:
+        pixels = torch.from_numpy(read_pixels(file))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {file}: {_reason(error)}.") from None
+    return pixels.expand(3, *pixels.shape) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
+
+
+def _npz(path: Path, regression: bool | None) -> DataSet:
+    """Arrays `x` (uint8 pictures, channels first or last, or floats) and `y`; `x_test` and `y_test` where there are.
+
+    `group` and `group_test` name the group of each example, in words or whole numbers.
+    """
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"{path} is no .npz file, or a damaged one; write it with numpy.savez(path, x=…, y=…).")
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            names = arrays.files
+            found = {key: np.asarray(arrays[key]) for key in ARRAYS if key in names}
+    except Exception as error:  # numpy and zipfile raise many kinds, all of them about the file
+        raise DataError(f"cannot read {path}: {_reason(error)}.") from None
+    if not {"x", "y"} <= found.keys() or ("x_test" in found) != ("y_test" in found):
+        raise DataError(f"{path} holds {', '.join(names) or 'nothing'}; expected arrays x and y (and x_test, y_test).")
+    train, test = _arrays(path, found["x"], found["y"], regression), None
+    if "x_test" in found:
+        test = _arrays(path, found["x_test"], found["y_test"], train.y.dim() == 2)
+        if (train.x.shape[1:], train.x.dtype, train.y.shape[1:]) != (test.x.shape[1:], test.x.dtype, test.y.shape[1:]):
+            came = ", ".join(f"{key} {array.dtype} {array.shape}" for key, array in found.items())
+            raise DataError(f"{path} holds {came}; expected training and test examples of one kind and shape.")
+        test = replace(test, group=_groups(path, found.get("group_test"), len(test)))
+    train = replace(train, group=_groups(path, found.get("group"), len(train)))
+    if train.y.dim() == 2:
+        return DataSet(train, test, None)
+    most = max(int(part.y.max()) for part in (train, test) if part is not None)
+    return DataSet(train, test, tuple(map(str, range(most + 1))))
+
+
+def _groups(path: Path, names: NDArray[Any] | None, n: int) -> NDArray[np.str_] | None:
+    if names is None:
+        return None
+    if names.dtype.kind not in "Uiub" or names.shape != (n,):
+        raise DataError(
+            f"{path}: group holds {names.dtype} of shape {names.shape}; expected a word or a whole number for each of "
+            f"{n} examples."
+        )
+    found = names.astype(np.str_)
+    if (longest := max(map(len, found.tolist()))) > MOST_LETTERS:
+        raise DataError(f"{path}: a group has a name of {longest} letters; expected {MOST_LETTERS} at most.")
+    return found
+
+
+def _arrays(path: Path, x: NDArray[Any], y: NDArray[Any], regression: bool | None) -> Examples:
+    if x.dtype.kind not in "fiub" or y.dtype.kind not in "fiub":
+        raise DataError(f"{path}: x holds {x.dtype} and y {y.dtype}; expected numbers.")
+    if not 2 <= x.ndim <= 5 or y.ndim < 1 or len(x) != len(y) or 0 in x.shape or 0 in y.shape:
+        raise DataError(
+            f"{path}: x has shape {x.shape} and y {y.shape}; expected some inputs (N, …) of one to four axes each, "
+            "and as many targets."
+        )
+    y = y[:, 0] if y.shape[1:] == (1,) else y
+    if regression is None:
+        regression = y.dtype.kind == "f" or y.ndim > 1
+    inputs = _pixels(path, x) if x.dtype == np.uint8 and x.ndim in (3, 4) else _floats(path, "x", x)
+    targets = _floats(path, "y", y)
+    if regression:
+        return Examples(inputs, targets.reshape(len(y), -1))
+    if y.ndim != 1 or y.min() < 0 or y.max() >= MOST_CLASSES or (y != np.floor(y)).any():
+        raise DataError(
+            f"{path}: y has shape {y.shape} and values from {y.min()} to {y.max()}; expected classes 0, 1, 2, … of "
+            'shape (N,). To predict numbers, set task="regression".'
+        )
+    return Examples(inputs, torch.from_numpy(y.astype(np.int64)))
+
+
+def _pixels(path: Path, x: NDArray[np.uint8]) -> Tensor:
+    """(N, H, W), (N, H, W, C) or (N, C, H, W) -> (N, C, H, W)."""
+    x = x[:, None] if x.ndim == 3 else x
+    if x.shape[1] not in (1, 3):
+        x = x.transpose(0, 3, 1, 2)
+    if x.shape[1] not in (1, 3):
+        raise DataError(
+            f"{path}: x holds uint8 of shape {x.shape}; expected pictures with 1 or 3 channels, first or last. "
+            "Give other inputs as floats."
+        )
+    return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def _floats(path: Path, name: str, values: NDArray[Any]) -> Tensor:
+    with np.errstate(over="ignore"):
+        found = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+    if not found.isfinite().all():
+        raise DataError(f"{path}: {name} holds NaN, infinity or numbers beyond float32; expected finite numbers only.")
+    return found
+
+
+def _csv(path: Path, regression: bool | None, target: str | None) -> DataSet:
+    """A header, and numbers; the target is a column of numbers (regression) or of words or integers (classes)."""
+    header, lines, body = _table(path)
+    if target is not None and header.count(target) != 1:
+        raise DataError(f"{path} has {header.count(target)} columns {target!r}; it has: {', '.join(header)}.")
+    at = len(header) - 1 if target is None else header.index(target)
+    last, name = [row.pop(at) for row in body], header.pop(at)
+    if all(_number(h) is not None for h in header) and (_number(name) is not None or name in last):
+        raise DataError(f"{path} begins with {', '.join(header)}, {name}; expected a header that names the columns.")
+    x = np.array([_parse(path, line, header, row) for line, row in zip(lines, body, strict=True)])
+    if "" in last:
+        raise DataError(f"{path}: line {lines[last.index('')]} has nothing in the target column {name!r}.")
+    if regression is None:
+        regression = any(_number(text) is not None and not _is_integer(text) for text in last)
+    if regression:
+        values = [_parse(path, line, [name], [text]) for line, text in zip(lines, last, strict=True)]
+        return DataSet(_arrays(path, x, np.array(values), True), None, None, tuple(header), (name,))
+    names = [_class(path, line, text) for line, text in zip(lines, last, strict=True)]
+    labels = sorted(set(names), key=lambda n: (not _is_integer(n), int(n) if _is_integer(n) else 0, n))
+    index = {label: i for i, label in enumerate(labels)}
+    classes = np.array([index[n] for n in names])
+    return DataSet(_arrays(path, x, classes, False), None, tuple(labels), tuple(header), (name,))
+
+
+def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
+    """The header, and the rows with the lines they stand on."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, skipinitialspace=True, strict=True)
+            rows = [(reader.line_num, [text.strip() for text in row]) for row in reader if row not in ([], [""])]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot read {path}: {_reason(error)}.") from None
+    if len(rows) < 2:
+        raise DataError(f"{path} has {len(rows)} lines; expected a header and examples.")
+    (_, header), *body = rows
+    if len(header) < 2:
+        raise DataError(f"{path} has one column, {header[0]!r}; expected features and a target, divided by commas.")
+    for line, row in body:
+        if len(row) != len(header):
+            raise DataError(f"{path}: line {line} has {len(row)} fields; the header has {len(header)}.")
+    return header, [line for line, _ in body], [row for _, row in body]
+
+
+def _parse(path: Path, line: int, header: list[str], row: list[str]) -> list[float]:
+    values = []
+    for name, text in zip(header, row, strict=True):
+        value = _number(text)
+        if value is None:
+            raise DataError(f"{path}: line {line}, column {name!r} is {text!r}; expected a number.")
+        values.append(value)
+    return values
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _is_integer(text: str) -> bool:
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _class(path: Path, line: int, text: str) -> str:
+    """Words and integers as they are; 2.0, as spreadsheets write, is 2."""
+    number = _number(text)
+    if number is None or _is_integer(text):
+        return text
+    if not number.is_integer():
+        raise DataError(
+            f'{path}: line {line} has the target {text}; expected classes. To predict numbers, set task="regression".'
+        )
+    return str(int(number))
+
+
+def _reason(error: Exception) -> str:
+    """What a library says, on one line and without a full stop."""
+    said = getattr(error, "strerror", None) or str(error)
+    return " ".join(said.split()).rstrip(".") or type(error).__name__

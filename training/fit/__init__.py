@@ -1,0 +1,1 @@
+"""The fit loop and what it needs: batches, objective, ranks, checkpoints, logs, trial runs."""

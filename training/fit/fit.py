@@ -1,0 +1,379 @@
+"""The fit loop: it can stop after any step and go on later with the same result."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.errors import DubitoError
+from dubito.models.manifest import Input
+from dubito.models.network.layers import BayesianLayer, MemberLayer
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.prediction import predict
+from dubito.models.predictions.uncertainty import Classified
+from dubito.training.config import Fit
+from dubito.training.data.data import Examples, enter
+from dubito.training.fit.batches import Batches
+from dubito.training.fit.compiling import compiled
+from dubito.training.fit.graphs import Graphs
+from dubito.training.fit.objective import gain, kl_weight, negative_log_likelihood, rate
+from dubito.training.fit.ranks import Ranks
+from dubito.training.metrics import accuracy, gaussian_nll, nll, rmse
+from dubito.training.seeds import sow, stream
+
+VALIDATION_SAMPLES = 8
+LOOK = 16  # steps between looks at the loss on a GPU: each look waits for the device
+
+
+class FitError(DubitoError):
+    """A training run that cannot go on."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One line of the log."""
+
+    epoch: int
+    loss: float  # mean over the examples, as drawn
+    nll: float
+    kl: float  # of the whole network, at the last step
+    kl_weight: float
+    accuracy: float | None  # of the training part, as drawn; None for regression
+    validation_nll: float
+    validation_accuracy: float | None
+    validation_rmse: float | None  # regression, in the targets' own units
+    lr: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a progress bar shows: means over the epoch so far."""
+
+    epoch: int
+    step: int  # of the epoch, from 1
+    steps: int
+    loss: float
+    nll: float
+    kl: float
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class State:
+    """All that a run needs to go on, copied: a checkpoint's tensors and its JSON."""
+
+    tensors: dict[str, Tensor]
+    known: dict[str, Any]
+
+
+class Run:
+    """A training run. All that is random in a step follows from (seed, step), so its state holds no generator."""
+
+    def __init__(
+        self,
+        network: BayesianNetwork,
+        train: Examples,
+        validation: Examples,
+        declared: Input,
+        fit: Fit,
+        seed: int,
+        device: torch.device,
+        augment: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.ranks = Ranks.here()
+        self.network = network.to(device)
+        self._undo = self.ranks.prepare(self.network)
+        self.network.set_priors(self.ranks.of_first(self.network.priors, device))
+        self.validation, self.declared = validation, declared
+        self.fit, self.seed, self.device = fit, seed, device
+        train = Examples(train.x, self._in_units(train.y))
+        self.batches = Batches(train, fit.batch, seed, device, augment, self.ranks)
+        self.optimiser = _optimiser(self.network, fit)
+        self.step = 0  # steps done, in all
+        self.log: list[Epoch] = []
+        self.sums = torch.zeros(5, device=device)  # over this epoch: loss, NLL, right answers, examples; the last KL
+        self.weights = torch.zeros(2, device=device)  # of NLL and KL in this step's loss
+        self.best: dict[str, Tensor] | None = None  # the network at its best validation NLL, where patience asks
+        self._parts = compiled(self._losses) if fit.compile else self._losses
+        self.graphs: Graphs | None = None
+        if fit.graph and device.type == "cuda" and self.ranks.count == 1 and same_every_step(self.network, fit):
+            self.graphs = Graphs(self._update)
+        self._norms = [m for m in self.network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self._frozen = False  # whether BatchNorm kept its statistics in the last step
+        self._look = LOOK if device.type == "cuda" else 1
+        self._start = self.state()  # of this epoch: all is known to be finite
+
+    @property
+    def done(self) -> bool:
+        return len(self.log) >= self.fit.epochs or self._impatient()
+
+    def finish(self) -> BayesianNetwork:
+        """The trained network, as it was built; with patience, as it was at its best."""
+        if self.best is not None:
+            self.network.load_state_dict(self.best)
+        self._undo()
+        return self.network.eval()
+
+    def epoch(self, tell: Callable[[Told], None] = lambda _: None, stop: Callable[[], bool] = lambda: False) -> bool:
+        """To the end of this epoch, or to where `stop` says so; whether the end was reached."""
+        started = time.perf_counter()
+        number, first = divmod(self.step, len(self.batches))
+        for at, (x, y, share) in enumerate(self.batches.epoch(number, first), first + 1):
+            self._take(enter(x, self.declared), y, share)
+            last = at == len(self.batches)
+            if at % self._look and not last:
+                continue
+            told = self._tell(number, at)
+            if not math.isfinite(told.loss):
+                self._replay(number)
+            tell(told)
+            if not last and self.ranks.any(stop(), self.device):
+                return False
+        self._end(number, time.perf_counter() - started)
+        return True
+
+    def _take(self, x: Tensor, y: Tensor, share: float) -> None:
+        """One step on this rank's share of a batch."""
+        now = self.step / len(self.batches)
+        for group in self.optimiser.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate(self.fit, now))
+            else:
+                group["lr"] = rate(self.fit, now)
+        if self.network.gain is not None:
+            self.network.gain.fill_(gain(self.fit, now))
+        self._set_modes(frozen=now >= self.fit.frozen_from)
+        sow(self._stream(self.step), self.device)  # the same draws on every rank
+        weight = kl_weight(self.fit, now) / self.batches.examples / self.ranks.count
+        for place, value in zip(self.weights.unbind(), (share, weight), strict=True):
+            place.fill_(value)
+        if self.graphs is None:
+            self._update(x, y, self.weights)
+        else:
+            self.graphs.run(x, y, self.weights)
+        self.step += 1
+
+    def _set_modes(self, frozen: bool) -> None:
+        """Every part trains; BatchNorm answers by its running statistics in the last epochs, where asked.
+
+        The statistics of a batch hide what a draw shifts in all of its examples. An answer shows it, so the posterior
+        has to have met it.
+        """
+        self.network.train()  # every part of it: one that came evaluating would otherwise stay so
+        for norm in self._norms if frozen else ():
+            norm.eval()
+        if frozen != self._frozen and self.graphs is not None:
+            self.graphs = Graphs(self._update)  # what was captured is a step of the other kind
+        self._frozen = frozen
+
+    def _update(self, x: Tensor, y: Tensor, weights: Tensor) -> None:
+        """All of a step that happens on the device."""
+        loss, nll, kl, right = self._parts(x, y, weights)
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        self.ranks.add_gradients(self.network)
+        if self.fit.clip is not None:
+            nn.utils.clip_grad_norm_(self.network.parameters(), self.fit.clip)
+        self.optimiser.step()
+        with torch.no_grad():
+            rows = torch.full_like(loss, len(y))
+            self.sums[:4] += torch.stack([loss * rows / weights[0], nll * rows, right, rows])
+            self.sums[4] = kl
+
+    def _losses(self, x: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """This rank's part of the batch's loss: parts add up over ranks, and so do their gradients."""
+        amp = self.fit.amp and self.device.type == "cuda"
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if amp else nullcontext():
+            outputs = self.network.sample(x, self.fit.samples)
+        nll = negative_log_likelihood(self.network, outputs, y)
+        kl = self.network.kl(self.batches.examples if self.fit.function_space else None)
+        right = torch.zeros_like(nll)
+        if self.network.noise is None:
+            right = (outputs.detach().float().softmax(-1).mean(0).argmax(-1) == y).sum().to(nll.dtype)
+        return weights[0] * nll + weights[1] * kl, nll, kl, right
+
+    def _tell(self, number: int, at: int) -> Told:
+        loss, nll, right, rows, kl = self.ranks.add(self.sums).tolist()
+        share = None if self.network.noise is not None else right / rows
+        return Told(number, at, len(self.batches), loss / rows, nll / rows, kl / self.ranks.count, share)
+
+    def _end(self, number: int, seconds: float) -> None:
+        told = self._tell(number, len(self.batches))
+        bad = [name for name, p in self.network.named_parameters() if not p.isfinite().all()]
+        if bad:
+            raise FitError(_no_longer_finite(number, len(self.batches), f"parameter {bad[0]!r}", self._too_high()))
+        found = self.validated()
+        now = number + 1 - 1 / len(self.batches)  # at the last step
+        weight, lr = kl_weight(self.fit, now), rate(self.fit, now)
+        self.log.append(Epoch(number, told.loss, told.nll, told.kl, weight, told.accuracy, *found, lr, seconds))
+        settled = [e.validation_nll for e in self.log if self._settled(e)]
+        if self.fit.patience is not None and settled and settled[-1] == min(settled):
+            self.best = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
+        self.sums.zero_()
+        self._start = self.state()
+
+    def _settled(self, e: Epoch) -> bool:
+        """Only epochs of the full ELBO are compared: before, the NLL is that of a posterior still too narrow."""
+        fit = self.fit
+        return e.epoch >= max(fit.likelihood_epochs + fit.warmup_epochs, self.noise_follows)
+
+    @property
+    def noise_follows(self) -> int:
+        """The epoch from which on the noise follows the input in full."""
+        return 0 if self.network.gain is None else 2 * self.fit.noise_epochs
+
+    def _impatient(self) -> bool:
+        settled = [e for e in self.log if self._settled(e)]
+        if self.fit.patience is None or not settled:
+            return False
+        best = min(settled, key=lambda e: e.validation_nll)
+        return settled[-1].epoch - best.epoch >= self.fit.patience
+
+    def validated(self, samples: int = VALIDATION_SAMPLES) -> tuple[float, float | None, float | None]:
+        """Of the first rank, for all: those that found something else might lose patience at another time."""
+        found = self.validate(samples)
+        told = self.ranks.of_first([math.nan if v is None else v for v in found], self.device)
+        nll, accuracy, rmse = (None if v is None else t for v, t in zip(found, told, strict=True))
+        assert nll is not None
+        return nll, accuracy, rmse
+
+    def validate(self, samples: int = VALIDATION_SAMPLES) -> tuple[float, float | None, float | None]:
+        """NLL, accuracy and RMSE of the predictive mean over a few draws."""
+        x, y = enter(self.validation.x.to(self.device), self.declared), self.validation.y
+        found = predict(self.network, self.network.factors(), x, samples, self.seed).summary
+        if isinstance(found, Classified):
+            p = found.probabilities.cpu()
+            return nll(p, y), accuracy(p, y), None
+        mean, variance = found.mean.cpu(), (found.epistemic_variance + found.aleatoric_variance).cpu()
+        return gaussian_nll(mean, variance, y), None, rmse(mean, y)
+
+    def _in_units(self, y: Tensor) -> Tensor:
+        """Targets of regression in the network's units."""
+        task = self.network.task
+        if task.kind == "classification":
+            return y
+        shift, scale = (torch.tensor(v, device=y.device) for v in (task.shift, task.scale))
+        return (y - shift) / scale
+
+    def _replay(self, number: int) -> None:
+        """The epoch again, up to the step whose loss is not finite: by now nothing is, but it began somewhere."""
+        self.restore(self._start)
+        first = self.step % len(self.batches)
+        for x, y, share in self.batches.epoch(number, first):
+            x = enter(x, self.declared)
+            before = {k: v.clone() for k, v in self.network.state_dict().items()}
+            self._take(x, y, share)
+            if not self.ranks.add(self.sums).isfinite().all():
+                self.network.load_state_dict(before)
+                raise FitError(self._blame(x, y, number))
+        raise FitError(
+            f"the loss was not finite in epoch {number + 1}, and was when the epoch was repeated: the device is not "
+            "to be trusted, or its kernels are not deterministic. Go on from the checkpoint."
+        )
+
+    def _blame(self, x: Tensor, y: Tensor, number: int) -> str:
+        """Which part first gives something that is not finite in the step just done, and what that may come from."""
+        first: list[str] = []
+
+        def watch(name: str) -> Callable[[nn.Module, object, object], None]:
+            def hook(module: nn.Module, inputs: object, output: object) -> None:
+                if not first and isinstance(output, Tensor) and not output.isfinite().all():
+                    first.append(name)
+
+            return hook
+
+        parts = {name: m for name, m in self.network.net.named_modules() if isinstance(m, BayesianLayer)}
+        inside = {m for layer in parts.values() for m in layer.modules()}
+        parts |= {n: m for n, m in self.network.net.named_modules() if m not in inside and not any(m.children())}
+        hooks = [module.register_forward_hook(watch(name)) for name, module in parts.items()]
+        try:
+            sow(self._stream(self.step - 1), self.device)
+            with torch.no_grad():
+                self.network.sample(x, self.fit.samples)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        bad = [name for name, p in self.network.named_parameters() if not p.isfinite().all()]
+        collapsed = [name for name, layer in self.network.layers.items() if not layer.q.kl().isfinite()]
+        place, cause = "the loss itself", "the targets are out of range"
+        if not x.isfinite().all() or not y.isfinite().all():
+            place, cause = "a target" if x.isfinite().all() else "an input", "the data holds NaN or infinity"
+        elif bad:
+            place, cause = f"parameter {bad[0]!r}", self._too_high()
+        elif first:
+            place, cause = f"the output of layer {first[0]!r}", self._too_high()
+        elif collapsed:
+            place, cause = f"the KL of layer {collapsed[0]!r}", "its posterior has collapsed"
+        return _no_longer_finite(number, (self.step - 1) % len(self.batches) + 1, place, cause)
+
+    def _too_high(self) -> str:
+        return f"the learning rate ({rate(self.fit, (self.step - 1) / len(self.batches)):.3g}) is too high"
+
+    def _stream(self, step: int) -> int:
+        return stream(self.seed, "draws", step)
+
+    def state(self) -> State:
+        tensors = {f"network.{k}": v.detach().clone() for k, v in self.network.state_dict().items()}
+        tensors |= {f"best.{k}": v for k, v in (self.best or {}).items()}
+        tensors["sums"] = self.sums.clone()
+        optimiser = self.optimiser.state_dict()
+        for index, entry in optimiser["state"].items():
+            for key, value in entry.items():
+                if value is not None:
+                    tensors[f"optimiser.{index}.{key}"] = torch.as_tensor(value).detach().clone()
+        log = [dict(vars(e)) for e in self.log]
+        return State(tensors, {"step": self.step, "log": log, "priors": self.network.priors})
+
+    def restore(self, state: State) -> None:
+        parts: dict[str, dict[str, Tensor]] = {"network": {}, "best": {}, "optimiser": {}}
+        for name, tensor in state.tensors.items():
+            kind, _, rest = name.partition(".")
+            if kind in parts:
+                parts[kind][rest] = tensor
+        self.network.load_state_dict(parts["network"])
+        self.network.set_priors(state.known["priors"])
+        self.best = {k: v.to(self.device) for k, v in parts["best"].items()} or None
+        of_optimiser: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in parts["optimiser"].items():
+            index, _, key = name.partition(".")
+            of_optimiser.setdefault(int(index), {})[key] = tensor.clone()
+        groups = self.optimiser.state_dict()["param_groups"]
+        rates = [group["lr"] for group in self.optimiser.param_groups]
+        self.optimiser.load_state_dict({"state": of_optimiser, "param_groups": groups})
+        for group, lr in zip(self.optimiser.param_groups, rates, strict=True):
+            group["lr"] = lr  # the tensor that a captured step reads
+        if self.graphs is not None:
+            self.graphs = Graphs(self._update)  # what was captured works on the old state
+        self.sums = state.tensors["sums"].to(self.device).clone()
+        self._start = state
+        self.step, self.log = state.known["step"], [Epoch(**e) for e in state.known["log"]]
+
+
+def _optimiser(network: BayesianNetwork, fit: Fit) -> torch.optim.Optimizer:
+    parameters = list(network.parameters())
+    cuda = parameters[0].is_cuda
+    lr = torch.tensor(fit.lr, device=parameters[0].device) if cuda else fit.lr  # a captured step reads it anew
+    if fit.optimiser == "sgd":
+        return torch.optim.SGD(parameters, lr, fit.momentum, weight_decay=fit.weight_decay, fused=True)
+    return torch.optim.Adam(parameters, lr, weight_decay=fit.weight_decay, fused=True, capturable=cuda)
+
+
+def _no_longer_finite(epoch: int, step: int, place: str, cause: str) -> str:
+    return (
+        f"the loss is no longer finite in epoch {epoch + 1}, step {step}: {place} is the first that is not. "
+        f"Most likely {cause}: lower fit.lr, set fit.clip, or check the data."
+    )
+
+
+def same_every_step(network: BayesianNetwork, fit: Fit) -> bool:
+    """Whether the host decides nothing in a step: where layers are kept in copies it chooses all members, so every
+    member must have its turn in each step."""
+    copies = {len(m.copies) for m in network.modules() if isinstance(m, MemberLayer)}
+    members = {layer.entry.members or 1 for layer in network.layers.values() if layer.entry.kind != "dropout"}
+    return not copies or all(fit.samples % n == 0 for n in copies | members)

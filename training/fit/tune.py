@@ -1,0 +1,53 @@
+"""The posterior's options chosen on held-out training data: a short run with each, judged by the validation part."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import nn
+
+from dubito.training.config import Recipe
+from dubito.training.fit.checkpoint import write_whole
+from dubito.training.fit.fit import Run
+from dubito.training.terminal import remark
+
+SAMPLES = 20  # K of the judgement
+
+FitTrial = Callable[[nn.Module, Recipe, str], Run]  # the plain network, the trial's recipe, its name
+
+
+def tune(recipe: Recipe, net: nn.Module, fit: FitTrial, path: Path, origin: str, *, first: bool) -> Recipe:
+    """The recipe with the options whose trial has the lowest validation NLL.
+
+    `path` keeps what is known, so that a stopped run goes on: it is only believed for the same recipe and data.
+    """
+    assert recipe.tune is not None
+    key = {"recipe": recipe.model_dump(mode="json"), "origin": origin}
+    known = _known(path, key)
+    for i, options in enumerate(recipe.tune.trials[len(known) :], len(known)):
+        run = fit(net, recipe.trial(options), f"trial-{i + 1}")
+        nll, accuracy, _ = run.validated(SAMPLES)
+        known.append(nll)
+        if first:
+            write_whole(path, json.dumps({**key, "nll": known}).encode())
+            shown = "" if accuracy is None else f", accuracy {accuracy:.2%}"
+            remark(f"trial {i + 1} of {len(recipe.tune.trials)}, {_words(options)}: validation NLL {nll:.4f}{shown}")
+    best = min(range(len(known)), key=known.__getitem__)
+    chosen = recipe.tune.trials[best]
+    if first:
+        remark(f"chosen: {_words(chosen)}")
+    return recipe.with_options(chosen)
+
+
+def _known(path: Path, key: Mapping[str, object]) -> list[float]:
+    """The NLLs of the trials that were made already."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    same = isinstance(found, dict) and all(found.get(name) == value for name, value in key.items())
+    return list(found["nll"]) if same else []
+
+
+def _words(options: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items())
