@@ -4,7 +4,8 @@ BIN := .venv/bin
 MYPY = $(BIN)/mypy .types/dubito tests $(wildcard benchmarks) docs/reference.py
 READY := .venv/.ready
 NEED_DATA := caps fashion rotated_mnist uci
-BENCH ?= $(filter-out _% $(NEED_DATA),$(basename $(notdir $(wildcard benchmarks/*.py))))
+NEED_FILES := cifar gpu_chart law ood pruning
+BENCH ?= $(filter-out _% $(NEED_DATA) $(NEED_FILES),$(basename $(notdir $(wildcard benchmarks/*.py))))
 DATA ?= data
 
 .DEFAULT_GOAL := help

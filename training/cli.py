@@ -129,7 +129,7 @@ def prune(
     epochs: Annotated[int, typer.Option(help="Epochs of fine-tuning with the masks fixed.", min=0)] = 10,
     lr: Annotated[
         float, typer.Option(help="Adam's learning rate in fine-tuning; it falls to zero along a cosine.")
-    ] = 1e-4,
+    ] = 1e-3,
     data_root: DataRoot = None,
     download: Download = False,
     device: Device = "auto",

@@ -21,7 +21,7 @@ def prune(
     keep: float,
     *,
     epochs: int = 10,
-    lr: float = 1e-4,
+    lr: float = 1e-3,
     data_root: Path | None = None,
     download: bool = False,
     device: torch.device | None = None,
