@@ -1,17 +1,21 @@
 """CIFAR-10: FFG-U and Ensemble-U beside the plain network that they start from, and beside an ensemble of five.
 
     python -m benchmarks.cifar --data-root DIR --keep FOLDER [--architecture resnet50] [--seeds 0 1 2]
-        [--outside svhn=npz:svhn.npz cifar100=npz:cifar100.npz mnist] [--methods plain ffg-u ensemble-u ensemble-w]
+        [--outside svhn=npz:svhn.npz cifar100=npz:cifar100.npz] [--methods plain ffg-u ensemble-u ensemble-w]
+        [--tune-once]
 
 Follows the shipped recipe of the architecture. Each seed divides the training data anew; its plain network is trained
 once and kept in FOLDER, and both posteriors start from it. Everything is kept there, checkpoints and figures too, so
 the same command goes on where it was stopped. `ensemble-w` is the plain networks of five seeds together, by their
 answers as they are, without a temperature: each held out other training data, so nothing is calibrated on them, and the
-better of entropy and mutual information counts as theirs. `--outside` names data as `dubito evaluate --ood` does, or
-NAME=npz:PATH; of each set the test part is used. K = 20. A GPU is needed: a quarter of an hour a seed for a ResNet-50.
+better of entropy and mutual information counts as theirs. With `--tune-once` the trials of the recipe are run for the
+first seed only, on its training data, and the others take the options chosen there. `--outside` names data as
+`dubito evaluate --ood` does, or NAME=npz:PATH; of each set the test part is used. K = 20. A GPU is needed: a quarter of
+an hour a seed for a ResNet-50.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,12 +90,15 @@ class Bench:
         torch.manual_seed(recipe.seed)
         return build_network(recipe, parts, input_of(parts.train))
 
-    def model(self, method: str, seed: int) -> Model:
-        """The artifact, made if it is not there yet."""
+    def model(self, method: str, seed: int, chosen: Row | None) -> Model:
+        """The artifact, made if it is not there yet; with options of the posterior that were chosen, or by trials."""
         out = self.keep / f"{method}-{seed}.safetensors"
         if out.exists():
             return load(out)
         start = [f"network.weights='{self.plain(seed)}'", "fit.pretrain_epochs=0"]
+        if chosen is not None:
+            options = ", ".join(f"{name}={json.dumps(value)}" for name, value in chosen.items())
+            start += [f"posterior.options={{{options}}}", "tune=none"]
         recipe = self.read(seed, [*METHODS[method], *start])
         if method in ("ffg-u", "ensemble-u"):
             trained = train(recipe, out, data_root=self.root, device=self.device)
@@ -101,11 +108,11 @@ class Bench:
         network = bayesianize(self.untrained(recipe, parts), "deterministic", task=task_of(parts, recipe))
         return finish(network.to(self.device), recipe, parts, input_of(parts.train), out)
 
-    def measure(self, method: str, seed: int) -> Row:
+    def measure(self, method: str, seed: int, chosen: Row | None = None) -> Row:
         if method == "ensemble-w":
             return self.measure_ensemble(seed)
         started = time.perf_counter()
-        model = self.model(method, seed).to(self.device)
+        model = self.model(method, seed, chosen).to(self.device)
         seconds = time.perf_counter() - started
         test = read_parts(self.read(seed, []), self.root).test
         way = Way.of(model, SAMPLES, None)
@@ -149,7 +156,7 @@ class Bench:
             summaries[name] = tally.summary()
         inside = summaries.pop("test")
         near: dict[Measure, Tensor] = {measure: scores(inside)[measure] for measure in WITHOUT_CALIBRATION}
-        parameters = rows[0]["parameters"] if rows else count(self.model("plain", first).network)
+        parameters = rows[0]["parameters"] if rows else count(self.model("plain", first, None).network)
         return {
             "method": "ensemble-w",
             "seed": first,
@@ -181,18 +188,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--outside", nargs="*", default=["svhn", "cifar100"], metavar="NAME[=SOURCE]")
+    parser.add_argument("--tune-once", action="store_true", help="trials for the first seed only")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe for all")
     args = parser.parse_args()
     args.keep.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     outside = read_outside(args.outside, args.data_root)
     bench = Bench(RECIPES[args.architecture], args.data_root, args.keep, args.set, outside, device)
-    rows = measured(args.keep / "figures.jsonl", bench, args.methods, args.seeds)
+    rows = measured(args.keep / "figures.jsonl", bench, args.methods, args.seeds, args.tune_once)
     Console(width=180).print(table_of(rows, args.methods, list(outside), args.architecture))
     print(machine(), torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU", sep=", ")
 
 
-def measured(path: Path, bench: Bench, methods: list[str], seeds: list[int]) -> list[Row]:
+def measured(path: Path, bench: Bench, methods: list[str], seeds: list[int], tune_once: bool) -> list[Row]:
     """Seed by seed, so that a run that is stopped leaves whole comparisons; one ensemble, from the first."""
     rows = kept_rows(path)
     for seed in seeds:
@@ -200,9 +208,18 @@ def measured(path: Path, bench: Bench, methods: list[str], seeds: list[int]) -> 
             known = any((r["method"], r["seed"], r["set"]) == (method, seed, bench.changes) for r in rows)
             if known or (method == "ensemble-w" and seed != seeds[0]):
                 continue
-            rows.append(bench.measure(method, seed))
+            rows.append(bench.measure(method, seed, chosen_before(rows, method, bench.changes) if tune_once else None))
             keep_row(path, rows[-1])
     return [r for r in rows if r["method"] in methods and r["seed"] in seeds and r["set"] == bench.changes]
+
+
+def chosen_before(rows: list[Row], method: str, changes: list[str]) -> Row | None:
+    """The posterior's options of the first run that was kept; None before it."""
+    for row in rows:
+        if (row["method"], row["set"]) == (method, changes):
+            options: Row = row["options"]["options"]
+            return options
+    return None
 
 
 def table_of(rows: list[Row], methods: list[str], outside: list[str], title: str) -> Table:
