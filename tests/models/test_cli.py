@@ -23,6 +23,7 @@ from dubito.models.architectures import input_of
 from dubito.models.manifest import Architecture, Calibration, Card, Input, Regression
 from dubito.models.parameters import count
 from dubito.models.pruning import prune
+from tests.files import installed_command
 
 # running it
 
@@ -579,7 +580,6 @@ def test_each_help_has_an_example(dubito: Run, name: str) -> None:
 def test_the_installed_script_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
     """In a process of its own, whose warnings nobody catches."""
     np.save(tmp_path / "x.npy", np.full((1, 6), 1e300))
-    script = Path(sys.executable).with_name("dubito")
-    command: list[str | Path] = [script, "predict", folder / "vectors", tmp_path / "x.npy"]
+    command: list[str | Path] = [installed_command(), "predict", folder / "vectors", tmp_path / "x.npy"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "holds NaN or infinity" in complaint(Answer(ended.returncode, ended.stdout, ended.stderr))
