@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 
-def names(folder: Path) -> set[str]:
+def files_in(folder: Path) -> set[str]:
     """What lies in a folder, less the logs that are written where tensorboard is installed."""
     return {file.name for file in folder.iterdir() if file.suffix != ".tensorboard"}
 

@@ -26,7 +26,7 @@ from dubito.training.recipe import Stopped, train
 from dubito.training.sources import read_data
 from dubito.training.stop import stoppable
 from tests import forked
-from tests.files import names
+from tests.files import files_in
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 CPU = torch.device("cpu")
@@ -275,13 +275,13 @@ def test_a_signal_in_either_phase(
     phase = "plain" if "plain" in steps else "posterior"
     assert f"stopped after step {steps}; " in str(caught.value)
     assert f"m.{phase}.checkpoint.safetensors holds it" in str(caught.value)
-    assert f"m.{phase}.checkpoint.safetensors" in names(tmp_path)
-    assert "m.safetensors" not in names(tmp_path)
+    assert f"m.{phase}.checkpoint.safetensors" in files_in(tmp_path)
+    assert "m.safetensors" not in files_in(tmp_path)
     trained = train(recipe, out)
     assert trained is not None
     metrics, folder = unbroken
     assert trained.model.card.metrics == metrics
-    assert names(tmp_path) == {"m.safetensors", "m.log.csv", "m.plain.log.csv"}
+    assert files_in(tmp_path) == {"m.safetensors", "m.log.csv", "m.plain.log.csv"}
     for log in ("m.log.csv", "m.plain.log.csv"):
         assert lines(tmp_path / log) == lines(folder / log)
 
@@ -307,7 +307,7 @@ def test_fresh_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert trained is not None
     assert [e.epoch for e in trained.log] == [0, 1, 2]
     assert len(lines(tmp_path / "m.plain.log.csv")) == 1
-    assert names(tmp_path) == {"m.safetensors", "m.log.csv", "m.plain.log.csv"}
+    assert files_in(tmp_path) == {"m.safetensors", "m.log.csv", "m.plain.log.csv"}
 
 
 def test_data_that_changed_meanwhile_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,7 +387,7 @@ def test_kills_at_random_moments_change_nothing(
     assert (tmp_path / "m.safetensors").read_bytes() == (folder / "m.safetensors").read_bytes()
     for log in ("m.log.csv", "m.plain.log.csv"):
         assert lines(tmp_path / log) == lines(folder / log)
-    assert names(tmp_path) == {"m.safetensors", "m.log.csv", "m.plain.log.csv"}
+    assert files_in(tmp_path) == {"m.safetensors", "m.log.csv", "m.plain.log.csv"}
 
 
 @pytest.mark.parametrize(("number", "phase"), [(signal.SIGINT, "posterior"), (signal.SIGTERM, "plain")])
@@ -400,4 +400,4 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_so(number: signal.Signals, phase: s
     said = f"({phase}); m.{phase}.checkpoint.safetensors holds it. The same command goes on from there."
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert not any(name.endswith(".part") for name in names(tmp_path))
+    assert not any(name.endswith(".part") for name in files_in(tmp_path))

@@ -32,7 +32,7 @@ from dubito.training.fit import Epoch, Run, Told
 from dubito.training.names import shipped
 from dubito.training.recipe import build_network, make_bayesian, task_of
 from dubito.training.sources import read_data
-from tests.files import names
+from tests.files import files_in
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 SMALL = ["network.arguments={hidden=[8]}", "posterior.options={inducing=4}", "data.calibration=0.2"]
@@ -135,7 +135,7 @@ def test_csv_with_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     answer = run("train", "csv:t.csv", *(f"--set={c}" for c in (*SMALL, *SHORT)))
     assert answer.exit_code == 0, answer.exception
     assert (tmp_path / "t.csv").read_bytes() == before
-    assert names(tmp_path) == {"t.csv", "t.safetensors", "t.log.csv", "t.plain.log.csv"}
+    assert files_in(tmp_path) == {"t.csv", "t.safetensors", "t.log.csv", "t.plain.log.csv"}
     assert answer.stdout.startswith("wrote t.safetensors: ")
     assert "Next: dubito inspect t.safetensors" in answer.stdout
     assert load("t.safetensors").card.labels == ("high", "low", "middle")
@@ -348,7 +348,7 @@ def test_prune_keeps_what_it_promises(digits: tuple[Path, dict[str, Any]], tmp_p
     prune_network(network, 0.5)
     expected = [m.keep for m in network.modules() if isinstance(m, Free) and m.keep is not None]
     assert [m.tolist() for m in masks(out)] == [m.tolist() for m in expected]
-    assert names(tmp_path) == {"half.safetensors", "half.log.csv"}
+    assert files_in(tmp_path) == {"half.safetensors", "half.log.csv"}
     before, after = load(file).card.provenance, load(out).card.provenance
     assert before == after
     moved: Any = load(out).network.layers["3"].posterior
@@ -362,7 +362,7 @@ def test_prune_without_tuning(digits: tuple[Path, dict[str, Any]], tmp_path: Pat
     out = tmp_path / "m.safetensors"
     answer = run("prune", digits[0], "--keep", "0.9", "--epochs", "0", "--out", out)
     assert answer.exit_code == 0, answer.exception
-    assert names(tmp_path) == {"m.safetensors"}
+    assert files_in(tmp_path) == {"m.safetensors"}
     assert count(load(out).network) < digits[1]["parameters"]
 
 
