@@ -47,7 +47,7 @@ def start(
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
     streams = [Connection(os.dup(stream.fileno()), readable=False) for stream in (stdout, stderr)]
     words = [str(word) for word in arguments]
-    process = forks.Process(target=_run, args=(code, words, clean | dict(environment or {}), folder, *streams))
+    process = forks.Process(target=run_here, args=(code, words, clean | dict(environment or {}), folder, *streams))
     process.start()
     for stream in streams:
         stream.close()
@@ -105,8 +105,8 @@ def run(*arguments: str | Path, code: str = DUBITO, environment: Mapping[str, st
         return begin(code, arguments, Path(folder), Path(folder), environment).end()
 
 
-def _run(
-    code: str, words: list[str], environment: dict[str, str], folder: Path, stdout: Connection, stderr: Connection
+def run_here(
+    code: str, words: list[str], environment: dict[str, str], folder: str | Path, stdout: Connection, stderr: Connection
 ) -> None:
     os.dup2(stdout.fileno(), 1)
     os.dup2(stderr.fileno(), 2)
