@@ -6,7 +6,7 @@ from dubito.training import beside, calibrate, evaluate
 
 
 def few(patch: pytest.MonkeyPatch) -> None:
-    """Fewer requests, resamples, spoiled and shifted inputs, which take most of a small training's or evaluation's time.
+    """Fewer requests, resamples, spoiled and shifted inputs: most of the time of a small training or evaluation.
 
     For tests that ask neither how well a calibration keeps its promises nor how exact a standard error is.
     """
