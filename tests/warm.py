@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from dubito.training import evaluate
 from tests import forked
 from tests.few import few
 
@@ -45,7 +46,7 @@ sys.exit(int.from_bytes(line.recv(8, socket.MSG_WAITALL), "big"))
 
 @contextmanager
 def scripts(folder: Path) -> Iterator[None]:
-    """Both scripts in a folder, where they work until the end. They calibrate and evaluate as `few` says."""
+    """Both scripts in a folder, where they work until the end. They calibrate and evaluate in short."""
     folder.mkdir(parents=True)
     with TemporaryDirectory() as short, socket.socket(socket.AF_UNIX) as server:  # an address has 107 bytes at most
         address = f"{short}/socket"
@@ -65,7 +66,9 @@ def scripts(folder: Path) -> Iterator[None]:
 
 
 def _serve(server: socket.socket) -> None:
-    few(pytest.MonkeyPatch())
+    patch = pytest.MonkeyPatch()
+    few(patch)
+    patch.setattr(evaluate, "SHIFTED", 20)
     while True:
         line, _ = server.accept()
         with line:

@@ -25,11 +25,13 @@ from dubito.models.manifest import Calibration, Card, Input, Provenance, Regress
 from dubito.models.model import Model
 from dubito.models.uncertainty import Classified
 from dubito.training.data import DataError, DataSet, Examples, Parts, divide, enter, input_of
-from dubito.training.evaluate import GRID, REQUESTS, evaluate, measure
+from dubito.training.evaluate import GRID, evaluate, measure
 from dubito.training.seeds import stream
 from dubito.training.shift import corrupt, families
 from dubito.training.sources import read_data
+from tests.few import REQUESTS
 
+pytestmark = pytest.mark.usefixtures("few_requests")
 RECIPE: dict[str, Any] = {"name": "digits", "validation": 0.05, "calibration": 0.1, "test": 0.2}
 CALIBRATION = Calibration(
     false_positive_rate=0.05,
