@@ -18,4 +18,5 @@ def few(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(beside, "REQUESTS", REQUESTS)
     patch.setattr(evaluate, "REQUESTS", REQUESTS)
     for asks in (evaluate.ask, evaluate.ask_settled, evaluate.Way.ask):
+        assert asks.__kwdefaults__ is not None
         patch.setitem(asks.__kwdefaults__, "requests", REQUESTS)

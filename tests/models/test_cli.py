@@ -134,7 +134,8 @@ def test_the_counts_of_the_papers_tables(dubito: Run, options: str, parameters: 
 @pytest.mark.parametrize("method", ["ffg-u", "ensemble-u", "ffg-w"])
 @pytest.mark.parametrize("keep", [0.9, 0.33, 0.001])
 def test_the_count_is_that_of_a_network_that_was_pruned(dubito: Run, method: str, keep: float) -> None:
-    network = bayesianize(build("lenet"), method, start="prior", **({"inducing": 7} if method != "ffg-w" else {}))
+    options: dict[str, Any] = {} if method == "ffg-w" else {"inducing": 7}
+    network = bayesianize(build("lenet"), method, start="prior", **options)
     prune(network, keep)
     found = dubito("count", "lenet", "--method", method, "--inducing", "7", "--keep", str(keep), "--json").json
     assert found["parameters"] == count(network)
