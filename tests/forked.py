@@ -1,7 +1,8 @@
 """Python, or the command `dubito`, in a process forked from one that has imported torch, which takes seconds.
 
 From there on it is a process like any other, with its own arguments, environment, folder, output, signals and exit
-code. The tests of the README, of `make serve` and of `tests/test_cli.py` start the command as a user does.
+code. The tests of `make serve` and of `tests/test_cli.py`, and the slow one of the README, start the command as a user
+does.
 """
 
 import multiprocessing

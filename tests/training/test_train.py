@@ -307,6 +307,7 @@ def test_a_shipped_recipe_builds_its_network_and_takes_a_step(name: str) -> None
     assert np.isfinite([told[0].loss, told[0].kl]).all()
 
 
+@pytest.mark.slow
 def test_a_residual_network_trains_by_whvi() -> None:
     recipe = read_recipe("cifar10-whvi", ["fit.batch=2", "fit.likelihood_epochs=0", "fit.warmup_epochs=0"])
     whole = fake(recipe)
