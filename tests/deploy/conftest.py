@@ -6,10 +6,11 @@ import importlib.util
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
 
@@ -32,10 +33,11 @@ def operators_read_once() -> Iterator[None]:
         yield
 
 
-def without_annotations(method: FunctionType) -> FunctionType:
+def without_annotations(method: Callable[..., Any]) -> Callable[..., Any]:
     """The same source, whose annotations are not evaluated: torch calls it 10,000 times an export."""
+    assert isinstance(method, FunctionType)
     source = textwrap.dedent(inspect.getsource(method))
-    names: dict[str, FunctionType] = {}
+    names: dict[str, Callable[..., Any]] = {}
     code = compile(source, method.__code__.co_filename, "exec", __future__.annotations.compiler_flag, dont_inherit=True)
     exec(code, method.__globals__, names)
     return names[method.__name__]
