@@ -62,6 +62,7 @@ def one(file: Path, share: float, root: Path, device: torch.device) -> Row:
     """Figures of the artifact, pruned to this share of Z."""
     out = file if share == 1 else file.with_name(f"pruned-{share:g}-{file.name}")
     pruned = load(file) if share == 1 else prune(file, out, share, data_root=root, device=device)
+    assert pruned is not None  # one process
     return {"file": file.name, "keep": share, "bytes": out.stat().st_size, **figures_of(pruned.to(device), root)}
 
 

@@ -89,11 +89,10 @@ def count(
     from dubito.models.manifest import SubnetworkEntry
     from dubito.models.network.linearised import Subnetwork
     from dubito.models.numerics.parameters import count as count_parameters
-    from dubito.models.pruning import prune
+    from dubito.models.pruning import count_pruned
 
-    # it is counted, not filled: only pruning asks which weights are the least
-    without_storage = keep == 1.0 and on_meta(architecture)
-    with torch.device("meta") if without_storage else nullcontext():
+    # it is counted, not filled
+    with torch.device("meta") if on_meta(architecture) else nullcontext():
         net = build(architecture, **({} if classes is None else {"classes": classes}))
         last = [name for name, module in net.named_modules() if isinstance(module, CONVERTIBLE)][-1]
         linearised = method == LAPLACE
@@ -117,9 +116,8 @@ def count(
         entry = SubnetworkEntry(size=size, select="variance", prior_precision=1.0, examples=1)
         with torch.device("meta"):
             network.subnetwork = Subnetwork.blank(entry)
-    if keep != 1.0:
-        prune(network, keep)
-    parameters, deterministic = count_parameters(network), count_parameters(net)
+    parameters = count_parameters(network) if keep == 1.0 else count_pruned(network, keep)
+    deterministic = count_parameters(net)
     result = {
         "architecture": architecture,
         "method": method,

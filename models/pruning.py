@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dubito.models.errors import ConversionError
 from dubito.models.network.network import BayesianNetwork
-from dubito.models.numerics.parameters import Free, Positive
+from dubito.models.numerics.parameters import Free, Positive, count
 from dubito.models.posteriors.full_covariance import FullCovariance
 from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.mean_field import MeanField
@@ -23,6 +23,33 @@ def prune(network: BayesianNetwork, keep: float) -> None:
     weight keeps its mean alone. Biases stay [Ritter21, appendix K]. What is pruned gets no gradient afterwards. The
     mean of q(V) follows what is left of Z, so that the mean weights change as little as they can.
     """
+    inducing, gaussians = _prunable(network, keep)
+    Z = _projections(inducing)
+    before = [q.projections() for q in inducing]
+    _keep_largest(Z, [part().abs() for part in Z], round(keep * sum(part.value.numel() for part in Z)))
+    for q, whole in zip(inducing, before, strict=True):
+        _follow(q, whole)
+    scores = []
+    for law, weights in gaussians:
+        signal: Tensor = (law.centre().abs() / law.spread()).nan_to_num(nan=0.0)  # 0/0: pruned before
+        signal[:, weights:] = torch.inf  # the bias column
+        scores.append(signal)
+    biases = sum(int(s.isinf().sum()) for s in scores)
+    n = round(2 * keep * (sum(s.numel() for s in scores) - biases))
+    _keep_largest([law.centre for law, _ in gaussians], [s.clone() for s in scores], n - n // 2 + biases)
+    _keep_largest([law.spread for law, _ in gaussians], scores, n // 2 + biases)
+
+
+def count_pruned(network: BayesianNetwork, keep: float) -> int:
+    """Number of parameters that a network has once it is pruned; no value is looked at, so it may be on "meta"."""
+    inducing, gaussians = _prunable(network, keep)
+    entries = sum(part.value.numel() for part in _projections(inducing))
+    weights = sum(len(law.centre.value) * columns for law, columns in gaussians)
+    return count(network) - entries + round(keep * entries) - 2 * weights + round(2 * keep * weights)
+
+
+def _prunable(network: BayesianNetwork, keep: float) -> tuple[list[Inducing], list[tuple[MeanField, int]]]:
+    """Posteriors with a Z, and Gaussians over weights with the number of their columns that are no bias."""
     if not 0 < keep <= 1:
         raise ConversionError(f"keep is {keep}; expected a share above 0 and up to 1.")
     if network.subnetwork is not None:
@@ -40,25 +67,16 @@ def prune(network: BayesianNetwork, keep: float) -> None:
             gaussians.append((q.law, layer.geometry.shape[1] - layer.geometry.bias))
     if network.hierarchy is not None and isinstance(network.hierarchy.posterior, Inducing):
         inducing.append(network.hierarchy.posterior)
-    Z = [part for q in inducing for part in (q.Z_r, q.Z_c)]
-    if not Z and not gaussians:
+    if not inducing and not gaussians:
         raise ConversionError(
             "nothing to prune: only inducing layers (their Z) and ffg-w layers can be pruned; whvi layers have no Z, "
             "and every entry of S_1, S_2 and g takes part in a whole block."
         )
-    before = [q.projections() for q in inducing]
-    _keep_largest(Z, [part().abs() for part in Z], round(keep * sum(part.value.numel() for part in Z)))
-    for q, whole in zip(inducing, before, strict=True):
-        _follow(q, whole)
-    scores = []
-    for law, weights in gaussians:
-        signal: Tensor = (law.centre().abs() / law.spread()).nan_to_num(nan=0.0)  # 0/0: pruned before
-        signal[:, weights:] = torch.inf  # the bias column
-        scores.append(signal)
-    biases = sum(int(s.isinf().sum()) for s in scores)
-    n = round(2 * keep * (sum(s.numel() for s in scores) - biases))
-    _keep_largest([law.centre for law, _ in gaussians], [s.clone() for s in scores], n - n // 2 + biases)
-    _keep_largest([law.spread for law, _ in gaussians], scores, n // 2 + biases)
+    return inducing, gaussians
+
+
+def _projections(inducing: list[Inducing]) -> list[Free]:
+    return [part for q in inducing for part in (q.Z_r, q.Z_c)]
 
 
 def _follow(q: Inducing, whole: Sequence[Tensor]) -> None:

@@ -1,7 +1,8 @@
 """Python, or the command `dubito`, in a process forked from one that has imported torch, which takes seconds.
 
 From there on it is a process like any other, with its own arguments, environment, folder, output, signals and exit
-code. The tests of the README, of `make serve` and of `tests/test_cli.py` start the command as a user does.
+code. The tests of `make serve` and of `tests/test_cli.py`, and the slow one of the README, start the command as a user
+does.
 """
 
 import multiprocessing
@@ -47,7 +48,7 @@ def start(
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
     streams = [Connection(os.dup(stream.fileno()), readable=False) for stream in (stdout, stderr)]
     words = [str(word) for word in arguments]
-    process = forks.Process(target=_run, args=(code, words, clean | dict(environment or {}), folder, *streams))
+    process = forks.Process(target=run_here, args=(code, words, clean | dict(environment or {}), folder, *streams))
     process.start()
     for stream in streams:
         stream.close()
@@ -105,8 +106,8 @@ def run(*arguments: str | Path, code: str = DUBITO, environment: Mapping[str, st
         return begin(code, arguments, Path(folder), Path(folder), environment).end()
 
 
-def _run(
-    code: str, words: list[str], environment: dict[str, str], folder: Path, stdout: Connection, stderr: Connection
+def run_here(
+    code: str, words: list[str], environment: dict[str, str], folder: str | Path, stdout: Connection, stderr: Connection
 ) -> None:
     os.dup2(stdout.fileno(), 1)
     os.dup2(stderr.fileno(), 2)

@@ -5,13 +5,11 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
 import typer
 from typer.testing import CliRunner
 
 from dubito.cli import app
-
-DUBITO = Path(sys.executable).with_name("dubito")
+from tests.files import installed_command
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -33,9 +31,12 @@ def run_as_command(body: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", [[DUBITO], [sys.executable, "-m", "dubito"]])
-def test_version(command: list[str | Path]) -> None:
-    assert run(*command, "--version").stdout == f"dubito {version('dubito')}\n"
+def test_version_of_the_installed_command() -> None:
+    assert run(installed_command(), "--version").stdout == f"dubito {version('dubito')}\n"
+
+
+def test_version_of_the_module() -> None:
+    assert run(sys.executable, "-m", "dubito", "--version").stdout == f"dubito {version('dubito')}\n"
 
 
 def test_help_answers_without_torch() -> None:
@@ -86,6 +87,6 @@ def test_ctrl_c_exits_130_without_traceback() -> None:
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:
-    answer = run(DUBITO, "no-such-command")
+    answer = run(installed_command(), "no-such-command")
     assert answer.returncode == 2
     assert "no-such-command" in answer.stderr

@@ -26,9 +26,9 @@ def modules_on_disk() -> set[str]:
     }
 
 
-def import_from(where: Path, **environment: str) -> Path:
-    """The file of `dubito.models` as a fresh process in `where` finds it, once `bayesianize` has really been loaded."""
-    code = "import dubito.models as m; m.bayesianize; print(m.__file__)"
+def import_from(where: Path, load: str = "", **environment: str) -> Path:
+    """The file of `dubito.models` as a fresh process in `where` finds it, once a name of it has really been loaded."""
+    code = f"import dubito.models as m\n{load}\nprint(m.__file__)"
     command = [sys.executable, "-c", code]
     answer = subprocess.run(command, cwd=where, env=os.environ | environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
@@ -73,7 +73,9 @@ def test_wheel_installs_the_command(wheel: Path) -> None:
 
 def test_wheel_is_importable_where_it_is_unpacked(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    assert import_from(tmp_path, PYTHONPATH=str(tmp_path / "site")) == tmp_path / "site/dubito/models/__init__.py"
+    assert import_from(tmp_path, "m.bayesianize", PYTHONPATH=str(tmp_path / "site")) == (
+        tmp_path / "site/dubito/models/__init__.py"
+    )
 
 
 def test_editable_install_imports_the_checkout() -> None:

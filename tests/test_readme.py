@@ -6,7 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.warm import scripts
+
 REPO = Path(__file__).parents[1]
+SHORT = "--set fit.pretrain_epochs=2 --set fit.epochs=2 --set fit.likelihood_epochs=0 --set fit.warmup_epochs=1"
 
 
 def script(readme: str, workdir: Path) -> str:
@@ -43,25 +48,39 @@ def shown(readme: str) -> list[str]:
     return [line for line in lines if line and not line.startswith(("$ ", "> "))]
 
 
-def test_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
-    """In one shell and one folder, so that a command finds what the one before it wrote."""
-    readme = (REPO / "README.md").read_text()
-    commands = script(readme, tmp_path)
+def check(folder: Path, commands: str, readme: str) -> None:
+    """Runs them in one shell and one folder, so that a command finds what the one before it wrote."""
     assert commands.strip(), "the README has no commands"
-    (tmp_path / ".venv").symlink_to(sys.prefix)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    environment["PATH"] = f"{Path(sys.prefix) / 'bin'}:{environment['PATH']}"
+    environment["PATH"] = f"{folder / '.venv' / 'bin'}:{environment['PATH']}"
     # shares the script's first line; a server that the README starts ends with it
     trap = (
         """trap 'echo "README.md, line $LINENO: $BASH_COMMAND" >&2' ERR; trap 'kill $(jobs -p) 2>&- || wait' EXIT; """
     )
     command = ["bash", "-euo", "pipefail", "-c", trap + commands]
-    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    answer = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     for line in shown(readme):
         assert line in answer.stdout, f"the README shows {line!r}, which its commands do not print: {answer.stdout}"
-    page = (tmp_path / "report" / "index.html").read_text()
+    page = (folder / "report" / "index.html").read_text()
     assert "ROC against npz:noise.npz" in page, "the README promises a ROC curve"
+
+
+@pytest.mark.slow
+def test_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    readme = (REPO / "README.md").read_text()
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    check(tmp_path, script(readme, tmp_path), readme)
+
+
+def test_readme_runs_with_a_short_training(tmp_path: Path) -> None:
+    """Each command of it in a process that need not import torch; calibrations and evaluations are short too."""
+    readme = (REPO / "README.md").read_text()
+    train = "dubito train digits --out"
+    commands = script(readme, tmp_path)
+    assert train in commands
+    with scripts(tmp_path / ".venv" / "bin"):
+        check(tmp_path, commands.replace(train, f"dubito train digits {SHORT} --out"), readme)
 
 
 def test_script_keeps_order_and_line_numbers(tmp_path: Path) -> None:

@@ -1,11 +1,16 @@
 """A real server, and the page of our own that asks the dashboard's queries."""
 
+import __future__
+
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,12 +23,24 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 def operators_read_once() -> Iterator[None]:
     """torch's exporter reads its library of operators anew for each export, which takes most of an export's time."""
     from torch._export import utils
+    from torch._ops import OperatorBase
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
         patch.setattr(utils, "_materialize_cpp_cia_ops", cache(utils._materialize_cpp_cia_ops))
+        patch.setattr(OperatorBase, "py_impl", without_annotations(OperatorBase.py_impl))
         yield
+
+
+def without_annotations(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same source, whose annotations are not evaluated: torch calls it 10,000 times an export."""
+    assert isinstance(method, FunctionType)
+    source = textwrap.dedent(inspect.getsource(method))
+    names: dict[str, Callable[..., Any]] = {}
+    code = compile(source, method.__code__.co_filename, "exec", __future__.annotations.compiler_flag, dont_inherit=True)
+    exec(code, method.__globals__, names)
+    return names[method.__name__]
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,8 +85,13 @@ def written(made: Exported, folder: Path) -> Path:
     return path
 
 
+@lru_cache(maxsize=4)
+def session_of(content: bytes) -> Any:
+    return onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+
+
 def run(path: Path, x: NDArray[Any], seed: int = 0) -> Arrays:
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = session_of(path.read_bytes())
     entries = [entry.name for entry in session.get_inputs()]
     feed = {entries[0]: x} | ({"seed": np.array(seed, np.int64)} if "seed" in entries else {})
     return dict(zip([o.name for o in session.get_outputs()], session.run(None, feed), strict=True))

@@ -122,8 +122,8 @@ def test_they_were_trained() -> None:
         assert right.float().mean() > 0.4  # of ten classes; eleven seeds gave 0.63 to 0.92
 
 
-# each method once: a cnn has linear layers as well as convolutions, but fcg-u takes long to train on it
-QUICK = {("mlp" if m == "fcg-u" else "cnn", m) for m in METHODS}
+# each method once; a cnn, which has linear layers as well as convolutions, takes long to train and to export
+QUICK = {("cnn" if m == "ffg-u" else "mlp", m) for m in METHODS}
 PAIRS = [(a, m) if (a, m) in QUICK else pytest.param(a, m, marks=pytest.mark.slow) for a in NETWORKS for m in METHODS]
 
 
@@ -166,7 +166,7 @@ def some_data(part: Examples, path: Path, n: int) -> str:
 
 @pytest.mark.parametrize("method", ["whvi", "subnetwork-laplace"])
 def test_the_check_reports_quality_on_data(method: str, tmp_path: Path) -> None:
-    _, _, path = written("cnn", method, tmp_path, samples=32)
+    _, _, path = written("mlp", method, tmp_path, samples=32)
     data = some_data(digits().test, tmp_path / "test.npz", 100)
     report = json.loads(
         dubito("check-onnx", path, "--against", tmp_path / "model.safetensors", "--data", data, "--json")
@@ -180,11 +180,19 @@ def test_the_check_reports_quality_on_data(method: str, tmp_path: Path) -> None:
     assert report["data"]["class_agreement"] > 0.85
 
 
-@pytest.mark.parametrize(("method", "products"), [("ffg-u", 4), ("deterministic", 4), ("whvi", 0)])
-def test_data_give_activations_in_int8(method: str, products: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "method", "products"),
+    [
+        ("cnn", "ffg-u", 4),
+        pytest.param("cnn", "deterministic", 4, marks=pytest.mark.slow),
+        ("mlp", "whvi", 0),
+        pytest.param("cnn", "whvi", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_data_give_activations_in_int8(architecture: str, method: str, products: int, tmp_path: Path) -> None:
     """Each product with many stored weights, in whole numbers where it is a convolution; answers hardly change."""
     parts = digits()
-    model, whole, _ = written("cnn", method, tmp_path, samples=8)
+    model, whole, _ = written(architecture, method, tmp_path, samples=8)
     x = some(parts.test, 200)
     y = parts.test.y[:200].numpy()
     made = export(model, samples=8, precision="int8", skeleton=whole.skeleton, data=some(parts.train, 100))

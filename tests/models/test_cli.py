@@ -23,6 +23,7 @@ from dubito.models.manifest import Architecture, Calibration, Card, Input, Regre
 from dubito.models.numerics.parameters import count
 from dubito.models.predictions.answers import answers
 from dubito.models.pruning import prune
+from tests.files import installed_command
 
 # running it
 
@@ -118,7 +119,8 @@ TABLES = [
     *((f"--method ensemble-u --members 5 --inducing {M}", n) for M, n in ((16, 1_426_134), (32, 2_937_334))),
     *((f"--method ensemble-u --inducing {M}", n) for M, n in ((64, 6_374_454), (128, 14_907_574), (256, 38_609_334))),
     *((f"--method ffg-u --keep {k}", n) for k, n in ((0.75, 4_408_790), (0.5, 3_106_678), (0.25, 1_804_566))),
-    *((f"--method ffg-w --keep {k}", n) for k, n in ((1, 46_988_564), (0.5, 23_520_852))),
+    *((f"--method ffg-w --keep {k}", n) for k, n in ((1, 46_988_564), (0.5, 23_520_852), (0.1, 4_746_682))),
+    *((f"--method ffg-w --keep {k}", n) for k, n in ((0.01, 522_494), (0.001, 100_075))),
 ]
 
 
@@ -129,12 +131,14 @@ def test_the_counts_of_the_papers_tables(dubito: Run, options: str, parameters: 
     assert (found["parameters"], found["deterministic"]) == (parameters, 23_520_842)
 
 
-def test_the_counts_of_the_papers_smallest_networks() -> None:
-    """The rest of its table 10, of one network that is pruned further and further: to build it anew takes seconds."""
-    network = bayesianize(build("resnet50-cifar"), "ffg-w", start="prior")
-    for keep, parameters in ((0.1, 4_746_682), (0.01, 522_494), (0.001, 100_075)):
-        prune(network, keep)
-        assert count(network) == parameters
+@pytest.mark.parametrize("method", ["ffg-u", "ensemble-u", "ffg-w"])
+@pytest.mark.parametrize("keep", [0.9, 0.33, 0.001])
+def test_the_count_is_that_of_a_network_that_was_pruned(dubito: Run, method: str, keep: float) -> None:
+    options: dict[str, Any] = {} if method == "ffg-w" else {"inducing": 7}
+    network = bayesianize(build("lenet"), method, start="prior", **options)
+    prune(network, keep)
+    found = dubito("count", "lenet", "--method", method, "--inducing", "7", "--keep", str(keep), "--json").json
+    assert found["parameters"] == count(network)
 
 
 def test_count_answers_programs_and_people(dubito: Run) -> None:
@@ -579,7 +583,6 @@ def test_each_help_has_an_example(dubito: Run, name: str) -> None:
 def test_the_installed_script_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
     """In a process of its own, whose warnings nobody catches."""
     np.save(tmp_path / "x.npy", np.full((1, 6), 1e300))
-    script = Path(sys.executable).with_name("dubito")
-    command: list[str | Path] = [script, "predict", folder / "vectors", tmp_path / "x.npy"]
+    command: list[str | Path] = [installed_command(), "predict", folder / "vectors", tmp_path / "x.npy"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "holds NaN or infinity" in complaint(Answer(ended.returncode, ended.stdout, ended.stderr))

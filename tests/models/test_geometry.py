@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dubito.models.network.geometry import Conv, Geometry, How, Linear, apply
 from dubito.models.posteriors.protocol import Dense, Factored
+from tests.examples import at_most
 from tests.faulty import those_right
 
 HOWS: tuple[How, ...] = get_args(How)
@@ -97,7 +98,7 @@ def convolutions(draw: st.DrawFn, plain: bool = False) -> Case:
 
 
 cases = linears() | convolutions()
-checked = settings(max_examples=250, deadline=None, derandomize=True)
+checked = settings(max_examples=at_most(80), deadline=None, derandomize=True)
 
 
 def torchs(geometry: Geometry, W: Tensor) -> nn.Module:

@@ -31,6 +31,7 @@ from dubito.models.manifest import Manifest, Precision
 from dubito.models.predictions.model import Model
 from dubito.models.pruning import prune
 from tests import forked
+from tests.examples import at_most
 
 Make = Callable[[], bytes]
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]  # of a manifest and its tensors, in place
@@ -416,7 +417,7 @@ share = st.floats(0, 1, exclude_max=True)  # of a list or a file: where in it
 
 
 @given(share, st.integers(1, 255))
-@settings(derandomize=True, deadline=None, max_examples=600)
+@settings(derandomize=True, deadline=None, max_examples=at_most(200))
 def test_a_changed_byte_is_noticed_or_means_nothing(place: Path, at: float, by: int) -> None:
     """White space and other spellings of the same number, in the header, are all that may pass."""
     whole = artifact()
@@ -452,7 +453,7 @@ values = st.one_of(
 
 
 @given(share, values, st.sampled_from(["ffg-u", "hierarchy", "ensemble-u", "whvi"]))
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=at_most(100))
 def test_no_manifest_raises_anything_else(place: Path, at: float, value: object, kind: str) -> None:
     def change(m: dict[str, Any], t: object) -> None:
         everywhere = list(places(m))
@@ -472,7 +473,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int
     st.sampled_from(["", SCALE, MASK, "."]),
     st.sampled_from([("ffg-u", "float32"), ("pruned", "int8"), ("ensemble-u", "float16"), ("whvi", "float32")]),
 )
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, deadline=None, max_examples=at_most(40))
 def test_no_tensor_raises_anything_else(
     place: Path, at: float, shape: list[int], dtype: torch.dtype, suffix: str, base: tuple[str, Precision]
 ) -> None:

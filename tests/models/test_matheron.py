@@ -31,6 +31,7 @@ from dubito.models.posteriors.matheron import (
     whiten,
 )
 from dubito.models.posteriors.protocol import Dense, Factored
+from tests.examples import at_most
 
 SEED = 0
 N = 100_000
@@ -221,7 +222,7 @@ def test_the_ways_agree_with_each_other(t: Toy) -> None:
 
 
 @given(d_out=sizes, d_in=sizes, M_out=sizes, M_in=sizes, seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=at_most(20), deadline=None, derandomize=True)
 def test_way_2_the_training_form_and_way_3_have_the_exact_law(
     d_out: int, d_in: int, M_out: int, M_in: int, seed: int
 ) -> None:

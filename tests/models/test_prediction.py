@@ -21,6 +21,7 @@ from dubito.models.numerics.normals import Normals
 from dubito.models.posteriors.protocol import Dense, Factored
 from dubito.models.predictions.uncertainty import Classified, Regressed
 from dubito.models.pruning import prune
+from tests.examples import at_most
 from tests.faulty import need
 
 
@@ -559,7 +560,7 @@ def test_bfloat16_runs_and_stays_close(residual: Residual) -> None:
         assert (full.probabilities - half.probabilities).abs().max() < 0.02
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=at_most(10), deadline=None)
 @given(
     channels=st.integers(1, 4),
     hidden=st.integers(1, 6),

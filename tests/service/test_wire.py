@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 
 from dubito.service.web.http import Receive, Scope, Send
 from dubito.service.web.wire import Wire
+from tests.examples import at_most
 
 LIMIT = 30.0  # seconds, on a busy machine
 GET = b"GET /whole HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -129,7 +130,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+@settings(max_examples=at_most(20), derandomize=True, deadline=None, database=None)
 @given(st.lists(requests, max_size=4), st.lists(st.integers(0, 400), max_size=6))
 def test_requests_in_any_pieces_one_behind_the_other(many: list[bytes], cuts: list[int]) -> None:
     """Bodies of all kinds, pipelined."""

@@ -32,6 +32,7 @@ from dubito.training.calibrate import (
 )
 from dubito.training.config import Calibrate, Fit
 from dubito.training.data.data import Examples
+from dubito.training.evaluation import evaluate as evaluating
 from dubito.training.evaluation.evaluate import GRID, REQUESTS, ask, ask_settled, evaluate
 from dubito.training.fit.fit import Run
 from dubito.training.seeds import stream
@@ -67,10 +68,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def calibrated(trained: Model) -> Model:
-    return calibrate(trained, clusters(5000, 3))
+    return calibrate(trained, clusters(HELD, 3))
 
 
-SEEDS, FRESH = range(7, 12), 3000
+SEEDS, HELD, FRESH = range(7, 11), 2500, 1500
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def test_promises_hold_on_fresh_data(measured: list[dict[str, Any]], K: int | st
     Examples that share their draws err together: what these measurements show of it, calibration has as well. Few draws
     err rarely and then much, so that one seed's requests say little of their own error.
     """
-    n, fresh = 5000, FRESH
+    n, fresh = HELD, FRESH
     rows = [f["auto"] if K == "auto" else next(r for r in f["curve"] if r["samples"] == K) for f in measured]
     for name, promised in (("coverage", 0.9), ("ood_rate", 0.05)):
         of_examples = promised * (1 - promised)
@@ -119,23 +120,25 @@ def test_answers_use_the_thresholds_of_auto(calibrated: Model) -> None:
 
 def test_the_grid_and_what_is_on_it(calibrated: Model) -> None:
     """Every number of the calibration, from the answers that it was found on."""
-    calibration, held = calibrated.card.calibration, clusters(5000, 3)
+    calibration, held = calibrated.card.calibration, clusters(HELD, 3)
     assert calibration is not None
     assert set(calibration.quantiles) == {0, *GRID}
     bare = calibrated.with_card(calibration=None)
     for K, summary in ask(bare, held.x, list(GRID), 1 << 40, requests=ASKED).items():
         for measure, values in scores(summary).items():
             ranked = np.sort(values.double().numpy())
-            assert calibration.thresholds[measure][K] == ranked[math.ceil(0.95 * 5001) - 1]
+            assert calibration.thresholds[measure][K] == ranked[math.ceil(0.95 * (HELD + 1)) - 1]
         assert isinstance(summary, Classified)
         pairs = zip(summary.probabilities.double(), held.y, strict=True)
         strange = np.sort([float(p[p > p[c]].sum()) for p, c in pairs])  # APS
-        assert calibration.quantiles[K] == pytest.approx(strange[math.ceil(0.9 * 5001) - 1], abs=1e-12)
+        assert calibration.quantiles[K] == pytest.approx(strange[math.ceil(0.9 * (HELD + 1)) - 1], abs=1e-12)
     settled = ask_settled(bare, held.x, 1 << 40, requests=ASKED)
     assert settled is not None
     assert calibration.auto is not None
     for measure, values in scores(settled[0]).items():
-        assert calibration.auto.thresholds[measure] == np.sort(values.double().numpy())[math.ceil(0.95 * 5001) - 1]
+        assert (
+            calibration.auto.thresholds[measure] == np.sort(values.double().numpy())[math.ceil(0.95 * (HELD + 1)) - 1]
+        )
 
 
 @pytest.mark.parametrize(("n", "share"), [(19, 0.95), (20, 0.9), (199, 0.9), (1000, 0.95), (9, 0.9)])
@@ -176,9 +179,7 @@ def test_a_temperature_is_fitted_where_asked(trained: Model, calibrated: Model) 
 
 
 def nll_of(model: Model, test: Examples) -> float:
-    found = evaluate(model, test).figures["nll"]
-    assert isinstance(found, float)
-    return found
+    return evaluating.measure(model, test)["nll"]
 
 
 def test_the_measure_is_the_one_that_tells_spoiled_inputs_apart(trained: Model, calibrated: Model) -> None:
@@ -219,6 +220,7 @@ def test_data_that_overlaps_the_training_part_is_refused(trained: Model) -> None
         check_held_out(trained, one)
 
 
+@pytest.mark.usefixtures("few_here")
 @pytest.mark.parametrize(
     ("n", "settings", "least"),
     [(19, Calibrate(), 20), (98, Calibrate(coverage=0.99), 99), (40, Calibrate(false_positive_rate=0.02), 49)],
@@ -229,6 +231,7 @@ def test_too_few_examples_are_refused(trained: Model, n: int, settings: Calibrat
     calibrate(trained, clusters(least, 3), settings)
 
 
+@pytest.mark.usefixtures("few_here")
 def test_what_was_known_before_is_left_alone_and_not_believed(trained: Model) -> None:
     """Metrics hold for the directions, thresholds and temperature that they were measured under."""
     for layer in trained.network.layers.values():
@@ -242,6 +245,7 @@ def test_what_was_known_before_is_left_alone_and_not_believed(trained: Model) ->
     assert not any(name.endswith("directions") for name in measured.network.state_dict())
 
 
+@pytest.mark.usefixtures("few_here")
 def test_a_plain_network_can_be_calibrated(tmp_path: Path) -> None:
     network = bayesianize(build("mlp", inputs=5, hidden=[8], outputs=CLASSES), "deterministic")
     save(network, tmp_path / "m.safetensors", card=Card(input=DECLARED))
@@ -265,17 +269,17 @@ def test_regression_intervals_cover_as_asked(tmp_path: Path) -> None:
     while not run.done:
         run.epoch()
     save(run.finish(), tmp_path / "m.safetensors", card=Card(input=DECLARED))
-    made = calibrate(load(tmp_path / "m.safetensors"), line(3000, 3), Calibrate(coverage=0.8))
+    made = calibrate(load(tmp_path / "m.safetensors"), line(2000, 3), Calibrate(coverage=0.8))
     assert made.card.calibration is not None
     assert made.card.calibration.measure == "epistemic_variance"
-    test = line(5000, 4)
+    test = line(2000, 4)
     for K in (1, 20):
         rows = answers(made.predict(test.x, K, 5), made.card)
         both = [
             all(low <= v <= high for v, (low, high) in zip(y, row["interval"], strict=True))
             for y, row in zip(test.y.tolist(), rows, strict=True)
         ]
-        assert abs(np.mean(both) - 0.8) < 4 * math.sqrt(0.16 * (1 / 5000 + 1 / 3000))
+        assert abs(np.mean(both) - 0.8) < 4 * math.sqrt(0.16 * (1 / 2000 + 1 / 2000))
     with pytest.raises(CalibrationError, match="temperature belongs to classification"):
         calibrate(made, line(100, 3), Calibrate(temperature=True))
 
@@ -288,6 +292,7 @@ def as_npz(path: Path, examples: Examples) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("few_here")
 def test_the_command_calibrates_and_keeps_the_rest(trained: Model, tmp_path: Path) -> None:
     save(trained, tmp_path / "m.safetensors", precision="float16")
     data = as_npz(tmp_path / "held.npz", clusters(400, 3))
@@ -304,6 +309,7 @@ def test_the_command_calibrates_and_keeps_the_rest(trained: Model, tmp_path: Pat
     assert all(torch.equal(after[k], v) for k, v in before.items())
 
 
+@pytest.mark.usefixtures("few_here")
 def test_the_command_refuses_what_it_should(trained: Model, tmp_path: Path) -> None:
     save(trained, tmp_path / "m.safetensors")
     seen = as_npz(tmp_path / "seen.npz", clusters(300, 1))

@@ -29,6 +29,7 @@ from dubito.models.manifest import Image, Input
 from dubito.training.data import sources as module
 from dubito.training.data.data import DataError, DataSet, Examples, divide, enter, input_of
 from dubito.training.data.sources import read_data
+from tests.examples import at_most
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
 DIGITS = "d55db3fe6b109614"  # how their hash begins: another one orphans every artifact trained on them
@@ -171,7 +172,7 @@ def test_an_npz_with_a_test_part(npz: Callable[..., str]) -> None:
     assert read_data(name, regression=True).labels is None
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=at_most(20))
 @given(
     shape=st.lists(st.integers(1, 4), min_size=2, max_size=4),
     outputs=st.integers(1, 3),
@@ -283,7 +284,7 @@ def test_members_that_lie(tmp_path: Path, member: bytes) -> None:
     complaint(f"npz:{tmp_path / 'a.npz'}")
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=at_most(20))
 @given(at=st.integers(0, 10_000), by=st.integers(1, 255))
 def test_a_flipped_byte_is_noticed_or_does_no_harm(at: int, by: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -355,7 +356,7 @@ def test_numbers_may_name_the_features(table: Callable[..., str]) -> None:
     assert read_data(table("0,1,label\n5,6,cat\n7,8,dog\n")).train.x.tolist() == [[5, 6], [7, 8]]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=at_most(20))
 @given(data=st.data(), columns=st.integers(1, 4))
 def test_a_written_table_is_read(data: st.DataObject, columns: int) -> None:
     number = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -771,7 +772,7 @@ def examples(n: int, seed: int = 0) -> Examples:
     return Examples(x, torch.arange(n) % 3)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=at_most(20))
 @given(
     n=st.integers(4, 300),
     shares=st.tuples(*[st.floats(0.01, 0.6)] * 3),

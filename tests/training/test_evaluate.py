@@ -26,10 +26,12 @@ from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.data.data import DataError, DataSet, Examples, Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
-from dubito.training.evaluation.evaluate import GRID, REQUESTS, evaluate, measure
+from dubito.training.evaluation.evaluate import GRID, evaluate, measure
 from dubito.training.evaluation.shift import corrupt, families
 from dubito.training.seeds import stream
+from tests.few import REQUESTS
 
+pytestmark = pytest.mark.usefixtures("few_requests")
 RECIPE: dict[str, Any] = {"name": "digits", "validation": 0.05, "calibration": 0.1, "test": 0.2}
 CALIBRATION = Calibration(
     false_positive_rate=0.05,

@@ -21,6 +21,7 @@ from dubito.training.data.data import Examples
 from dubito.training.evaluation.evaluate import GRID, Way
 from dubito.training.feature_bank import centres, find_layer, make_bank
 from dubito.training.metrics import auroc, placements
+from tests.few import few
 
 D = 16
 
@@ -116,7 +117,9 @@ def _auroc(inside: np.ndarray, outside: np.ndarray) -> float:
     return float(above)
 
 
-def test_calibration_keeps_the_bank_that_it_goes_by(model: Model, tmp_path: Path) -> None:
+def test_calibration_keeps_the_bank_that_it_goes_by(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held, train = blobs(300, 1), blobs(500, 2)
     made = calibrate(model, held, Calibrate(measure="knn", bank=32), train=train)
     assert model.network.feature_bank is None  # a copy was changed
@@ -140,6 +143,7 @@ def test_calibration_keeps_the_bank_that_it_goes_by(model: Model, tmp_path: Path
         for K in (1, 8)
     ]
     assert all(abs(share - 0.05) < 5 * (0.05 * 0.95 * (1 / 300 + 1 / 2000)) ** 0.5 for share in flagged)
+    few(monkeypatch)
     # on other data the bank stays; a measure that needs none drops it
     kept = calibrate(again, held, Calibrate(measure="knn"))
     assert kept.network.feature_bank is not None
@@ -168,6 +172,7 @@ class Pooled(nn.Module):
         return self.convolution(x[:, None]).mean(-1)  # type: ignore[no-any-return]
 
 
+@pytest.mark.usefixtures("few_here")
 def test_a_network_without_such_a_layer_has_no_bank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "m.safetensors"
     net = Pooled()
@@ -194,6 +199,7 @@ def test_a_bank_that_cannot_be_made_is_an_error(settings: Calibrate, said: str, 
         calibrate(model, blobs(60, 1), settings)
 
 
+@pytest.mark.usefixtures("few_here")
 def test_the_commands_know_both_measures(model: Model, tmp_path: Path) -> None:
     data, plain, out = tmp_path / "d.npz", tmp_path / "plain.safetensors", tmp_path / "out.safetensors"
     held = blobs(200, 1)

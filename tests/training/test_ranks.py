@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from dubito.cli import app
 from dubito.training.fit.ranks import Ranks
 from tests import forked
+from tests.files import files_in
 
 # Each process follows the cases in turn; the first writes down what it found, and all say what they did.
 DRIVER = """
@@ -155,7 +156,7 @@ def test_the_command_under_torchrun_writes_once(tmp_path: Path, monkeypatch: pyt
     assert one.exit_code == 0, one.exception
     two = torchrun("-m", "dubito", *command, cwd=tmp_path / "two")
     assert two.returncode == 0, two.stderr
-    files = [{p.name for p in (tmp_path / name).iterdir()} for name in ("one", "two")]
+    files = [files_in(tmp_path / name) for name in ("one", "two")]
     assert files[0] == files[1] == {"digits.safetensors", "digits.log.csv", "digits.plain.log.csv"}
     assert two.stdout.count("\n") == 1
     a, b = json.loads(one.stdout), json.loads(two.stdout)

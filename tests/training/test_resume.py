@@ -26,6 +26,7 @@ from dubito.training.fit.fit import FitError, Run
 from dubito.training.fit.stop import stoppable
 from dubito.training.recipe import Stopped, train
 from tests import forked
+from tests.files import files_in
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 CPU = torch.device("cpu")
@@ -246,10 +247,6 @@ def recipe_with_signals(monkeypatch: pytest.MonkeyPatch) -> Recipe:
     return read_recipe("digits", [*SMALL, *changes])
 
 
-def named(folder: Path) -> set[str]:
-    return {p.name for p in folder.iterdir()}
-
-
 def lines(path: Path) -> list[dict[str, str]]:
     with path.open() as file:
         return [row | {"seconds": ""} for row in csv.DictReader(file)]
@@ -278,13 +275,13 @@ def test_a_signal_in_either_phase(
     phase = "plain" if "plain" in steps else "posterior"
     assert f"stopped after step {steps}; " in str(caught.value)
     assert f"m.{phase}.checkpoint.safetensors holds it" in str(caught.value)
-    assert f"m.{phase}.checkpoint.safetensors" in named(tmp_path)
-    assert "m.safetensors" not in named(tmp_path)
+    assert f"m.{phase}.checkpoint.safetensors" in files_in(tmp_path)
+    assert "m.safetensors" not in files_in(tmp_path)
     trained = train(recipe, out)
     assert trained is not None
     metrics, folder = unbroken
     assert trained.model.card.metrics == metrics
-    assert named(tmp_path) == {"m.safetensors", "m.log.csv", "m.plain.log.csv"}
+    assert files_in(tmp_path) == {"m.safetensors", "m.log.csv", "m.plain.log.csv"}
     for log in ("m.log.csv", "m.plain.log.csv"):
         assert lines(tmp_path / log) == lines(folder / log)
 
@@ -310,7 +307,7 @@ def test_fresh_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert trained is not None
     assert [e.epoch for e in trained.log] == [0, 1, 2]
     assert len(lines(tmp_path / "m.plain.log.csv")) == 1
-    assert named(tmp_path) == {"m.safetensors", "m.log.csv", "m.plain.log.csv"}
+    assert files_in(tmp_path) == {"m.safetensors", "m.log.csv", "m.plain.log.csv"}
 
 
 def test_data_that_changed_meanwhile_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +387,7 @@ def test_kills_at_random_moments_change_nothing(
     assert (tmp_path / "m.safetensors").read_bytes() == (folder / "m.safetensors").read_bytes()
     for log in ("m.log.csv", "m.plain.log.csv"):
         assert lines(tmp_path / log) == lines(folder / log)
-    assert named(tmp_path) == {"m.safetensors", "m.log.csv", "m.plain.log.csv"}
+    assert files_in(tmp_path) == {"m.safetensors", "m.log.csv", "m.plain.log.csv"}
 
 
 @pytest.mark.parametrize(("number", "phase"), [(signal.SIGINT, "posterior"), (signal.SIGTERM, "plain")])
@@ -403,4 +400,4 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_so(number: signal.Signals, phase: s
     said = f"({phase}); m.{phase}.checkpoint.safetensors holds it. The same command goes on from there."
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert not any(name.endswith(".part") for name in named(tmp_path))
+    assert not any(name.endswith(".part") for name in files_in(tmp_path))

@@ -119,7 +119,7 @@ def test_each_class_is_covered_where_that_is_asked_for(model: Model, score: Any)
         assert row["coverage"] > 0.9 - 3 * coverage_error(0.9, row["examples"], n)
     rare = evaluate(of_all, test[test.y == 2]).figures["coverage"]
     assert rare < 0.8  # which is what makes it worth asking for
-    assert "parts" not in evaluate(of_all, test).figures
+    assert "parts" not in evaluate(of_all, test[:100]).figures
 
 
 def test_each_group_is_covered_where_that_is_asked_for(model: Model) -> None:
@@ -128,7 +128,7 @@ def test_each_group_is_covered_where_that_is_asked_for(model: Model) -> None:
     assert calibration is not None
     assert calibration.groups is not None
     assert list(calibration.groups) == ["calm", "noisy"]
-    figures = evaluate(made, clusters(20_000, 2, groups=True)).figures
+    figures = evaluate(made, clusters(8000, 2, groups=True)).figures
     assert figures["calibration"]["per"] == "group"
     for row in figures["parts"]:
         assert row["coverage"] > 0.9 - 3 * coverage_error(0.9, row["examples"], row["calibrated_on"])
@@ -137,6 +137,7 @@ def test_each_group_is_covered_where_that_is_asked_for(model: Model) -> None:
     assert "parts" not in evaluate(made, clusters(100, 2)).figures  # they name no groups
 
 
+@pytest.mark.usefixtures("few_here")
 def test_a_small_class_is_promised_what_its_examples_can(model: Model) -> None:
     """Of n examples the largest score is within n/(n + 1); without any, the quantile of all."""
     held = clusters(400, 1)
@@ -161,6 +162,7 @@ def test_a_small_class_is_promised_what_its_examples_can(model: Model) -> None:
     assert too_small(enough, None) == []
 
 
+@pytest.mark.usefixtures("few_here")
 def test_constants_come_from_the_validation_part(model: Model) -> None:
     """Other validation examples give another temperature; the same ones with other calibration examples do not."""
     settings = Calibrate(temperature=True, sets="raps")
@@ -178,6 +180,7 @@ def test_constants_come_from_the_validation_part(model: Model) -> None:
         calibrate(model, clusters(39, 1), settings)
 
 
+@pytest.mark.usefixtures("few_here")
 def test_what_cannot_be_divided_is_refused(model: Model) -> None:
     with pytest.raises(CalibrationError, match="name no groups"):
         calibrate(model, clusters(100, 1), Calibrate(per="group"))
@@ -213,6 +216,7 @@ def as_npz(path: Path, examples: Examples, **more: NDArray[Any]) -> str:
     return f"npz:{path}"
 
 
+@pytest.mark.usefixtures("few_here")
 def test_the_commands_calibrate_evaluate_and_predict_by_group(model: Model, tmp_path: Path) -> None:
     file, out = tmp_path / "m.safetensors", tmp_path / "c.safetensors"
     save(model, file)
@@ -242,6 +246,7 @@ def test_the_commands_calibrate_evaluate_and_predict_by_group(model: Model, tmp_
     assert "calibrated for: calm, noisy" in str(done.exception)
 
 
+@pytest.mark.usefixtures("few_here")
 def test_the_command_warns_of_small_classes_and_refuses_words(model: Model, tmp_path: Path) -> None:
     file, out = tmp_path / "m.safetensors", tmp_path / "c.safetensors"
     save(model, file)

@@ -12,17 +12,18 @@ def found(method: str, steps: int) -> Answer:
     return answer(method, steps=steps)
 
 
-LONG = [pytest.param(method, 1000, marks=pytest.mark.slow) for method in ("fcg-u", "ensemble-u")]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (("fcg-u", 1000), ("ensemble-u", 1000))]
 
 
-@pytest.mark.parametrize(("method", "steps"), [*LONG, ("ensemble-u", 500)])
+@pytest.mark.parametrize(("method", "steps"), [*SLOW, ("ensemble-u", 150)])
 def test_inducing_weights_doubt_between_the_clusters_where_mean_field_does_not(method: str, steps: int) -> None:
-    """Seeds 0 to 10: RMSE up to 0.092 (ensemble-u) and 0.103 (ffg-w); both ratios of ensemble-u to ffg-w are above 1.8.
+    """Seeds 0 to 10, 500 steps: RMSE up to 0.092 (ensemble-u) and 0.103 (ffg-w); both ratios of them are above 1.8.
 
-    Of fcg-u, which takes longer, seed 1 was tried: RMSE 0.054, ratios of 1.6 and 1.9.
+    After 150 steps, RMSE up to 0.135 and 0.251, and ratios above 2.8. Of fcg-u, which takes longer, seed 1 was tried:
+    RMSE 0.054, ratios of 1.6 and 1.9.
     """
     ours, mean_field = found(method, steps), found("ffg-w", steps)
-    assert ours.rmse < 0.12
-    assert mean_field.rmse < 0.2
+    assert ours.rmse < (0.12 if steps >= 500 else 0.2)
+    assert mean_field.rmse < (0.2 if steps >= 500 else 0.35)
     assert ours.between > 1.3 * mean_field.between
     assert ours.between / ours.near > 1.3 * mean_field.between / mean_field.near  # not because it is wider everywhere
