@@ -20,7 +20,8 @@ from dubito.models.conversion.directions import set_directions
 from dubito.models.embedded import embedded
 from dubito.models.network.geometry import Conv, How, apply
 from dubito.models.network.network import BayesianNetwork, Draws
-from dubito.models.posteriors.inducing import Inducing, Noise
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.posteriors.inducing_factors import Noise
 from dubito.models.posteriors.matheron import draw_by_rule
 from dubito.models.predictions.prediction import evaluating
 from dubito.training.data.sources import read_data

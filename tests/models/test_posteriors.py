@@ -18,7 +18,7 @@ from dubito.models.network.network import BayesianNetwork, Draws
 from dubito.models.numerics.parameters import Positive, together
 from dubito.models.posteriors.dropout import Dropout
 from dubito.models.posteriors.full_covariance import FullCovariance
-from dubito.models.posteriors.inducing import Inducing, kl_together, train_together
+from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.mean_field import FrozenMeanField, MeanField
 from dubito.models.posteriors.mixture import Mixture
 from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Law
@@ -403,7 +403,7 @@ def test_layers_drawn_together_are_each_drawn_alone(law: str, lam_max: float | N
     """The same normals give the same weights and gradients, also where V is given and q is of another kind."""
     layers = several(law, lam_max)
     other = inducing(4, 3, 3, 2, LAWS[law](3, 2))
-    (both, apart), K, member = train_together([layers, [other]]), 2, torch.tensor([2, 0])
+    (both, apart), K, member = Inducing.train_together([layers, [other]]), 2, torch.tensor([2, 0])
     of_V = 0 if law == "ensemble-u" else 6
     noises = [
         normal(K, of_V + (q.shape[0] + 2) * (q.shape[1] + 3) * (lam_max != 0), at=i) for i, q in enumerate(layers)
@@ -413,11 +413,15 @@ def test_layers_drawn_together_are_each_drawn_alone(law: str, lam_max: float | N
     V = normal(K, len(layers), 2, 3, at=50)
     parameters = [p for q in layers for p in q.parameters()]
     for given in (None, V):
-        found = [d.W for d in both.draw_each(noise, member, given)]
-        alone = [
-            q.trainable().draw(z, member, None if given is None else given[:, i]).W
-            for i, (q, z) in enumerate(zip(layers, noises, strict=True))
-        ]
+        if given is None:
+            found = [d.W for d in both.draw_each(noise, member)]
+            alone = [q.trainable().draw(z, member).W for q, z in zip(layers, noises, strict=True)]
+        else:
+            found = [d.W for d in both.given(given).draw_each(noise[:, len(layers) * of_V :], member)]
+            alone = [
+                q.trainable().given(given[:, i]).draw(z[:, of_V:], member).W
+                for i, (q, z) in enumerate(zip(layers, noises, strict=True))
+            ]
         gradients = []
         for drawn in (found, alone):
             loss = sum((W * normal(*W.shape, at=i)).sum() for i, W in enumerate(drawn))
@@ -436,8 +440,8 @@ def test_kl_of_layers_together_is_the_sum_of_their_kls(law: str, data_size: int 
     """Each alone is checked above; of several kinds and shapes, with λ and without."""
     layers = [*several(law, 0.9), *several("ffg-u", None), *several("fcg-u", 0)]
     expected = sum(q.kl(data_size).item() for q in layers)
-    close(kl_together(layers, data_size), expected)
-    close(kl_together(list(reversed(layers)), data_size), expected)
+    close(Inducing.kl_together(layers, data_size), expected)
+    close(Inducing.kl_together(list(reversed(layers)), data_size), expected)
 
 
 def test_kl_of_pruned_and_whole_laws_together() -> None:
