@@ -232,9 +232,6 @@ class Inducing(Optional, Posterior):
     def trainable(self) -> TrainableInducing:
         return self.train_together([[self]])[0]
 
-    def kl(self, data_size: int | None = None) -> Tensor:
-        return self.kl_together([self], data_size)
-
     @classmethod
     def train_together(cls, kinds: Sequence[Sequence[Self]]) -> list[TrainableInducing]:
         """The layers of each kind as one value, the sides of all factorised together.

@@ -223,15 +223,17 @@ class Posterior(nn.Module, ABC):
         return False
 
     @abstractmethod
-    def factors(self) -> Factors:
-        """For serving: no gradients, factored in float64, kept by the caller."""
-
-    @abstractmethod
     def trainable(self) -> Factors:
-        """For one training step: the same law, differentiable."""
+        """For one training step: differentiable."""
 
-    @abstractmethod
-    def kl(self, data_size: int | None = None) -> Tensor: ...
+    @torch.no_grad()
+    def factors(self) -> Factors:
+        """For serving: the same law without gradients, kept by the caller."""
+        return self.trainable().settle()
+
+    def kl(self, data_size: int | None = None) -> Tensor:
+        """KL to the prior; a method has this or `kl_together`."""
+        return self.kl_together([self], data_size)
 
     @property
     def kind(self) -> Hashable:

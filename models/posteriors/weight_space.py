@@ -117,10 +117,6 @@ class WeightSpace(Posterior):
         self.law = law
         self.sigma = sigma
 
-    @torch.no_grad()
-    def factors(self) -> WeightFactors:
-        return self.trainable().settle()
-
     def trainable(self) -> WeightFactors:
         return WeightFactors(self.law.freeze())
 

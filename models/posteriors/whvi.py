@@ -151,17 +151,10 @@ class Whvi(Posterior):
     def q(self) -> MeanField | BlockCovariance | Planar:
         return self.law  # type: ignore[return-value]  # nn.Module by type, one of these by construction
 
-    @torch.no_grad()
-    def factors(self) -> WhviFactors:
-        return self.trainable().settle()
-
     def trainable(self) -> WhviFactors:
         """The same law with gradients: W is not formed in training either."""
         S_1, S_2 = self.grid.spread_rows(self.S_1), self.grid.spread_columns(self.S_2)
         return WhviFactors(self.grid, S_1, S_2, self.q.freeze(), None if self.bias is None else self.bias.freeze())
-
-    def kl(self, data_size: int | None = None) -> Tensor:
-        return self.kl_together([self])
 
     def row(self) -> dict[str, Any]:
         return {"blocks": self.grid.rows * self.grid.columns}
