@@ -38,11 +38,11 @@ from dubito.models.posteriors.entry import (
 )
 from dubito.models.posteriors.full_covariance import COVARIANCE_LIMIT, FullCovariance, check_limit
 from dubito.models.posteriors.inducing_factors import InducingFactors, Noise, TrainableInducing, factored_is_cheaper
+from dubito.models.posteriors.inducing_together import gather
 from dubito.models.posteriors.matheron import Side, factorise, regularise, sides, whiten
 from dubito.models.posteriors.mean_field import V_STD, MeanField
 from dubito.models.posteriors.mixture import Mixture
 from dubito.models.posteriors.protocol import Factors, Gathered, Law, Posterior
-from dubito.models.posteriors.together import gather
 
 FLOOR_D = 1e-6
 FLOOR_LAM = 1e-6

@@ -14,8 +14,8 @@ from dubito.models.numerics.normals_kernel import FOUR, fill
 from dubito.models.numerics.parameters import alike
 from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.inducing_factors import InducingFactors, Noise
+from dubito.models.posteriors.inducing_together import _size, stack, stack_whole
 from dubito.models.posteriors.protocol import Dense, Factored
-from dubito.models.posteriors.together import _size, stack, stack_whole
 from dubito.service.engine.kernels import After, dense, factored, parted, suits, tap_by_tap
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -54,7 +54,7 @@ class Together:
 
     def draw_by(self, key: Tensor, K: int) -> list[Factored]:
         """K samples from where the key stands, (seed, first sample), by one kernel."""
-        from dubito.models.posteriors.together_kernel import ALIGNED, draw_projected
+        from dubito.models.posteriors.inducing_kernel import ALIGNED, draw_projected
 
         assert self.table is not None
         r = self.B[0].shape[1]
@@ -133,7 +133,7 @@ class Whole:
         return [f.draw(z.to(f.dtype), None) for f, z in zip(self.layers, noise, strict=True)]
 
     def draw_by(self, key: Tensor, K: int) -> list[Operand]:
-        from dubito.models.posteriors.together_kernel import ALIGNED, draw_whole
+        from dubito.models.posteriors.inducing_kernel import ALIGNED, draw_whole
 
         sizes = [f.shape[0] * f.shape[1] for f in self.layers]
         W = draw_whole(
@@ -254,7 +254,7 @@ def _by_kernel(those: Sequence[InducingFactors], places: list[int]) -> bool:
     like = those[0]
     if not counted(like.B.device):
         return False
-    from dubito.models.posteriors.together_kernel import suits
+    from dubito.models.posteriors.inducing_kernel import suits
 
     M_out, M_in = like.q_V.centre.shape  # type: ignore[union-attr]
     inputs = [f.shape[1] for f in those] if like.forms_W else []
