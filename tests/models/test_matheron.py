@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks._rule import draw_by_rule
 from dubito.models.network.geometry import How, Linear, apply
 from dubito.models.numerics.parameters import Positive
 from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.inducing_factors import InducingFactors, Noise
 from dubito.models.posteriors.matheron import (
     MatheronFactors,
-    draw_by_rule,
     draw_jointly,
     draw_projected,
     draw_weights,
