@@ -33,6 +33,7 @@ from torch.func import functional_call
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from benchmarks._measure import machine
+from benchmarks._rule import draw_by_rule
 from dubito.models import bayesianize, build, load, save
 from dubito.models.conversion.directions import set_directions
 from dubito.models.manifest import Card, Input
@@ -40,7 +41,7 @@ from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.network.plan import cheapest
 from dubito.models.numerics.normals import Normals
 from dubito.models.posteriors.inducing import Inducing
-from dubito.models.posteriors.matheron import draw_by_rule, regularise
+from dubito.models.posteriors.matheron import regularise
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import nothing_captured
 from dubito.models.predictions.resident import reside

@@ -30,7 +30,8 @@ from dubito.models import load
 from dubito.models.conversion.directions import set_directions
 from dubito.models.network.network import NetworkFactors
 from dubito.models.numerics.normals import Normals
-from dubito.models.posteriors.inducing import Inducing, InducingFactors, Noise
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.posteriors.inducing_factors import InducingFactors, Noise
 from dubito.models.predictions.adaptive import answer_each
 from dubito.models.predictions.answers import rule_for, scores
 from dubito.models.predictions.model import Model

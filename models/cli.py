@@ -148,7 +148,7 @@ def inspect(file: Artifact, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(found))
     else:
-        show(found)
+        show(found, manifest.layers)
 
 
 @app.command()

@@ -5,18 +5,23 @@ from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
+    BeforeValidator,
     Field,
     FiniteFloat,
     JsonValue,
     NonNegativeInt,
+    SerializeAsAny,
     SerializerFunctionWrapHandler,
+    ValidationError,
     model_serializer,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
-from dubito.models.names import Measure
+from dubito.models.fields import Members, Positive, Share, Size, Strict
+from dubito.models.names import Measure, listed
+from dubito.models.posteriors.dictionary import entry_classes
+from dubito.models.posteriors.entry import Entry
 
 # 2: a calibration with `sets`, `classes` or `groups`, which readers of format 1 do not know
 # 3: a calibration with `auroc`, or thresholds of `energy` or `knn`; a bank of features
@@ -24,23 +29,11 @@ FORMATS = (1, 2, 3)
 LARGEST_INPUT = 1 << 26  # numbers
 LARGEST_BANK = 1 << 26  # numbers
 
-Size = Annotated[int, Field(gt=0, le=1 << 24)]  # one side of a tensor; beyond it a header lies
-MOST_MEMBERS = 1024
-MOST_FLOWS = 64
-Members = Annotated[int, Field(gt=0, le=MOST_MEMBERS)]  # each costs time to build, even one without storage
 Names = Annotated[tuple[str, ...], Field(max_length=1 << 20)]
-Share = Annotated[float, Field(gt=0, lt=1)]
-Positive = Annotated[FiniteFloat, Field(gt=0)]
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Predictive = Literal["probit", "sampling"]  # how a linearised network answers: in closed form, or by draws
 Selection = Literal["variance", "random", "magnitude", "last-layer"]
 SetScore = Literal["probability", "aps", "raps"]
-
-
-class Strict(BaseModel):
-    """Base of all parts."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Classification(Strict):
@@ -72,69 +65,25 @@ class Regression(Strict):
 Task = Annotated[Classification | Regression, Field(discriminator="kind")]
 
 
-def _check_members(method: str, members: int | None) -> None:
-    if method.startswith("ensemble") != (members is not None):
-        raise ValueError(f"a layer of method {method} has members {members}; only ensembles have members")
+def _read_entry(value: Any) -> Entry:
+    """An entry by its kind, which any method of the dictionary may have."""
+    if isinstance(value, Entry):
+        return value
+    kinds = entry_classes()
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        raise PydanticCustomError(
+            "kind", "its kind is {kind}; expected {kinds}", {"kind": repr(kind), "kinds": listed([*kinds])}
+        )
+    try:
+        return kinds[kind].model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, (kind, *first["loc"])))
+        raise PydanticCustomError("entry", "{place}: {reason}", {"place": place, "reason": first["msg"]}) from None
 
 
-class InducingLayer(Strict):
-    kind: Literal["inducing"] = "inducing"
-    method: Literal["ffg-u", "fcg-u", "ensemble-u", "hierarchical"]
-    M_out: Size
-    M_in: Size
-    members: Members | None = None
-    lam_max: Annotated[FiniteFloat, Field(ge=0)] | None
-    sigma_max: Positive | None
-    sigma: Positive  # of the prior
-    noise: Literal["exact", "factored"]
-    directions: NonNegativeInt = 0  # R
-
-    @model_validator(mode="after")
-    def _members(self) -> "InducingLayer":
-        _check_members(self.method, self.members)
-        return self
-
-
-class WeightLayer(Strict):
-    kind: Literal["weights"] = "weights"
-    method: Literal["ffg-w", "fcg-w", "ensemble-w"]
-    members: Members | None = None
-    sigma_max: Positive | None
-    sigma: Positive
-
-    @model_validator(mode="after")
-    def _members(self) -> "WeightLayer":
-        _check_members(self.method, self.members)
-        return self
-
-
-class DropoutLayer(Strict):
-    kind: Literal["dropout"] = "dropout"
-    method: Literal["mc-dropout"] = "mc-dropout"
-    rate: Share
-    sigma: Positive
-
-
-class WhviLayer(Strict):
-    kind: Literal["whvi"] = "whvi"
-    method: Literal["whvi"] = "whvi"
-    D: Size  # side of a block
-    covariance: Literal["diagonal", "full"]
-    flows: Annotated[int, Field(ge=0, le=MOST_FLOWS)] = 0
-    sigma: Positive
-
-    @model_validator(mode="after")
-    def _power(self) -> "WhviLayer":
-        if self.D & (self.D - 1):
-            raise ValueError(f"D is {self.D}; the side of a block is a power of two")
-        return self
-
-    @property
-    def members(self) -> None:
-        return None
-
-
-Layer = Annotated[InducingLayer | WeightLayer | DropoutLayer | WhviLayer, Field(discriminator="kind")]
+Layer = Annotated[SerializeAsAny[Entry], BeforeValidator(_read_entry)]
 
 
 class Hierarchy(Strict):
@@ -142,7 +91,13 @@ class Hierarchy(Strict):
 
     d_out: Size
     d_in: Size
-    layer: InducingLayer
+    layer: Layer
+
+    @model_validator(mode="after")
+    def _global(self) -> "Hierarchy":
+        if self.layer.below in (None, self.layer.method):
+            raise ValueError(f"a layer of method {self.layer.method} cannot draw the V's of others")
+        return self
 
 
 class SubnetworkEntry(Strict):
@@ -424,14 +379,12 @@ class Manifest(Strict):
 
     @model_validator(mode="after")
     def _hierarchical(self) -> "Manifest":
-        below = [e for e in self.layers.values() if e.method == "hierarchical"]
+        shapes = [e.from_above for e in self.layers.values() if e.from_above is not None]
         if self.hierarchy is None:
-            if below:
+            if shapes:
                 raise ValueError("a hierarchical layer needs a hierarchy to draw its V")
-        elif (
-            self.hierarchy.layer.method == "hierarchical"
-            or {e.M_out for e in below} != {self.hierarchy.d_out}
-            or sum(e.M_in for e in below) != self.hierarchy.d_in
+        elif {M_out for M_out, _ in shapes} != {self.hierarchy.d_out} or (
+            sum(M_in for _, M_in in shapes) != self.hierarchy.d_in
         ):
             raise ValueError("the hierarchy does not fit the inducing weights of the layers below it")
         return self

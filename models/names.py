@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-Method = Literal["ffg-u", "fcg-u", "ensemble-u", "ffg-w", "fcg-w", "ensemble-w", "mc-dropout", "whvi", "deterministic"]
-METHODS: tuple[Method, ...] = get_args(Method)  # of `bayesianize`, layer by layer
+from dubito.models.posteriors.dictionary import POSTERIORS
+
+METHODS = (*POSTERIORS, "deterministic")  # of `bayesianize`, layer by layer
 LAPLACE = "subnetwork-laplace"  # of a whole network that is trained already
 Measure = Literal["entropy", "mutual_information", "max_probability", "epistemic_variance", "energy", "knn"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)  # that OOD flags can go by

@@ -13,22 +13,10 @@ from dubito.models.network.jacobian import chosen_of
 from dubito.models.network.layers import BayesianLayer
 from dubito.models.network.network import BayesianNetwork, as_matrix
 from dubito.models.numerics.parameters import count
-from dubito.models.posteriors.inducing import Inducing
-from dubito.models.posteriors.whvi import Whvi
+from dubito.models.posteriors.entry import Entry
 from dubito.models.verdict import columns
 
-WHAT = {
-    "ffg-u": "factorised Gaussian over inducing weights",
-    "fcg-u": "Gaussian with full covariance over inducing weights",
-    "ensemble-u": "ensemble in the space of inducing weights",
-    "hierarchical": "inducing weights drawn from global ones",
-    "ffg-w": "factorised Gaussian over weights",
-    "fcg-w": "Gaussian with full covariance over weights",
-    "ensemble-w": "ensemble of weights",
-    "mc-dropout": "dropout at prediction",
-    "whvi": "Walsh–Hadamard VI: blocks S_1 H diag(g) H S_2 of W, a distribution over g alone",
-    "subnetwork-laplace": "Gaussian over some of the weights, about which the network is linearised",
-}
+LINEARISED = "Gaussian over some of the weights, about which the network is linearised"
 SCORED = {
     "probability": "by 1 − probability",
     "aps": "APS: by the probability of all likelier classes",
@@ -52,7 +40,7 @@ def noise_share(layer: BayesianLayer) -> float | None:
 
     None for dropout, whose noise is not in the weights, and for layers whose V a hierarchy draws.
     """
-    if layer.entry.method in ("mc-dropout", "hierarchical"):
+    if not layer.q.noise_in_W:
         return None
     q = layer.q.trainable()
     K = q.members or NOISE_DRAWS
@@ -87,27 +75,20 @@ def report(
             deterministic = count(build(manifest.architecture.name, **manifest.architecture.arguments))
     layers = []
     for name, entry in manifest.layers.items():
-        row: dict[str, Any] = {"name": name, "method": entry.method}
-        if entry.kind == "inducing":
-            row |= {"M_out": entry.M_out, "M_in": entry.M_in, "noise": entry.noise, "directions": entry.directions}
-        if entry.kind == "whvi":
-            row |= {"D": entry.D, "covariance": entry.covariance, "flows": entry.flows}
+        row: dict[str, Any] = {"name": name, "method": entry.method, **entry.row()}
         if network is not None:
             layer = network.layers[name]
             row["d_out"], row["d_in"] = layer.geometry.shape
             row["parameters"] = count(layer)
             row["deterministic_bytes"] = 4 * row["d_out"] * row["d_in"]
-            if isinstance(layer.posterior, Inducing):
-                row["lambda"] = layer.posterior.scale()
-            if isinstance(layer.posterior, Whvi):
-                row["blocks"] = layer.posterior.grid.rows * layer.posterior.grid.columns
+            row |= layer.q.row()
             if stored is not None:  # only for people who look: it takes seconds for a large network
                 row["noise_share"] = noise_share(layer)
         if stored is not None:
             row["bytes"] = sum(t.nbytes for key, t in stored.items() if key.startswith(f"net.{name}."))
         layers.append(row)
     above = manifest.hierarchy
-    members = [e.members or 0 for e in manifest.layers.values() if e.kind != "dropout"]
+    entries = [*manifest.layers.values(), *([] if above is None else [above.layer])]
     return {
         "format": manifest.format,
         "architecture": manifest.architecture.model_dump(mode="json"),
@@ -119,7 +100,7 @@ def report(
         "batchnorm": manifest.batchnorm,
         "precision": manifest.precision,
         "layers": layers,
-        "members": max([0, *manifest.members.values(), *members, (above and above.layer.members) or 0]),
+        "members": max([0, *manifest.members.values(), *(entry.ensemble for entry in entries)]),
         "hierarchy": None if above is None else above.model_dump(mode="json"),
         "subnetwork": _subnetwork(manifest, network),
         "feature_bank": _feature_bank(manifest),
@@ -177,7 +158,8 @@ def said_of_sets(calibration: Calibration) -> str:
     return said
 
 
-def show(found: dict[str, Any]) -> None:
+def show(found: dict[str, Any], entries: Mapping[str, Entry]) -> None:
+    """Print a report of an artifact with these layers."""
     from rich.console import Console
     from rich.table import Table
 
@@ -194,15 +176,15 @@ def show(found: dict[str, Any]) -> None:
     else:
         ratio = found["parameters"] / found["deterministic"]
         say(f"{found['parameters']:,} parameters, {ratio:.1%} of the plain network's; {size}")
-    methods = {row["method"] for row in found["layers"]}
-    for method in sorted(methods):
-        say(f"{method}: {WHAT[method]}")
+    methods = {entry.method: entry.what[entry.method] for entry in entries.values()}
+    for method, what in sorted(methods.items()):
+        say(f"{method}: {what}")
     if found["subnetwork"] is not None:
         _say_subnetwork(say, found["subnetwork"], found["calibration"])
     elif not methods:
         say("deterministic: one set of weights, no uncertainty about them")
     if found["layers"]:
-        _show_layers(console, Table(), found["layers"])
+        _show_layers(console, Table(), found["layers"], entries)
     if found["input"] is not None:
         kind = "a picture or a tensor" if found["input"]["image"] else "a tensor"
         say(f"input: {kind} of shape {tuple(found['input']['shape'])}")
@@ -238,7 +220,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _say_subnetwork(say: Callable[[str], None], chosen: dict[str, Any], calibration: dict[str, Any] | None) -> None:
-    say(f"{chosen['method']}: {WHAT[chosen['method']]}")
+    say(f"{chosen['method']}: {LINEARISED}")
     say(f"S = {chosen['size']:,} weights {SELECTED[chosen['select']]}; all others are as trained")
     say(
         f"precision: curvature summed over {chosen['examples']:,} examples + {chosen['prior_precision']:.4g} of the "
@@ -251,15 +233,11 @@ def _say_subnetwork(say: Callable[[str], None], chosen: dict[str, Any], calibrat
         say(f"chosen in: {parts}")
 
 
-def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]]) -> None:
+def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]], entries: Mapping[str, Entry]) -> None:
     for name in ("layer", "method", "W", "V or g", "λ", "law of λ", "noise in W", "parameters", "bytes"):
         table.add_column(name, no_wrap=name == "layer")
     for row in layers:
-        V = f"{row['M_out']} × {row['M_in']}" if "M_out" in row else ""
-        noise = row.get("noise", "") + (f", R = {row['directions']}" if row.get("noise") == "factored" else "")
-        if row["method"] == "whvi":
-            V = f"{row['blocks']} × {row['D']}" if "blocks" in row else f"blocks of {row['D']}"
-            noise = f"{row['covariance']} Σ" + (f", {row['flows']} flows" if row["flows"] else "")
+        V, law = entries[row["name"]].cells(row)
         lam = f"{row['lambda']:.2g}" if "lambda" in row else ""
         shape = f"{row['d_out']} × {row['d_in']}" if "d_out" in row else ""
         parameters = f"{row['parameters']:,}" if "parameters" in row else ""
@@ -267,5 +245,5 @@ def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]]) -> None
         if size and "deterministic_bytes" in row:
             size += f" ({row['bytes'] / row['deterministic_bytes']:.1%})"
         share = f"{row['noise_share']:.1%}" if row.get("noise_share") is not None else ""
-        table.add_row(clean(row["name"]), row["method"], shape, V, lam, noise, share, parameters, size)
+        table.add_row(clean(row["name"]), row["method"], shape, V, lam, law, share, parameters, size)
     console.print(table)

@@ -83,7 +83,7 @@ def recipe_of(model: Model) -> Recipe:
         today["calibrate"] = Calibrate(
             false_positive_rate=promised.false_positive_rate,
             coverage=promised.coverage,
-            directions=max((e.directions for e in model.manifest.layers.values() if e.kind == "inducing"), default=0),
+            directions=max((e.row().get("directions", 0) for e in model.manifest.layers.values()), default=0),
             temperature=promised.temperature != 1,
             method=None if promised.closed is None else promised.method,
             sets="aps" if promised.sets is None else promised.sets.score,

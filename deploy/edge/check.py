@@ -16,11 +16,11 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from dubito.deploy.edge.data import Data
-from dubito.deploy.edge.draws import HIERARCHY, normals_in_order
 from dubito.deploy.edge.errors import OnnxError
-from dubito.deploy.edge.export import with_law
+from dubito.deploy.edge.inducing import with_law
 from dubito.deploy.edge.linear import NOISE
 from dubito.deploy.edge.runtime import ROWS, EdgeError, EdgeModel, facts_of
+from dubito.deploy.edge.writers import HIERARCHY, normals_in_order
 from dubito.models.images import prepare
 from dubito.models.network.linearised import linear_samples
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors

@@ -1,39 +1,21 @@
-"""K draws of a layer inside a graph: what each posterior stores and how its samples come of it.
+"""What the writers of all posteriors share: samples of a layer as values of a graph, and draws of one tensor."""
 
-The same formulas as in `dubito.models`, operator by operator, from the same (K, normals) standard normals: with equal
-normals, graph and torch give equal outputs.
-"""
-
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from dubito.deploy.edge.blocks import Blocks, formed
+from dubito.deploy.edge.blocks import Blocks
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Array, Graph
 from dubito.deploy.edge.noise import Noise
 from dubito.deploy.edge.rotations import Rotations
-from dubito.models.network.layers import BayesianLayer
-from dubito.models.numerics.parameters import Free, Positive
-from dubito.models.posteriors.blocks import Grid
-from dubito.models.posteriors.dropout import DropoutFactors
 from dubito.models.posteriors.flows import FrozenPlanar, Planar
 from dubito.models.posteriors.full_covariance import FrozenFullCovariance
-from dubito.models.posteriors.inducing import Inducing, InducingFactors
-from dubito.models.posteriors.matheron import cholesky, regularise
 from dubito.models.posteriors.mean_field import FrozenMeanField, MeanField
 from dubito.models.posteriors.mixture import FrozenMixture
-from dubito.models.posteriors.protocol import Factors, Frozen, Law
-from dubito.models.posteriors.weight_space import WeightFactors, WeightSpace
-from dubito.models.posteriors.whvi import Whvi, WhviFactors
-
-HIERARCHY = "hierarchy"  # its name among the layers
-SMALLEST_ROOT = 1e-3  # of q or p: below it Z alone does not give its direction back
+from dubito.models.posteriors.protocol import Frozen, Law
 
 
 @dataclass(frozen=True)
@@ -139,146 +121,6 @@ def array(t: Tensor) -> Array:
     return t.detach().double().cpu().numpy()
 
 
-def draw(s: Sampler, name: str, layer: BayesianLayer, factors: Factors, V: str | None, scale: Array) -> Operand:
-    """K samples of a layer, its outputs scaled by `scale` (d_out,); V where a hierarchy has drawn it already."""
-    for kind, write in WRITERS.items():
-        if isinstance(factors, kind):
-            return write(s, name, layer.posterior, factors, V, scale)
-    raise ExportError(f"layer {name!r}: no export of {type(factors).__name__} is known.")
-
-
-def _inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: str | None, scale: Array) -> Operand:
-    g, K = s.graph, s.K
-    if V is None:
-        assert f.q_V is not None
-        V = _law(s, f.q_V, q.law, s.normals(f.normals_of_V, f"{name}:V"))
-    rows = _Side(s, q.Z_r, q.D_r, f.matheron.Q_r, f.matheron.p)
-    columns = _Side(s, q.Z_c, q.D_c, f.matheron.Q_c, f.matheron.q)
-    if f.lam == 0:
-        A_r = g.mul(g.op("Transpose", rows.A_T()), _times(g, f.sigma, scale))
-        return Factored(columns.A_T(), len(q.Z_c.value), A_r, V)
-    B_r_T, B_c_T = rows.B_T(f.matheron.B_r), columns.B_T(f.matheron.B_c)
-    if f.noise == "exact":
-        return Dense(_way_2(s, name, f, V, rows, columns, B_r_T, B_c_T, scale))
-    p, t = array(f.matheron.p), array(f.matheron.q)
-    d_out, r_out, r = len(f.matheron.B_r), len(p), len(t)
-    R = f.B.shape[1] - r
-    width, s_r = r + R, _times(g, f.lam * f.sigma, scale)
-    made = Factored(
-        B_T=g.op("Concat", B_c_T, g.weights(array(f.B)[:, r:].T), axis=0) if R else B_c_T,
-        width=width,
-        left=g.mul(g.op("Transpose", B_r_T), _times(g, f.sigma, scale)),
-        V=V,
-        turn_r=g.op("Transpose", rows.turned()),
-        turn_c=columns.turned(R),
-        s=s_r,
-    )
-    lam = g.constant(f.lam)
-    unknown = _unknown(g, p, np.concatenate([t, np.zeros(R)]))  # of columns beyond r nothing is known
-    if r_out == d_out:  # B_r is a rotation, and one of noise changes nothing: ε is drawn where it is needed
-        eta = g.reshape(s.normals(r_out * width, f"{name}:eta"), (K, r_out, width))
-        made.more = g.mul(g.mul(unknown, lam), eta)
-    else:
-        made.E = g.reshape(s.normals(d_out * width, f"{name}:E"), (K, d_out, width))
-        less = g.mul(g.op("Sub", unknown, g.constant(1.0)), lam)
-        made.more = g.mul(less, g.matmul(B_r_T, made.E))
-    if not f.spans:
-        made.e = g.mul(g.reshape(s.normals(d_out, f"{name}:e"), (K, d_out, 1)), s_r)
-    return made
-
-
-def _times(g: Graph, number: float, scale: Array) -> str:
-    """number · scale, a row each; the vector is stored once."""
-    return g.constant(number) if (scale == 1).all() else g.mul(g.constant(scale[:, None]), g.constant(number))
-
-
-def _unknown(g: Graph, p: Array, q: Array) -> str:
-    """√(1 − p qᵀ), from its two vectors."""
-    known = g.mul(g.constant(p[:, None]), g.constant(q[None, :]))
-    return g.op("Sqrt", g.op("Relu", g.op("Sub", g.constant(1.0), known)))
-
-
-def _way_2(
-    s: Sampler,
-    name: str,
-    f: InducingFactors,
-    V: str,
-    rows: "_Side",
-    columns: "_Side",
-    B_r_T: str,
-    B_c_T: str,
-    scale: Array,
-) -> str:
-    """The exact law: W itself, (K, d_out, d_in)."""
-    g, (d_out, d_in), (r_out, r_in) = s.graph, f.shape, f.matheron.known.shape
-    E = g.reshape(s.normals(d_out * d_in, f"{name}:E"), (s.K, d_out, d_in))
-    eps = g.reshape(s.normals(r_out * r_in, f"{name}:eps"), (s.K, r_out, r_in))
-    decided = g.matmul(g.matmul(g.op("Transpose", rows.turned()), V), columns.turned())
-    of_E = g.matmul(g.matmul(B_r_T, E), g.op("Transpose", B_c_T))
-    unknown = _unknown(g, array(f.matheron.p), array(f.matheron.q))
-    inner = g.add(decided, g.mul(g.op("Sub", g.mul(unknown, eps), of_E), g.constant(f.lam)))
-    B_r = g.mul(g.op("Transpose", B_r_T), _times(g, f.sigma, scale))
-    return g.add(g.matmul(g.matmul(B_r, inner), B_c_T), g.mul(E, _times(g, f.lam * f.sigma, scale)))
-
-
-class _Side:
-    """A and B of the rows or of the columns: stored outright, or as a pruned Z and the inverse of L."""
-
-    def __init__(self, s: Sampler, Z: Free, D: Positive, Q: Tensor, q: Tensor) -> None:
-        self.s, self.Q, self.root = s, Q, np.sqrt(array(q))
-        self.Z = Z().detach().double().cpu()
-        self.D = regularise(self.Z, D().detach().double().cpu())
-        self.keep = None if Z.keep is None else Z.keep.cpu().numpy()
-        self._turn: tuple[str, Array] | None = None
-
-    def A_T(self) -> str:
-        """(M, d)"""
-        inverse = self._inverse()
-        if self._sparse(len(self.Z)):
-            return self._from_Z(inverse)
-        return self.s.graph.weights(inverse @ self.Z.numpy())
-
-    def B_T(self, B: Tensor) -> str:
-        """(r, d), orthonormal rows."""
-        if not self._sparse(len(self.root)) or self.root.min() < SMALLEST_ROOT:
-            return self.s.graph.weights(array(B).T)
-        g = self.s.graph
-        turn = g.op("Transpose", g.mul(self._rotation(), g.constant(self._signs() / self.root)))
-        return g.matmul(turn, self._from_Z(self._inverse()))
-
-    def turned(self, more: int = 0) -> str:
-        """Q diag(√q), and columns of zeros beside it: (M, r + more)"""
-        g = self.s.graph
-        found = g.mul(self._rotation(), g.constant(self._signs() * self.root))
-        return g.op("Pad", found, g.constant([0, 0, 0, more])) if more else found
-
-    def _rotation(self) -> str:
-        if self._turn is None:
-            self._turn = self.s.rotation(self.Q)
-        return self._turn[0]
-
-    def _signs(self) -> Array:
-        self._rotation()
-        assert self._turn is not None
-        return self._turn[1]
-
-    def _inverse(self) -> Array:
-        return np.linalg.inv(cholesky(self.Z, self.D).numpy())
-
-    def _from_Z(self, inverse: Array) -> str:
-        assert self.keep is not None
-        return self.s.graph.matmul(triangle(self.s.graph, inverse), self.s.graph.weights(self.Z.numpy(), self.keep))
-
-    def _sparse(self, r: int) -> bool:
-        """Whether a pruned Z, its bits and a triangle take fewer bytes than the matrix that they give."""
-        if self.keep is None:
-            return False
-        M, d = self.Z.shape
-        each = {"fp32": 4, "fp16": 2, "int8": 1}[self.s.graph.precision]
-        pruned = int(self.keep.sum()) * each + M * d // 8 + M * (M + 1) // 2 * max(each, 2)
-        return bool(pruned < r * d * each)
-
-
 def triangle(g: Graph, L: Array) -> str:
     """A lower triangular matrix in the entries that it has: the last columns stand, turned, above the first ones."""
     n = len(L)
@@ -297,7 +139,7 @@ def triangle(g: Graph, L: Array) -> str:
     return full if side == n else g.part(g.part(full, 0, 0, n), 1, 0, n)
 
 
-def _law(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
+def law_draws(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
     """(K, *shape) draws of a distribution over one tensor."""
     g, K = s.graph, s.K
     match frozen:
@@ -317,7 +159,7 @@ def _law(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
             return g.add(g.weights(array(frozen.centre)), g.reshape(g.matmul(noise, root), (K, *shape)))
         case FrozenPlanar():
             assert isinstance(law, Planar)
-            return _bent(g, frozen, _law(s, frozen.q_0, law.law, noise))
+            return _bent(g, frozen, law_draws(s, frozen.q_0, law.law, noise))
         case FrozenMixture():
             points = array(frozen.points)
             rows = g.weights(points.reshape(-1, points.shape[-1]))
@@ -342,75 +184,5 @@ def _bent(g: Graph, f: FrozenPlanar, z: str) -> str:
     return z
 
 
-def _weights(s: Sampler, name: str, q: WeightSpace, f: WeightFactors, V: str | None, scale: Array) -> Operand:
-    W = _law(s, f.q_W, q.law, s.normals(f.normals, f"{name}:W"))
-    return Dense(_scaled(s.graph, W, scale))
-
-
-def _scaled(g: Graph, W: str, scale: Array) -> str:
+def scaled(g: Graph, W: str, scale: Array) -> str:
     return W if (scale == 1).all() else g.mul(W, g.constant(scale[:, None]))
-
-
-def _dropout(s: Sampler, name: str, q: Any, f: DropoutFactors, V: str | None, scale: Array) -> Operand:
-    g = s.graph
-    below = g.op("Less", s.normals(f.normals, f"{name}:z"), g.constant(NormalDist().inv_cdf(1 - f.rate)))
-    kept = g.mul(g.op("Cast", below, to=1), g.constant(1 / (1 - f.rate)))
-    return Masked(_scaled(g, g.weights(array(f.W)), scale), kept)
-
-
-def _whvi(s: Sampler, name: str, q: Whvi, f: WhviFactors, V: str | None, scale: Array) -> Operand:
-    g, grid = s.graph, f.grid
-    drawn = _law(s, f.q_g, q.law, s.normals(f.q_g.normals, f"{name}:g"))
-    g_of_all = g.reshape(drawn, (s.K, grid.rows, grid.columns, grid.D))
-    bias = None if f.q_b is None else _law(s, f.q_b, q.bias, s.normals(f.q_b.normals, f"{name}:b"))
-    if grid.folded:  # one row or column, no longer than an input or output
-        S_1, S_2 = (g.weights(array(t), least="fp16") for t in (f.S_1, f.S_2))
-        return Dense(_scaled(g, formed(g, Blocks(grid, S_1, S_2, g_of_all, bias), s.K), scale))
-    if bias is not None and (scale != 1).any():
-        bias = g.mul(bias, g.constant(scale))
-    return Blocks(grid, _spread_rows(g, grid, f.S_1, scale), _spread_columns(g, grid, f.S_2), g_of_all, bias)
-
-
-def _spread_rows(g: Graph, grid: Grid, S_1: Tensor, scale: Array) -> str:
-    """S_1 by block, as a grid spreads it; the file holds what W has rows for."""
-    kept = array(S_1).swapaxes(0, 1).reshape(grid.columns, -1)[:, : grid.d_out] * scale
-    more = grid.rows * grid.D - grid.d_out
-    padded = g.op("Pad", g.weights(kept, least="fp16"), g.constant([0, 0, 0, more]))
-    return g.op("Transpose", g.reshape(padded, (grid.columns, grid.rows, grid.D)), perm=[1, 0, 2])
-
-
-def _spread_columns(g: Graph, grid: Grid, S_2: Tensor) -> str:
-    kept = array(S_2).reshape(grid.rows, -1)[:, : grid.d_in]
-    padded = g.op("Pad", g.weights(kept, least="fp16"), g.constant([0, 0, 0, grid.columns * grid.D - grid.d_in]))
-    return g.reshape(padded, (grid.rows, grid.columns, grid.D))
-
-
-WRITERS: Mapping[type, Callable[..., Operand]] = {
-    InducingFactors: _inducing,
-    WeightFactors: _weights,
-    DropoutFactors: _dropout,
-    WhviFactors: _whvi,
-}
-
-
-def V_of_all(s: Sampler, above: BayesianLayer, factors: Factors) -> str:
-    """What a hierarchy draws: (K, M_out, Σ M_in)."""
-    match drawn := draw(s, HIERARCHY, above, factors, None, np.ones(above.geometry.shape[0])):
-        case Dense():
-            return drawn.W
-        case Factored():
-            assert drawn.e is None  # a hierarchy's own noise is exact
-            return s.graph.matmul(drawn.G(s.graph), drawn.B_T)
-    raise ExportError("a hierarchy draws inducing weights only.")
-
-
-def normals_in_order(f: Factors, K: int, name: str, found: Mapping[str, Array]) -> Tensor:
-    """What the graph drew for a layer, as torch's layer takes it: (K, normals); zeros where it is never reached."""
-    order = ("V", "eta", "E", "eps", "e", "W", "z", "g", "b")
-    kinds = {kind: found[f"{name}:{kind}"] for kind in order if f"{name}:{kind}" in found}
-    if not kinds:
-        return torch.zeros(K, f.normals)
-    if isinstance(f, InducingFactors) and "eta" in kinds:  # torch's ε, of which this is B_rᵀε
-        eta = kinds["eta"].reshape(K, len(f.matheron.p), -1)
-        kinds["eta"] = (array(f.matheron.B_r).astype(np.float32) @ eta).reshape(K, -1)
-    return torch.from_numpy(np.concatenate(list(kinds.values()), 1))

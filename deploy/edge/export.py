@@ -1,6 +1,5 @@
 """From an artifact to the graph that a device runs: pictures or tensors in, answers with their doubt out."""
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -15,20 +14,21 @@ from onnx import TensorProto, helper, numpy_helper
 
 from dubito.deploy.edge.apply import Place, apply, by_channel
 from dubito.deploy.edge.blocks import Blocks
-from dubito.deploy.edge.draws import Dense, Operand, Sampler, V_of_all, array, draw
+from dubito.deploy.edge.draws import Dense, Operand, Sampler, array
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.features import features_in, nearest
 from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, Precision
+from dubito.deploy.edge.inducing import Law, laws, with_law
 from dubito.deploy.edge.linear import linear_samples, trace_open
 from dubito.deploy.edge.quantise import quantised
 from dubito.deploy.edge.runtime import ROWS
 from dubito.deploy.edge.summary import classified, regressed
 from dubito.deploy.edge.trace import affines_of, trace
+from dubito.deploy.edge.writers import V_of_all, draw
 from dubito.models.artifact.artifact import write_by
 from dubito.models.network.geometry import Conv
 from dubito.models.network.network import BayesianNetwork, NetworkFactors
 from dubito.models.network.normalisation import fold_batchnorm
-from dubito.models.posteriors.inducing import Inducing
 from dubito.models.predictions.answers import Rule, rule_for
 from dubito.models.predictions.model import Model
 
@@ -36,7 +36,6 @@ CALIBRATED = 256  # inputs that the ranges of activations come from
 KEY = "dubito"  # of the metadata: a JSON object
 FORMAT = 1
 
-Law = Literal["factored", "artifact"]
 Taken = Literal["tensor", "image"]
 
 
@@ -105,28 +104,8 @@ def export(
     activations = "int8" if products else "float32"
     facts = _facts(model, writer, rule, precision, law, take) | {"activations": activations, "group": group}
     helper.set_model_props(made, {KEY: json.dumps(facts)})
-    changed = tuple(name for name, law in _laws(model.network).items() if law != _laws(network)[name])
+    changed = tuple(name for name, law in laws(model.network).items() if law != laws(network)[name])
     return Exported(_checked(made), skeleton, K, tuple(writer.formed), changed, products)
-
-
-def _laws(network: BayesianNetwork) -> dict[str, str]:
-    """Of the λ-noise of each layer that has any."""
-    found = {name: layer.posterior for name, layer in network.layers.items()}
-    return {name: q.noise for name, q in found.items() if isinstance(q, Inducing) and q.lam is not None}
-
-
-def with_law(network: BayesianNetwork, law: Law) -> BayesianNetwork:
-    """The network whose λ-noise the graph draws; `factored` makes every layer's noise way 3's."""
-    exact = [
-        q for layer in network.layers.values() if isinstance(q := layer.posterior, Inducing) and q.noise == "exact"
-    ]
-    if law == "artifact" or not exact:
-        return network
-    changed = copy.deepcopy(network)
-    for layer in changed.layers.values():
-        if isinstance(layer.posterior, Inducing):
-            layer.posterior.noise = "factored"
-    return changed
 
 
 def save(exported: Exported, path: Path) -> int:
@@ -265,9 +244,8 @@ class _Writer:
         assert self.factors.hierarchy is not None
         V, at, found = V_of_all(self.s, self.network.hierarchy, self.factors.hierarchy), 0, {}
         for name, layer in self.network.layers.items():
-            entry = layer.entry
-            if entry.kind == "inducing" and entry.method == "hierarchical":
-                found[name], at = self.g.part(V, 2, at, at + entry.M_in), at + entry.M_in
+            if (shape := layer.entry.from_above) is not None:
+                found[name], at = self.g.part(V, 2, at, at + shape[1]), at + shape[1]
         return found
 
     def _node(self, node: onnx.NodeProto, V: Mapping[str, str]) -> None:

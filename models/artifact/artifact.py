@@ -33,7 +33,6 @@ from dubito.models.network.linearised import Subnetwork
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.network.normalisation import ScaleShift, fold_batchnorm
 from dubito.models.numerics.parameters import Free, Positive
-from dubito.models.posteriors.inducing import Inducing
 from dubito.models.predictions.model import Model
 
 KEY = "dubito"  # of the metadata
@@ -134,19 +133,12 @@ def digest(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 
 def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> Manifest:
-    layers: dict[str, Layer] = {}
-    for name, layer in network.layers.items():
-        R = 0
-        if isinstance(layer.posterior, Inducing) and layer.posterior.directions is not None:
-            R = len(layer.posterior.directions)
-        layers[name] = layer.entry.model_copy(update={"directions": R} if layer.entry.kind == "inducing" else {})
+    layers = {name: layer.entry.model_copy(update=layer.q.update()) for name, layer in network.layers.items()}
     members = {name: len(m.copies) for name, m in network.net.named_modules() if isinstance(m, MemberLayer)}
     hierarchy = None
     if network.hierarchy is not None:
         d_out, d_in = network.hierarchy.geometry.shape
-        entry = network.hierarchy.entry
-        assert entry.kind == "inducing"
-        hierarchy = Hierarchy(d_out=d_out, d_in=d_in, layer=entry)
+        hierarchy = Hierarchy(d_out=d_out, d_in=d_in, layer=network.hierarchy.entry)
     folded = any(isinstance(m, ScaleShift) for m in network.modules())
     bank = None if network.feature_bank is None else network.feature_bank.entry
     versions = {"dubito": version("dubito"), "torch": torch.__version__, "python": platform.python_version()}

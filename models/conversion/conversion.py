@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,16 +10,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from dubito.models.conversion.architectures import architecture_of, remember
-from dubito.models.conversion.options import Options, Overrides, check_used, describe, naming, one_of, options_for, pair
-from dubito.models.conversion.start import CONVERTIBLE, Start, geometry_of, inducing_for, posterior_for, weight_of
+from dubito.models.conversion.options import Options, Overrides, check_used, naming, one_of, options_for, pair
+from dubito.models.conversion.start import CONVERTIBLE, Start, geometry_of, origin_of, weight_of
 from dubito.models.errors import ConversionError
-from dubito.models.manifest import Hierarchy, InducingLayer, Layer, Task
+from dubito.models.manifest import Hierarchy, Layer, Task
 from dubito.models.network.features import watched
-from dubito.models.network.geometry import Conv, Geometry, Linear
+from dubito.models.network.geometry import Linear
 from dubito.models.network.layers import BayesianLayer, MemberLayer
 from dubito.models.network.network import BayesianNetwork
-from dubito.models.posteriors.mixture import Mixture
-from dubito.models.posteriors.weight_space import WeightSpace
+from dubito.models.posteriors.entry import Origin
 from dubito.models.predictions.prediction import evaluating, predict
 
 
@@ -40,9 +38,9 @@ def bayesianize(
 ) -> BayesianNetwork:
     """A Bayesian copy of `net`; `net` itself is left alone.
 
-    `start="network"` begins at the weights of `net`: each layer's mean is its best fit of rank M (WHVI's its best fit
-    by blocks, which is a poor one: it has to be trained), and the prior of inducing weights has the size of the layer's
-    weights, so that `sigma_max` and `spread` are the same share of W in every layer. `start="prior"`
+    `start="network"` begins at the weights of `net`: each layer's mean is the best fit that its method has (of rank M,
+    or by blocks, which is a poor one: it has to be trained), and the prior of inducing weights has the size of the
+    layer's weights, so that `sigma_max` and `spread` are the same share of W in every layer. `start="prior"`
     begins where the papers do, for training from scratch. `layers` changes the method or any option of some layers, by
     module name, glob or layer type; a name beats a glob, a glob beats a type, and later entries beat earlier ones.
     A layer that holds weights but cannot be converted is an error, or left deterministic with `unsupported="leave"`.
@@ -55,34 +53,32 @@ def bayesianize(
     one_of("unsupported", unsupported, ("error", "leave"))
     if spread is not None and not 0 < spread < math.inf:
         raise ConversionError(f"spread is {spread}; expected a positive number.")
-    M_out, M_in = pair(inducing)
-    base = Options(method, M_out, M_in).changed(options)  # type: ignore[arg-type]  # checked there
+    base = Options(method).changed({"method": method, "inducing": inducing, **options})
     found = _convertible(net, unsupported)
     entries: dict[str, Layer] = {}
     for name, module in found.items():
         chosen = options_for(name, module, base, layers or {})
         geometry = geometry_of(module)
         with naming(name):
-            if hierarchy is not None:
-                chosen = under_hierarchy(chosen, base)
-            if chosen.method != "deterministic" and not _blinding(chosen, geometry, name in (layers or {})):
-                W = weight_of(module) if start == "network" else None
-                entries[name] = describe(geometry, chosen, W)
-    copied = _copied(net, base, layers or {}) if base.method == "ensemble-w" else {}
-    check_used(layers or {}, dict(net.named_modules()) if copied else found)
+            entry, layer_method = chosen.entry, chosen.method
+            if entry is None or not (entry.suits(geometry) or name in (layers or {})):
+                continue
+            if hierarchy is not None and entry.below is not None:
+                _check_shared(chosen, base)
+                layer_method = entry.below
+            W = weight_of(module) if start == "network" else None
+            entries[name] = entry.describe(layer_method, chosen.values(entry), geometry, W)
+    members: dict[str, int] = {}
+    if base.entry is not None and method in base.entry.copies_rest:
+        members = dict.fromkeys(_copied(net, base, layers or {}), base.values(base.entry)["members"])
+    check_used(layers or {}, dict(net.named_modules()) if members else found)
     above = None
     if hierarchy is not None:
-        entries, above = _under_hierarchy(entries, base, *pair(hierarchy))
-    members = dict.fromkeys(copied, base.members)
+        above = _hierarchy(entries, base, *pair(hierarchy))
     made = assemble(net, entries, members, above, task, start, spread)
     if data is not None:
         _print_quality(net, made, data)
     return made
-
-
-def _blinding(o: Options, geometry: Geometry, asked: bool) -> bool:
-    """Dropping whole input channels of a first convolution would hide the picture: left alone unless asked by name."""
-    return o.method == "mc-dropout" and isinstance(geometry, Conv) and geometry.inputs <= 4 and not asked
 
 
 def ensemble(networks: Sequence[nn.Module], task: Task | None = None) -> BayesianNetwork:
@@ -104,9 +100,8 @@ def ensemble(networks: Sequence[nn.Module], task: Task | None = None) -> Bayesia
     parts = [dict(n.named_modules()) for n in networks]
     with torch.no_grad():
         for name, layer in made.layers.items():
-            assert isinstance(layer.posterior, WeightSpace)
-            assert isinstance(layer.posterior.law, Mixture)
-            layer.posterior.law.points.value.copy_(torch.stack([weight_of(p[name]) for p in parts]))
+            points = layer.get_parameter("posterior.law.points.value")
+            points.copy_(torch.stack([weight_of(p[name]) for p in parts]))
         for name, module in made.net.named_modules():
             if isinstance(module, MemberLayer):
                 for part, own in zip(parts, module.copies, strict=True):
@@ -132,10 +127,11 @@ def assemble(
             raise ConversionError(f"the network has no Linear or Conv layer {name!r}.")
         geometry = geometry_of(found[name])
         with naming(name):
-            _check_size(entry, *geometry.shape)
-            posterior, V = posterior_for(entry, geometry, found[name], start, spread)
-        if entry.kind == "inducing" and entry.method == "hierarchical" and V is not None:
-            side_by_side.append(V)
+            entry.check(*geometry.shape)
+            origin = origin_of(found[name], start, spread)
+            posterior = entry.start(origin)
+        if entry.from_above is not None and origin.trained:
+            side_by_side.append(posterior.fit(origin.W))
         swaps[found[name]] = BayesianLayer(geometry, posterior, entry)
     for name, E in members.items():
         if name not in found:
@@ -143,11 +139,11 @@ def assemble(
         swaps[found[name]] = MemberLayer([copy.deepcopy(found[name]) for _ in range(E)])
     above = None
     if hierarchy is not None:
-        shape = (hierarchy.d_out, hierarchy.d_in)
-        _check_size(hierarchy.layer, *shape)
-        V_all = torch.cat(side_by_side, 1) if side_by_side and start == "network" else None
-        q_V, _ = inducing_for(hierarchy.layer, *shape, V_all, next(net.parameters()), spread)
-        above = BayesianLayer(Linear(hierarchy.d_in, hierarchy.d_out, bias=False), q_V, hierarchy.layer)
+        sides = Linear(hierarchy.d_in, hierarchy.d_out, bias=False)
+        hierarchy.layer.check(*sides.shape)
+        V = torch.cat(side_by_side, 1) if side_by_side else next(net.parameters()).new_empty(sides.shape)
+        q_V = hierarchy.layer.start(Origin(sides, V, bool(side_by_side), spread, V.clone))
+        above = BayesianLayer(sides, q_V, hierarchy.layer)
     # deepcopy with the memo pre-filled: swapped layers stand in the copy wherever the old ones stood, shared ones too
     memo: dict[int, object] = {id(old): new for old, new in swaps.items()}
     made = copy.deepcopy(net, memo)
@@ -193,19 +189,6 @@ def _hooked(module: nn.Module) -> bool:
     return bool(before or module._forward_hooks or module._backward_hooks)
 
 
-def _check_size(entry: Layer, d_out: int, d_in: int) -> None:
-    """M may exceed d, but a file must not claim so many inducing weights that M × M alone fills the memory.
-
-    Nor a block so large that it is nothing but padding.
-    """
-    if entry.kind == "whvi" and (most := 1 << (max(d_out, d_in) - 1).bit_length()) < entry.D:
-        raise ConversionError(f"D = {entry.D} for weights of {d_out} × {d_in}: expected at most {most}.")
-    if entry.kind == "inducing":
-        for M, d in ((entry.M_out, d_out), (entry.M_in, d_in)):
-            if max(1024, 4 * d) < M:
-                raise ConversionError(f"M = {M} for a side of {d}: expected at most {max(1024, 4 * d)}.")
-
-
 def _is_matrix(p: Tensor) -> bool:
     """Weights, as against the per-channel numbers of a normalisation layer; not yet known for a lazy layer."""
     return isinstance(p, UninitializedParameter) or sum(side > 1 for side in p.shape) > 1
@@ -237,35 +220,30 @@ def _owners(net: nn.Module) -> dict[nn.Parameter, int]:
     return owners
 
 
-def under_hierarchy(chosen: Options, base: Options) -> Options:
-    """A layer whose V is drawn from above: it has a size and a λ, but no q(V) of its own."""
-    if chosen.method not in ("ffg-u", "fcg-u", "ensemble-u"):
-        return chosen
+def _check_shared(chosen: Options, base: Options) -> None:
+    """A layer whose V is drawn from above has a size and a λ, but no q(V) of its own."""
+    assert chosen.entry is not None
+    own, shared = ({"method": o.method, **o.values(chosen.entry)} for o in (chosen, base))
     for name in ("method", "members", "sigma_max"):
-        if getattr(chosen, name) != getattr(base, name):
+        if own[name] != shared[name]:
             raise ConversionError(f"under a hierarchy all inducing layers share one q, so {name} cannot differ here.")
-    return replace(chosen, method="ffg-u")  # whichever: no covariance is made here
 
 
-def _under_hierarchy(
-    entries: dict[str, Layer], base: Options, M_out: int, M_in: int
-) -> tuple[dict[str, Layer], Hierarchy]:
+def _hierarchy(entries: Mapping[str, Layer], base: Options, M_out: int, M_in: int) -> Hierarchy:
     """Global inducing weights over the V's of all inducing layers, set side by side."""
-    inducing = {name: e for name, e in entries.items() if isinstance(e, InducingLayer)}
-    if base.method not in ("ffg-u", "fcg-u", "ensemble-u") or not inducing:
+    shapes = [e.from_above for e in entries.values() if e.from_above is not None]
+    if base.entry is None or base.entry.below is None or not shapes:
         raise ConversionError(f"a hierarchy needs an inducing method (ffg-u, fcg-u, ensemble-u), not {base.method!r}.")
-    rows = {e.M_out for e in inducing.values()}
+    rows = {M for M, _ in shapes}
     if len(rows) != 1:
         raise ConversionError(
             "a hierarchy sets the V's of all inducing layers side by side, so they need one M_out; "
             f"they have {sorted(rows)}."
         )
-    d_out, d_in = rows.pop(), sum(e.M_in for e in inducing.values())
-    top = describe(Linear(d_in, d_out, bias=False), replace(base, M_out=M_out, M_in=M_in, noise="exact"))
-    assert isinstance(top, InducingLayer)
-    above = Hierarchy(d_out=d_out, d_in=d_in, layer=top.model_copy(update={"sigma": 1.0}))
-    update = {"method": "hierarchical", "members": None, "sigma_max": None}
-    return entries | {name: e.model_copy(update=update) for name, e in inducing.items()}, above
+    d_out, d_in = rows.pop(), sum(M for _, M in shapes)
+    options = {**base.values(base.entry), "M_out": M_out, "M_in": M_in, "noise": "exact"}
+    top = base.entry.describe(base.method, options, Linear(d_in, d_out, bias=False))
+    return Hierarchy(d_out=d_out, d_in=d_in, layer=top.model_copy(update={"sigma": 1.0}))
 
 
 def _print_quality(net: nn.Module, made: BayesianNetwork, data: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -12,19 +12,9 @@ from torch import Tensor, nn
 from dubito.models.errors import InputError
 from dubito.models.network.layers import BayesianLayer
 from dubito.models.network.network import BayesianNetwork
-from dubito.models.posteriors.inducing import Inducing, InducingFactors
 from dubito.models.predictions.prediction import predict
 
 PATCHES = 4096  # kept of each layer's input patches: enough for a few leading directions
-
-
-def leading_directions(x: Tensor, B: Tensor, R: int) -> Tensor:
-    """The R leading directions of x (n, d) outside the span of B (d, r), uncentred: (d, ≤ R)."""
-    x = x.to(B.dtype)
-    left = x - (x @ B) @ B.T
-    q = min(R + 8, *left.shape)
-    _, _, directions = torch.svd_lowrank(left, q=q, niter=4)
-    return directions[:, : min(R, B.shape[0] - B.shape[1], q)]
 
 
 def set_directions(network: BayesianNetwork, x: Tensor, R: int, seed: int = 0) -> None:
@@ -32,11 +22,7 @@ def set_directions(network: BayesianNetwork, x: Tensor, R: int, seed: int = 0) -
     if R < 0:
         raise InputError(f"directions is {R}; expected 0 or more.")
     rng = torch.Generator().manual_seed(seed)
-    chosen = {
-        name: layer
-        for name, layer in network.layers.items()
-        if isinstance(layer.posterior, Inducing) and layer.posterior.noise == "factored" and layer.posterior.lam
-    }
+    chosen = {name: layer for name, layer in network.layers.items() if layer.q.takes_directions}
     patches: dict[str, Tensor] = {}
     hooks = [layer.register_forward_pre_hook(_gather(name, patches, rng)) for name, layer in chosen.items()]
     factors = network.factors()
@@ -48,14 +34,7 @@ def set_directions(network: BayesianNetwork, x: Tensor, R: int, seed: int = 0) -
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # the low-rank SVD starts at random
         for name, layer in chosen.items():
-            f = factors.layers[name]
-            assert isinstance(f, InducingFactors)
-            assert isinstance(layer.posterior, Inducing)
-            found = leading_directions(patches[name], f.matheron.B_c, R).T
-            # in half precision, in memory as in every file: they are made orthonormal again when factors are computed
-            layer.posterior.directions = (
-                found.half().to(layer.posterior.Z_c.value.dtype).contiguous() if len(found) else None
-            )
+            layer.q.set_directions(patches[name], factors.layers[name], R)
 
 
 def _gather(name: str, patches: dict[str, Tensor], rng: torch.Generator) -> Callable[[nn.Module, tuple[Tensor]], None]:

@@ -28,6 +28,7 @@ class Linear:
     outputs: int
     bias: bool
     groups: int = 1
+    dims = 0  # axes of a picture
 
     @property
     def shape(self) -> tuple[int, int]:

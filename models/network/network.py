@@ -1,11 +1,10 @@
 """A Bayesian network: somebody's network with Bayesian layers inside, drawn from jointly."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Protocol
 from weakref import WeakSet
 
 import torch
@@ -22,31 +21,10 @@ from dubito.models.numerics.parameters import Positive, alike
 from dubito.models.numerics.proof import check
 from dubito.models.numerics.streams import begin
 from dubito.models.posteriors.blocks import Blocks
-from dubito.models.posteriors.inducing import Inducing, TrainableInducing, kl_together, train_together
-from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Factors, Operand, Posterior
-from dubito.models.posteriors.whvi import Whvi
-from dubito.models.posteriors.whvi import kl_together as kl_of_whvi
+from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Factors, Group, Operand, Posterior
 
 Plan = Mapping[str, How]  # how each layer computes its K samples, by its name
 Stock = Mapping[nn.Module, Operand]  # weights drawn ahead, by layer
-
-
-class Group(Protocol):
-    """Layers that are drawn in one go."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-
-    @property
-    def table(self) -> Tensor | None: ...
-
-    def draw(self, noise: Sequence[Tensor]) -> Sequence[Operand]:
-        """Each layer's (K, normals) -> each layer's samples."""
-        ...
-
-    def draw_by(self, key: Tensor, K: int) -> Sequence[Operand]:
-        """The same from (seed, first sample), where there is a table."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +39,7 @@ class NetworkFactors:
     device: torch.device  # of activations
     dtype: torch.dtype  # of activations
     form: nn.Module | None = None  # the network in another form, with the same layers, to be run instead
-    groups: "Sequence[Group]" = ()  # layers that are drawn together
+    groups: Sequence[Group] = ()  # layers that are drawn together
     read: Reading | None = None  # what passes read off the features of the last layer, which is watched
 
     @cached_property
@@ -182,7 +160,7 @@ class BayesianNetwork(nn.Module):
         if x.device.type == "cpu":
             check(x.device, x.dtype)
         layers = self._by_shape()
-        kinds = [[layers[i] for i in at] for at in alike([_kind(layer) for layer in layers])]
+        kinds = [[layers[i] for i in at] for at in alike([layer.q.kind for layer in layers])]
         if self.hierarchy is not None:
             kinds = [[self.hierarchy], *kinds]
         made = trainable([[layer.q for layer in kind] for kind in kinds])
@@ -192,7 +170,7 @@ class BayesianNetwork(nn.Module):
         # on the device, so that a captured step draws anew; members kept in copies are chosen by the host
         keys = torch.rand(members, device="cpu" if copies else x.device) if members else None
         draws = Draws(K, noise, 0, keys=keys)
-        plan: dict[nn.Module, How] = {layer: "factored" for layer in layers if isinstance(layer.q, Whvi)}
+        plan: dict[nn.Module, How] = dict.fromkeys(layers, "factored")  # what a draw does not form is not formed
         run = Run(K, self._draw_together(kinds, made, draws), plan, draws.member, Structure.of(self.net))
         return self.go(x, run) if x.is_cuda else self._go(x, run)  # on a CPU, gradients are faster as memory lies
 
@@ -206,7 +184,7 @@ class BayesianNetwork(nn.Module):
         operands: dict[nn.Module, Callable[[], Operand]] = {}
         for kind, f, noise in zip(kinds, made, draws.noise.split([f.normals for f in made], dim=1), strict=True):
             given = torch.stack([V[layer] for layer in kind], 1) if kind[0] in V else None
-            drawn = _draw_each(f, noise.to(f.dtype), member.get(f.members), given)
+            drawn = _with_V(f, given).draw_each(noise.to(f.dtype), member.get(f.members))
             if kind[0] is self.hierarchy:
                 V = self._shared_out(as_matrix(drawn[0]))
             operands |= {layer: partial(_as_it_is, W) for layer, W in zip(kind, drawn, strict=True)}
@@ -215,11 +193,8 @@ class BayesianNetwork(nn.Module):
     def kl(self, data_size: int | None = None) -> Tensor:
         """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45]."""
         posteriors = [layer.q for layer in self._by_shape()]
-        parts = [q.kl(data_size) for q in posteriors if not isinstance(q, Inducing | Whvi)]
-        if blocks := [q for q in posteriors if isinstance(q, Whvi)]:
-            parts.append(kl_of_whvi(blocks))
-        if together := [q for q in posteriors if isinstance(q, Inducing)]:
-            parts.append(kl_together(together, data_size))
+        alike_ = [[posteriors[i] for i in at] for at in alike([type(q) for q in posteriors])]
+        parts = [type(those[0]).kl_together(those, data_size) for those in alike_]
         if self.hierarchy is not None:
             parts.append(self.hierarchy.q.kl())
         return torch.stack(parts).sum() if parts else next(self.parameters()).new_zeros(())
@@ -301,9 +276,8 @@ class BayesianNetwork(nn.Module):
         found: dict[nn.Module, Tensor] = {}
         at = 0
         for layer in self.layers.values():
-            entry = layer.entry
-            if entry.kind == "inducing" and entry.method == "hierarchical":
-                found[layer], at = V[..., at : at + entry.M_in], at + entry.M_in
+            if (shape := layer.entry.from_above) is not None:
+                found[layer], at = V[..., at : at + shape[1]], at + shape[1]
         return found
 
     def _by_shape(self) -> list[BayesianLayer]:
@@ -341,21 +315,16 @@ class BayesianNetwork(nn.Module):
 _need_contiguous: WeakSet[BayesianNetwork] = WeakSet()  # networks that take a `view` of a feature map
 
 
-def _kind(layer: BayesianLayer) -> Hashable:
-    """Layers of one kind are drawn together."""
-    return layer.q.kind if isinstance(layer.q, Inducing) else layer
-
-
 def trainable(kinds: Sequence[Sequence[Posterior]]) -> list[Factors]:
-    """For one training step, of layers of one kind each; inducing layers are factorised together."""
-    inducing = [[q for q in kind if isinstance(q, Inducing)] for kind in kinds]
-    together = [kind for kind in inducing if kind]
-    done = iter(train_together(together) if together else [])
-    return [next(done) if same else kind[0].trainable() for kind, same in zip(kinds, inducing, strict=True)]
+    """For one training step, of layers of one kind each; those of one class are prepared together."""
+    prepared: dict[int, Factors] = {}
+    for at in alike([type(kind[0]) for kind in kinds]):
+        prepared |= zip(at, type(kinds[at[0]][0]).train_together([kinds[i] for i in at]), strict=True)
+    return [prepared[i] for i in range(len(kinds))]
 
 
-def _draw_each(f: Factors, noise: Tensor, member: Tensor | None, V: Tensor | None) -> Sequence[Operand]:
-    return f.draw_each(noise, member, V) if isinstance(f, TrainableInducing) else [f.draw(noise, member, V)]
+def _with_V(f: Factors, V: Tensor | None) -> Factors:
+    return f if V is None else f.given(V)
 
 
 def _as_it_is(operand: Operand) -> Operand:
@@ -370,7 +339,8 @@ def _draw(f: Factors, place: int, n: int, draws: Draws, V: Tensor | None) -> Ope
     """By n normals of each sample, which begin at a place."""
     member = draws.member(f.members) if f.members else None
     noise = draws.share(place, n)
-    return f.mean(member, V) if noise is None else f.draw(noise.to(f.dtype), member, V)
+    f = _with_V(f, V)
+    return f.mean(member) if noise is None else f.draw(noise.to(f.dtype), member)
 
 
 def _draw_group(group: Group, factors: NetworkFactors, draws: Draws) -> Sequence[Operand]:

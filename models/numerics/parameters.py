@@ -123,6 +123,27 @@ def numbers(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.cat([like.new_full((len(at),), values[at[0]]) for at in neighbours(values)])
 
 
+def keep_largest(parts: Sequence[Free] | Sequence[Positive], scores: Sequence[Tensor], n: int) -> None:
+    """Prune all but the n entries of the largest scores, ties broken by order; what was pruned before stays pruned."""
+    if not parts:
+        return
+    for part, score in zip(parts, scores, strict=True):
+        if isinstance(part.keep, Tensor):
+            score[~part.keep] = -1
+    n = min(n, sum(int((s >= 0).sum()) for s in scores))
+    flat = torch.cat([s.flatten() for s in scores]).cpu()
+    kept = torch.zeros(len(flat), dtype=torch.bool)
+    if n:
+        least = flat.kthvalue(len(flat) - n + 1).values  # the n-th largest
+        kept = flat > least
+        ties = (flat == least).nonzero()[:, 0]
+        kept[ties[: n - int(kept.sum())]] = True
+    for part, mask in zip(parts, kept.split([s.numel() for s in scores]), strict=True):
+        value = next(part.parameters()).data
+        part.keep = mask.view(value.shape).to(value.device)
+        value.masked_fill_(~mask.view(value.shape).to(value.device), 0)  # nothing is left of what was pruned
+
+
 def count(module: nn.Module) -> int:
     """Numbers that must be stored: all parameters less the pruned ones, and a subnetwork's triangle."""
     pruned = 0

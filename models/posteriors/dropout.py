@@ -1,33 +1,62 @@
 """MC dropout as a posterior over W: q(W) = W diag(z)/(1 − rate), z Bernoulli, one z per sample."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dubito.models.fields import Positive, Share
 from dubito.models.numerics.parameters import Free
-from dubito.models.posteriors.protocol import Dense, Dropped, Value
+from dubito.models.posteriors.entry import PRIOR_SCALE, Entry, Geometry, Option, Origin, prior_of
+from dubito.models.posteriors.protocol import Dense, Dropped, Factors, Posterior
+
+
+class DropoutLayer(Entry):
+    kind: Literal["dropout"] = "dropout"
+    method: Literal["mc-dropout"] = "mc-dropout"
+    rate: Share
+    sigma: Positive
+
+    what: ClassVar = {"mc-dropout": "dropout at prediction"}
+    options: ClassVar = {
+        "rate": Option(0.1, "a dropout rate between 0 and 1", lambda v: 0 < v < 1),
+        "prior_scale": PRIOR_SCALE,
+    }
+
+    @classmethod
+    def describe(cls, method: str, o: Mapping[str, Any], geometry: Geometry, W: Tensor | None = None) -> Self:
+        return cls(rate=o["rate"], sigma=prior_of(o, geometry.shape[1]))
+
+    def start(self, origin: Origin) -> "Dropout":
+        geometry = origin.geometry
+        return Dropout(origin.W.clone(), self.rate, geometry.groups, geometry.inputs, geometry.bias, self.sigma)
+
+    @classmethod
+    def suits(cls, geometry: Geometry) -> bool:
+        """Dropping whole input channels of a first convolution would hide the picture."""
+        return geometry.dims == 0 or geometry.inputs > 4
 
 
 @dataclass(frozen=True)
-class DropoutFactors(Value):
+class DropoutFactors(Factors):
     W: Tensor  # (d_out, d_in)
     rate: float
     groups: int
     inputs: int  # input features or channels of the whole layer
     bias: bool
     by_row: bool = False  # training: masks differ from row to row, as in an ordinary dropout layer
-    members: int = 0
 
     @property
     def normals(self) -> int:
         return 0 if self.by_row else self.inputs
 
-    def mean(self, member: Tensor | None, V: Tensor | None = None) -> Dense:
+    def mean(self, member: Tensor | None) -> Dense:
         return Dense(self.W[None])
 
-    def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Dense | Dropped:
+    def draw(self, noise: Tensor, member: Tensor | None) -> Dense | Dropped:
         """A sample is one function of the input: its mask is the same for every row and location."""
         if self.by_row:
             return Dropped(self.W[None], self.rate)
@@ -40,8 +69,10 @@ class DropoutFactors(Value):
         return Dense(self.W * columns.repeat_interleave(d_out // self.groups, 1))
 
 
-class Dropout(nn.Module):
+class Dropout(Posterior):
     """Drops input features (Linear) or input channels (Conv), never the bias."""
+
+    noise_in_W = False  # but in the inputs
 
     def __init__(self, W: Tensor, rate: float, groups: int, inputs: int, bias: bool, sigma: float) -> None:
         super().__init__()

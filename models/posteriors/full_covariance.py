@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from dubito.models.errors import ConversionError
 from dubito.models.numerics.parameters import Free, Positive
+from dubito.models.posteriors.entry import Option, is_count
 from dubito.models.posteriors.mean_field import FLOOR
 from dubito.models.posteriors.protocol import Value
 
-LIMIT = 1024  # entries of the tensor: the covariance is its square (1024: 2 MB of triangle a layer, M = 32)
+# entries of the tensor: the covariance is its square (1024: 2 MB of triangle a layer, M = 32)
+COVARIANCE_LIMIT = Option(1024, "a whole number from 1", is_count)
 
 
 @dataclass(frozen=True)

@@ -1,188 +1,174 @@
 """Inducing weights [Ritter21]: a small V decides a large W through two projections. FFG-U, FCG-U and Ensemble-U."""
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import Field, FiniteFloat, NonNegativeInt, model_validator
 from torch import Tensor
 
-from dubito.models.numerics.parameters import Free, Optional, Positive, alike, in_a_row, neighbours, numbers, together
-from dubito.models.posteriors.matheron import (
-    MatheronFactors,
-    Side,
-    draw_jointly,
-    draw_projected,
-    draw_weights,
-    factorise,
-    regularise,
-    sides,
-    through,
-    whiten,
+from dubito.models import fields
+from dubito.models.errors import ConversionError
+from dubito.models.fields import Members, Size
+from dubito.models.numerics.normals import normals
+from dubito.models.numerics.parameters import (
+    Free,
+    Optional,
+    Positive,
+    alike,
+    in_a_row,
+    keep_largest,
+    neighbours,
+    numbers,
+    together,
 )
-from dubito.models.posteriors.protocol import Dense, Factored, Frozen, Law, Value
+from dubito.models.posteriors.entry import (
+    MEMBERS,
+    PRIOR_SCALE,
+    SIGMA_MAX,
+    Entry,
+    Geometry,
+    Option,
+    Origin,
+    check_members,
+    is_count,
+    prior_of,
+)
+from dubito.models.posteriors.full_covariance import COVARIANCE_LIMIT, FullCovariance, check_limit
+from dubito.models.posteriors.inducing_factors import InducingFactors, Noise, TrainableInducing, factored_is_cheaper
+from dubito.models.posteriors.inducing_together import gather
+from dubito.models.posteriors.matheron import Side, factorise, regularise, sides, whiten
+from dubito.models.posteriors.mean_field import V_STD, MeanField
+from dubito.models.posteriors.mixture import Mixture
+from dubito.models.posteriors.protocol import Factors, Gathered, Law, Posterior
 
 FLOOR_D = 1e-6
 FLOOR_LAM = 1e-6
-
-Noise = Literal["exact", "factored"]
-
-
-class WithV(Value):
-    """What serving and training share: V comes from q(V), or from a hierarchy that has drawn it already."""
-
-    q_V: Frozen | None  # None: a hierarchy draws V
-
-    @property
-    def members(self) -> int:
-        return self.q_V.members if self.q_V is not None else 0
-
-    @property
-    def normals_of_V(self) -> int:
-        return self.q_V.normals if self.q_V is not None else 0
-
-    def mean_V(self, member: Tensor | None, given: Tensor | None) -> Tensor:
-        if given is not None:
-            return given
-        assert self.q_V is not None
-        return self.q_V.mean(member)
-
-    def draw_V(self, noise: Tensor, member: Tensor | None, given: Tensor | None) -> Tensor:
-        if given is not None:
-            return given
-        assert self.q_V is not None
-        return self.q_V.draw(noise, member)
+LEAST_LAM = 1e-5  # of a cap that is not 0
+SPREAD = 0.1  # how far ensemble members start from each other
+WIDE, SMALL = 128, 1e-5  # of a matrix whose SVD takes long, and of singular values beside the largest
 
 
-@dataclass(frozen=True)
-class InducingFactors(WithV):
-    """What a server keeps of an inducing layer: never a d_out × d_in matrix.
-
-    The law of the λ-noise is the artifact's: `exact` is q(W | V) itself, drawn by way 2; `factored` is way 3, where
-    each direction of `B` has its own noise and everything outside their span shares one.
-    """
-
-    matheron: MatheronFactors  # B_c is not stored apart: it is the first columns of B
-    B: Tensor  # (d_in, r_in + R)  B_c and, beside it, R further directions
-    q_V: Frozen | None  # None: a hierarchy draws V
-    lam: float
-    sigma: float
+class InducingLayer(Entry):
+    kind: Literal["inducing"] = "inducing"
+    method: Literal["ffg-u", "fcg-u", "ensemble-u", "hierarchical"]
+    M_out: Size
+    M_in: Size
+    members: Members | None = None
+    lam_max: Annotated[FiniteFloat, Field(ge=0)] | None
+    sigma_max: fields.Positive | None
+    sigma: fields.Positive  # of the prior
     noise: Noise
+    directions: NonNegativeInt = 0  # R
+
+    what: ClassVar = {
+        "ffg-u": "factorised Gaussian over inducing weights",
+        "fcg-u": "Gaussian with full covariance over inducing weights",
+        "ensemble-u": "ensemble in the space of inducing weights",
+        "hierarchical": "inducing weights drawn from global ones",
+    }
+    options: ClassVar = {
+        "M_out": Option(64, "a whole number from 1", is_count),
+        "M_in": Option(64, "a whole number from 1", is_count),
+        "members": MEMBERS,
+        # None: 0.1 for ensemble-u, 0.03 for the others; 0: no noise of W given V
+        "lam_max": Option(
+            None, "0 (no noise) or a number from 1e-5", lambda v: v is None or v == 0 or LEAST_LAM <= v < math.inf
+        ),
+        # the same cap as a share of the norm of W: the λ-noise over the prior's mean W
+        "lam_share": Option(None, "a positive number", lambda v: v is None or 0 < v < math.inf),
+        "sigma_max": SIGMA_MAX,
+        "prior_scale": PRIOR_SCALE,  # None: 1; from a network, the scale of its weights, so that V has an RMS of 1
+        # auto: exact where forming W is as cheap as not forming it
+        "noise": Option("auto", "auto, exact or factored", lambda v: v in ("auto", "exact", "factored")),
+        "covariance_limit": COVARIANCE_LIMIT,
+    }
+    below = "hierarchical"
+
+    @model_validator(mode="after")
+    def _members(self) -> Self:
+        check_members(self.method, self.members)
+        return self
+
+    @classmethod
+    def describe(cls, method: Any, o: Mapping[str, Any], geometry: Geometry, W: Tensor | None = None) -> Self:
+        (d_out, d_in), M_out, M_in = geometry.shape, o["M_out"], o["M_in"]
+        if method == "fcg-u":
+            fits = math.isqrt(o["covariance_limit"])
+            check_limit(M_out * M_in, o["covariance_limit"], f"M = {fits} (inducing={fits}) fits, or use ffg-u.")
+        noise, ensemble = o["noise"], method == "ensemble-u"
+        if noise == "auto":
+            cheaper = factored_is_cheaper(d_out, d_in, min(M_in, d_in), geometry.groups)
+            noise = "factored" if cheaper else "exact"
+        sigma = prior_of(o, d_in)
+        if W is not None and o["prior_scale"] is None:
+            sigma = scale_of(W, M_out, M_in) or sigma
+        return cls(
+            method=method,
+            M_out=M_out,
+            M_in=M_in,
+            members=o["members"] if ensemble else None,
+            lam_max=cap_of_lam(o, d_out, d_in, 0.1 if ensemble else 0.03),
+            sigma_max=o["sigma_max"] if method in ("ffg-u", "fcg-u") else None,
+            sigma=sigma,
+            noise=noise,
+        )
+
+    def start(self, origin: Origin) -> "Inducing":
+        """From the prior, or from the truncated SVD of W."""
+        (d_out, d_in), W, spread = origin.geometry.shape, origin.W, origin.spread
+        if spread is not None and self.sigma_max is not None and spread >= self.sigma_max:
+            raise ConversionError(
+                f"spread is {spread} and sigma_max {self.sigma_max}; expected a spread below its cap."
+            )
+        Z_r = normals(W, self.M_out, d_out, divisor=math.sqrt(self.M_out))
+        Z_c = normals(W, self.M_in, d_in, divisor=math.sqrt(self.M_in))
+        V = normals(W, self.M_out, self.M_in)
+        apart = normals(W, self.members or 0, *V.shape)
+        q = Inducing(Z_r, Z_c, None, self.sigma, lam_max=self.lam_max, noise=self.noise)
+        if origin.trained:
+            V = q.fit(W)
+            apart = apart - apart.mean(0)
+        if self.directions:
+            q.directions = W.new_zeros(self.directions, d_in)
+        match self.method:
+            case "ffg-u":
+                q.law = MeanField(V, V_STD if spread is None else spread, self.sigma_max)
+            case "fcg-u":
+                q.law = FullCovariance(V, V_STD if spread is None else spread, self.sigma_max)
+            case "ensemble-u":
+                q.law = Mixture(V + (SPREAD if spread is None else spread) * apart)
+        return q
+
+    @classmethod
+    def gather(cls, factors: Mapping[str, Factors], places: Mapping[str, int]) -> Gathered:
+        return gather({name: f for name, f in factors.items() if isinstance(f, InducingFactors)}, places)
+
+    def check(self, d_out: int, d_in: int) -> None:
+        """M may exceed d, but not so far that M × M alone fills the memory."""
+        for M, d in ((self.M_out, d_out), (self.M_in, d_in)):
+            if max(1024, 4 * d) < M:
+                raise ConversionError(f"M = {M} for a side of {d}: expected at most {max(1024, 4 * d)}.")
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.matheron.p.dtype
-
-    def narrow(self, dtype: torch.dtype) -> "InducingFactors":
-        return replace(self, matheron=self.matheron.narrow(dtype), B=self.B.to(dtype))._joined()
-
-    def _each(self, change: Callable[[Tensor], Tensor], seen: dict[Tensor, Tensor] | None = None) -> "InducingFactors":
-        return super()._each(change, seen)._joined()
-
-    def reordered(self, channels: int) -> "InducingFactors":
-        """Inputs that ran channel by channel run tap by tap: one permutation of the rows of B."""
-        B = self.B.T.unflatten(1, (channels, -1)).transpose(1, 2).flatten(1).T
-        return replace(self, B=B)._joined()
-
-    def _joined(self) -> "InducingFactors":
-        return replace(self, matheron=replace(self.matheron, B_c=self.B[:, : len(self.matheron.q)]))
+    def ensemble(self) -> int:
+        return self.members or 0
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.matheron.B_r), len(self.matheron.B_c)
+    def from_above(self) -> tuple[int, int] | None:
+        return (self.M_out, self.M_in) if self.method == "hierarchical" else None
 
-    @property
-    def spans(self) -> bool:
-        """B spans every input, so that nothing is left outside it."""
-        return self.B.shape[1] == self.B.shape[0]
+    def row(self) -> dict[str, Any]:
+        return {"M_out": self.M_out, "M_in": self.M_in, "noise": self.noise, "directions": self.directions}
 
-    @property
-    def forms_W(self) -> bool:
-        """A draw is W itself: the exact law's noise has no factors, but where G = W B_c says all of W.
-
-        There a GPU draws G, as it does for most layers; a CPU would only have one more product to take.
-        """
-        return self.lam > 0 and self.noise == "exact" and not (self.spans and self.B.is_cuda)
-
-    @property
-    def normals(self) -> int:
-        return sum(self._parts())
-
-    def _parts(self) -> tuple[int, int, int]:
-        """Normals of V, and two of the λ-noise: way 2's E and ε, or way 3's ε and e."""
-        of_V = self.normals_of_V
-        d_out, d_in = self.shape
-        if self.lam == 0:
-            return of_V, 0, 0
-        if self.forms_W:
-            return of_V, d_out * d_in, len(self.matheron.p) * len(self.matheron.q)
-        return of_V, d_out * self.B.shape[1], 0 if self.spans else d_out
-
-    def mean(self, member: Tensor | None, V: Tensor | None = None) -> Factored:
-        V = self.mean_V(member, V)
-        return Factored(self.matheron.B_c, self.sigma * self.matheron.B_r.to(V.dtype) @ self.matheron.decided(V), None)
-
-    def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Dense | Factored:
-        for_V, first, second = noise.split(self._parts(), dim=1)
-        V = self.draw_V(for_V, member, V)
-        if self.lam == 0:
-            return self.mean(member, V)
-        K, f = len(noise), self.matheron
-        d_out, d_in = self.shape
-        if self.forms_W:
-            eps = second.view(K, len(f.p), len(f.q))
-            return Dense(draw_weights(f, V, self.lam, self.sigma, first.view(K, d_out, d_in), eps))
-        eps, extra = first.view(K, d_out, -1).tensor_split([len(f.q)], dim=2)  # extra: the R further directions
-        scale = self.lam * self.sigma
-        G = torch.cat([draw_projected(f, V, self.lam, self.sigma, eps), scale * extra], 2)
-        return Factored(self.B, G, None if self.spans else scale * second)
+    def cells(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        R = f", R = {self.directions}" if self.noise == "factored" else ""
+        return f"{self.M_out} × {self.M_in}", f"{self.noise}{R}"
 
 
-@dataclass(frozen=True)
-class TrainableInducing(WithV):
-    """The same law for a training step, of n layers of one kind: differentiable, every draw a dense W (exact noise)."""
-
-    sigma: Tensor  # (n, 1, 1)
-    lam: Tensor | None  # (n, 1, 1)
-    q_V: Frozen | None  # over (n, M_out, M_in)
-    runs: tuple[tuple[Side, Side], ...]  # rows and columns of neighbours of one shape, stacked
-
-    @property
-    def normals(self) -> int:
-        return sum(self._parts())
-
-    def _parts(self) -> list[int]:
-        """Normals of V, and of each run's λ-noise."""
-        noises = [] if self.lam is None else [len(r.P) * r.P.shape[2] * c.P.shape[2] for r, c in self.runs]
-        return [self.normals_of_V, *noises]
-
-    def mean(self, member: Tensor | None, V: Tensor | None = None) -> Dense:
-        """Of a layer alone, as is `draw`; V is (K, M_out, M_in)."""
-        (W,) = through(self.runs, self.sigma * self.mean_V(member, _among_layers(V)))
-        return Dense(W[:, 0])
-
-    def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Dense:
-        (W,) = self.draw_each(noise, member, _among_layers(V))
-        return W
-
-    def draw_each(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> list[Dense]:
-        """Every layer's K samples; V (K, n, M_out, M_in) where a hierarchy has drawn it already."""
-        for_V, *for_W = noise.split(self._parts(), dim=1)
-        V = self.draw_V(for_V, member, V)
-        if self.lam is None:
-            drawn = through(self.runs, self.sigma * V)
-        else:
-            N = [z.view(-1, len(r.P), r.P.shape[2], c.P.shape[2]) for z, (r, c) in zip(for_W, self.runs, strict=True)]
-            drawn = draw_jointly(self.runs, V, self.lam, self.sigma, N)
-        return [Dense(W) for run in drawn for W in (run.unbind(1) if run.shape[1] > 1 else [run.squeeze(1)])]
-
-
-def _among_layers(V: Tensor | None) -> Tensor | None:
-    """(K, M_out, M_in) -> (K, 1, M_out, M_in)."""
-    return None if V is None else V.unsqueeze(-3)
-
-
-class Inducing(Optional):
+class Inducing(Optional, Posterior):
     """q(W) = ∫ q(W | V) q(V) dV with free Z_r, Z_c, D_r, D_c, λ and q(V)."""
 
     optional = "directions"
@@ -244,32 +230,104 @@ class Inducing(Optional):
         return replace(made, q_V=q_V)
 
     def trainable(self) -> TrainableInducing:
-        return train_together([[self]])[0]
+        return self.train_together([[self]])[0]
 
-    def kl(self, data_size: int | None = None) -> Tensor:
-        return kl_together([self], data_size)
+    @classmethod
+    def train_together(cls, kinds: Sequence[Sequence[Self]]) -> list[TrainableInducing]:
+        """The layers of each kind as one value, the sides of all factorised together.
 
+        Neighbours of one shape share their products, so layers had better come in the order of their shapes.
+        """
+        like = kinds[0][0].Z_r.value
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        with torch.autocast(like.device.type, enabled=False):  # in half precision Ψ is not definite
+            runs = [[[layers[i] for i in at] for at in neighbours([q.shape for q in layers])] for layers in kinds]
+            halves = [
+                half
+                for of_kind in runs
+                for run in of_kind
+                for half in ([(q.Z_r, q.D_r) for q in run], [(q.Z_c, q.D_c) for q in run])
+            ]
+            D = iter(together([D for half in halves for _, D in half]))
+            Zs = [[Z().to(dtype) for Z, _ in half] for half in halves]
+            found = sides(Zs, [[next(D).to(dtype) for _ in half] for half in halves])
+            pairs = iter(zip(found[::2], found[1::2], strict=True))
+            return [
+                _join(layers, tuple(next(pairs) for _ in of_kind)) for layers, of_kind in zip(kinds, runs, strict=True)
+            ]
 
-def train_together(kinds: Sequence[Sequence[Inducing]]) -> list[TrainableInducing]:
-    """For one training step: the layers of each kind as one value, the sides of all factorised together.
+    @classmethod
+    def kl_together(cls, layers: Sequence[Self], data_size: int | None = None) -> Tensor:
+        """Σ β R(λ) + KL[q(V) ‖ N(0, I)]; with `data_size` N, β = min(1, N/d_in) (eq. 45), else 1."""
+        laws, noisy = [q.law for q in layers if q.law is not None], [q for q in layers if q.lam is not None]
+        terms = [type(laws[at[0]]).kl_together([laws[i] for i in at], 1.0) for at in alike([type(law) for law in laws])]
+        if noisy:
+            lam = in_a_row(together([q.lam for q in noisy if q.lam is not None]))
+            shares = [1.0 if data_size is None else min(1.0, data_size / q.shape[1]) for q in noisy]
+            sizes = numbers([beta * q.shape[0] * q.shape[1] for beta, q in zip(shares, noisy, strict=True)], lam)
+            terms.append((sizes * (lam.square() / 2 - lam.log() - 0.5)).sum())
+        return torch.stack(terms).sum() if terms else layers[0].Z_r.value.new_zeros(())
 
-    Neighbours of one shape share their products, so layers had better come in the order of their shapes.
-    """
-    like = kinds[0][0].Z_r.value
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    with torch.autocast(like.device.type, enabled=False):  # in half precision Ψ is not definite
-        runs = [[[layers[i] for i in at] for at in neighbours([q.shape for q in layers])] for layers in kinds]
-        halves = [
-            half
-            for of_kind in runs
-            for run in of_kind
-            for half in ([(q.Z_r, q.D_r) for q in run], [(q.Z_c, q.D_c) for q in run])
-        ]
-        D = iter(together([D for half in halves for _, D in half]))
-        Zs = [[Z().to(dtype) for Z, _ in half] for half in halves]
-        found = sides(Zs, [[next(D).to(dtype) for _ in half] for half in halves])
-        pairs = iter(zip(found[::2], found[1::2], strict=True))
-        return [_join(layers, tuple(next(pairs) for _ in of_kind)) for layers, of_kind in zip(kinds, runs, strict=True)]
+    @torch.no_grad()
+    def fit(self, W: Tensor) -> Tensor:
+        """Set Z so that a V exists whose mean weight is the best rank-M fit of W, and return that V.
+
+        W ≈ B_r S B_cᵀ; the leading rows of Z become α Bᵀ, so that the leading columns of A are α/√(α² + D²) of B's.
+        Rows beyond the rank stay as they are: a Cholesky factor's leading block does not see them.
+        """
+        Z_r, Z_c = self.Z_r.value, self.Z_c.value
+        r = min(len(Z_r), len(Z_c), *W.shape)
+        B_r, S, B_c = leading(W.double(), r)
+        scales = []
+        for Z, B, D in ((Z_r, B_r, self.D_r()), (Z_c, B_c, self.D_c())):
+            alpha = math.sqrt(Z.shape[1] / len(Z))  # rows as long as the prior's
+            Z[:r] = (alpha * B.T).to(Z.dtype)
+            scales.append((1 + regularise(Z.double(), D.double())[:r].square() / alpha**2).sqrt())
+        V = torch.zeros(len(Z_r), len(Z_c), dtype=torch.float64, device=W.device)
+        V[:r, :r] = torch.diag(S * scales[0] * scales[1] / self.sigma)
+        return V.to(W.dtype)
+
+    @classmethod
+    def prune(cls, layers: Sequence[tuple[Self, bool]], keep: float) -> None:
+        """Z by magnitude; the mean of q(V) follows what is left of it, so that the mean weights change little."""
+        posteriors = [q for q, _ in layers]
+        Z = [part for q in posteriors for part in (q.Z_r, q.Z_c)]
+        before = [q.projections() for q in posteriors]
+        keep_largest(Z, [part().abs() for part in Z], round(keep * sum(part.value.numel() for part in Z)))
+        for q, projections in zip(posteriors, before, strict=True):
+            q._follow(projections)
+
+    def prunable(self, bias: bool) -> int:
+        return self.Z_r.value.numel() + self.Z_c.value.numel()
+
+    def _follow(self, before: Sequence[Tensor]) -> None:
+        """Move the mean of q(V) so that the mean weight A_r V A_cᵀ is nearest to what it was."""
+        if self.law is None:  # a hierarchy draws V
+            return
+        left, right = (torch.linalg.pinv(now) @ was for now, was in zip(self.projections(), before, strict=True))
+        assert isinstance(self.law, Mixture | MeanField | FullCovariance)
+        V = (self.law.points if isinstance(self.law, Mixture) else self.law.centre).value
+        V.copy_(left @ V.double().cpu() @ right.mT)
+
+    @property
+    def noise_in_W(self) -> bool:
+        return self.law is not None  # None: a hierarchy draws V
+
+    @property
+    def takes_directions(self) -> bool:
+        return self.noise == "factored" and self.lam is not None
+
+    def set_directions(self, inputs: Tensor, factors: Factors, R: int) -> None:
+        """In half precision, in memory as in every file: they are made orthonormal again with the factors."""
+        assert isinstance(factors, InducingFactors)
+        directions = leading_directions(inputs, factors.matheron.B_c, R).T
+        self.directions = directions.half().to(self.Z_c.value.dtype).contiguous() if len(directions) else None
+
+    def update(self) -> dict[str, Any]:
+        return {"directions": 0 if self.directions is None else len(self.directions)}
+
+    def row(self) -> dict[str, Any]:
+        return {"lambda": self.scale()}
 
 
 def _join(layers: Sequence[Inducing], runs: tuple[tuple[Side, Side], ...]) -> TrainableInducing:
@@ -283,16 +341,60 @@ def _join(layers: Sequence[Inducing], runs: tuple[tuple[Side, Side], ...]) -> Tr
     )
 
 
-def kl_together(layers: Sequence[Inducing], data_size: int | None = None) -> Tensor:
-    """Σ β R(λ) + KL[q(V) ‖ N(0, I)]; with `data_size` N, β = min(1, N/d_in) (eq. 45), else 1."""
-    laws, noisy = [q.law for q in layers if q.law is not None], [q for q in layers if q.lam is not None]
-    terms = [type(laws[at[0]]).kl_together([laws[i] for i in at], 1.0) for at in alike([type(law) for law in laws])]
-    if noisy:
-        lam = in_a_row(together([q.lam for q in noisy if q.lam is not None]))
-        shares = [1.0 if data_size is None else min(1.0, data_size / q.shape[1]) for q in noisy]
-        sizes = numbers([beta * q.shape[0] * q.shape[1] for beta, q in zip(shares, noisy, strict=True)], lam)
-        terms.append((sizes * (lam.square() / 2 - lam.log() - 0.5)).sum())
-    return torch.stack(terms).sum() if terms else layers[0].Z_r.value.new_zeros(())
+def cap_of_lam(o: Mapping[str, Any], d_out: int, d_in: int, default: float) -> float:
+    """Of λ, from one of the two options that cap it."""
+    lam_max: float | None = o["lam_max"]
+    share: float | None = o["lam_share"]
+    if share is None:
+        return default if lam_max is None else lam_max
+    if lam_max is not None:
+        raise ConversionError(f"lam_share is {share} and lam_max {lam_max}; both cap λ: expected one of them.")
+    return max(LEAST_LAM, share * lam_of_share(d_out, d_in, o["M_out"], o["M_in"]))
+
+
+def scale_of(W: Tensor, M_out: int, M_in: int) -> float:
+    """σ for which the V of W's best fit of rank M has an RMS of 1; 0 where W has no size, or is not there yet.
+
+    The caps of q(V) and λ are in units of σ: with a σ far below the size of the weights they allow hardly any noise.
+    """
+    if W.is_meta or not W.isfinite().all():  # counted only, or refused when its posterior is made
+        return 0.0
+    short = W.double() if W.shape[0] <= W.shape[1] else W.double().T
+    energies = torch.linalg.eigvalsh(short @ short.T).clamp(min=0)  # ascending squares of the singular values
+    return math.sqrt(float(energies[-min(M_out, M_in) :].sum()) / (M_out * M_in))
+
+
+def lam_of_share(d_out: int, d_in: int, M_out: int, M_in: int) -> float:
+    """λ whose noise has the norm of W, where V has an RMS of 1: what V does not decide has d_out d_in − r_out r_in
+    directions, each with a standard deviation of λσ, and ‖W‖ = σ √(M_out M_in)."""
+    free = d_out * d_in - min(M_out, d_out) * min(M_in, d_in)
+    return math.sqrt(M_out * M_in / free) if free else 1.0
+
+
+def leading(W: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The r largest singular values of W in float64, and their vectors: (d_out, r), (r,), (d_in, r).
+
+    Of a wide matrix by the eigenvectors of W Wᵀ, a fraction of an SVD's time, where no value is so small beside the
+    largest that its square is lost to rounding.
+    """
+    if min(W.shape) >= WIDE:
+        short = W if W.shape[0] <= W.shape[1] else W.T
+        squares, U = torch.linalg.eigh(short @ short.T)  # in rising order
+        S, U = squares[-r:].flip(0).clamp(min=0).sqrt(), U[:, -r:].flip(1)
+        if S[-1] > SMALL * S[0]:
+            other = short.T @ U / S
+            return (U, S, other) if short is W else (other, S, U)
+    B_r, S, B_cT = torch.linalg.svd(W, full_matrices=False)
+    return B_r[:, :r], S[:r], B_cT[:r].T
+
+
+def leading_directions(x: Tensor, B: Tensor, R: int) -> Tensor:
+    """The R leading directions of x (n, d) outside the span of B (d, r), uncentred: (d, ≤ R)."""
+    x = x.to(B.dtype)
+    left = x - (x @ B) @ B.T
+    q = min(R + 8, *left.shape)
+    _, _, directions = torch.svd_lowrank(left, q=q, niter=4)
+    return directions[:, : min(R, B.shape[0] - B.shape[1], q)]
 
 
 def outside(B: Tensor, directions: Tensor) -> Tensor:

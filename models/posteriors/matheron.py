@@ -1,4 +1,6 @@
-"""Draws of W given the whitened inducing weights V: the rule of [Ritter21, eqs. 11-12] and two faster forms of it.
+"""Draws of W given the whitened inducing weights V: two forms of [Ritter21, eqs. 11-12] that are faster than the rule.
+
+The paper's own rule, way 1, stands in `benchmarks/_rule.py`, which tests compare these with.
 
 One side of a layer is a projection Z (M, d) and a positive diagonal D (M,); `r` marks rows, `c` columns:
 Ψ = Z Zᵀ + D², L = chol(Ψ), A = Zᵀ L⁻ᵀ. Given V, W has mean σ A_r V A_cᵀ and covariance
@@ -76,30 +78,6 @@ def factorise(A_r: Tensor, A_c: Tensor) -> MatheronFactors:
     B_r, s_r, Q_rT = torch.linalg.svd(A_r, full_matrices=False)
     B_c, s_c, Q_cT = torch.linalg.svd(A_c, full_matrices=False)
     return MatheronFactors(B_r, B_c, s_r.square().clamp(max=1), s_c.square().clamp(max=1), Q_rT.mT, Q_cT.mT)
-
-
-def draw_by_rule(
-    Z_r: Tensor, D_r: Tensor, Z_c: Tensor, D_c: Tensor, V: Tensor, lam: float, sigma: float, rng: torch.Generator
-) -> Tensor:
-    """Way 1, the paper's own rule (eqs. 11-12), kept as the reference: (K, M_out, M_in) -> (K, d_out, d_in).
-
-    Any square root of Z Zᵀ serves where the paper writes a Cholesky factor, which M > d would make singular.
-    """
-    (M_out, d_out), (M_in, d_in), K = Z_r.shape, Z_c.shape, len(V)
-    normal = [(d_out, d_in), (M_out, M_in), (M_out, M_in), (M_out, M_in)]
-    E_1, E_2, E_3, E_4 = (torch.randn(K, *s, generator=rng, dtype=Z_r.dtype, device=Z_r.device) for s in normal)
-    L_r, L_c = cholesky(Z_r, D_r), cholesky(Z_c, D_c)
-    root_r, root_c = _square_root(Z_r @ Z_r.T), _square_root(Z_c @ Z_c.T)
-    U_bar = Z_r @ E_1 @ Z_c.T + root_r @ E_2 * D_c + D_r[:, None] * E_3 @ root_c.T + D_r[:, None] * E_4 * D_c
-    U = L_r @ V @ L_c.T
-    left, right = torch.cholesky_solve(Z_r, L_r), torch.cholesky_solve(Z_c, L_c)  # Ψ⁻¹ Z
-    return lam * sigma * E_1 + sigma * left.T @ (U - lam * U_bar) @ right
-
-
-def _square_root(S: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(S)
-    root: Tensor = vectors * values.clamp(min=0).sqrt()
-    return root
 
 
 def draw_weights(f: MatheronFactors, V: Tensor, lam: Tensor | float, sigma: float, E: Tensor, eps: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """A factorised Gaussian over one tensor: q of FFG-U (over V) and FFG-W (over W)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -11,6 +12,8 @@ from dubito.models.numerics.parameters import Free, Positive, in_a_row, together
 from dubito.models.posteriors.protocol import Value
 
 FLOOR = 1e-6  # of every standard deviation
+V_STD = math.sqrt(1e-3)  # of q(V), or whatever small tensor decides W, at the start, where no spread is asked for
+W_STD = 1e-4  # of q(W) at the start
 
 
 @dataclass(frozen=True)

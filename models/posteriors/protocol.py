@@ -1,11 +1,12 @@
-"""What the sampler asks of a posterior. Each kind lives in its own file and inherits nothing."""
+"""What sampling and training ask of a posterior, with defaults for a method that has nothing particular."""
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dubito.models.posteriors.blocks import Blocks
 
@@ -149,40 +150,128 @@ class Law(Protocol):
         ...
 
 
-class Factors(Protocol):
+class Factors(Value, ABC):
     """What a layer's K samples are drawn from: a value that its caller computes once and owns."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    @abstractmethod
+    def normals(self) -> int:
+        """Standard normals that one sample needs."""
 
     @property
-    def normals(self) -> int: ...
+    def members(self) -> int:
+        """Number of point masses that samples cycle through; 0 for a continuous distribution."""
+        return 0
 
-    @property
-    def members(self) -> int: ...
-
-    def mean(self, member: Tensor | None, V: Tensor | None = None) -> Operand:
+    @abstractmethod
+    def mean(self, member: Tensor | None) -> Operand:
         """The posterior mean as one sample; for an ensemble, the mean given each of the members asked for."""
+
+    @abstractmethod
+    def draw(self, noise: Tensor, member: Tensor | None) -> Operand:
+        """K samples from (K, normals) standard normals."""
+
+    def draw_each(self, noise: Tensor, member: Tensor | None) -> Sequence[Operand]:
+        """Samples of each of the layers that `train_together` made one value of."""
+        return [self.draw(noise, member)]
+
+    def given(self, V: Tensor) -> Self:
+        """The same with V as a hierarchy has drawn it, (K, M_out, M_in); of n layers (K, n, M_out, M_in)."""
+        return self
+
+    def factored_is_cheaper(self, groups: int) -> bool:
+        """Whether samples act on inputs with the fewest multiplications without W being formed."""
+        return False
+
+    def tap_by_tap(self, channels: int) -> Self | None:
+        """For inputs whose channels lie together at each tap of a kernel; None: only channel by channel."""
+        return None
+
+
+class Group(Protocol):
+    """Layers that are drawn in one go."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def table(self) -> Tensor | None: ...
+
+    def draw(self, noise: Sequence[Tensor]) -> Sequence[Operand]:
+        """Each layer's (K, normals) -> each layer's samples."""
         ...
 
-    def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Operand:
-        """K samples from (K, normals) standard normals; V where a hierarchy has drawn it already."""
+    def draw_by(self, key: Tensor, K: int) -> Sequence[Operand]:
+        """The same from (seed, first sample), where there is a table."""
         ...
 
-    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Self: ...
 
-    def narrow(self, dtype: torch.dtype) -> Self: ...
-
-
-class Posterior(Protocol):
+class Posterior(nn.Module, ABC):
     """q over one layer's weight matrix W (d_out × d_in)."""
 
-    def factors(self) -> Factors:
-        """For serving: no gradients, factored in float64, kept by the caller."""
-        ...
+    sigma: float  # of the prior
+    unprunable = ""  # why there is nothing to prune
 
+    @property
+    def noise_in_W(self) -> bool:
+        """Whether its draws alone say how much W varies."""
+        return True
+
+    @property
+    def takes_directions(self) -> bool:
+        """Whether `set_directions` changes anything."""
+        return False
+
+    @abstractmethod
     def trainable(self) -> Factors:
-        """For one training step: the same law, differentiable, every draw a dense W."""
-        ...
+        """For one training step: differentiable."""
 
-    def kl(self, data_size: int | None = None) -> Tensor: ...
+    @torch.no_grad()
+    def factors(self) -> Factors:
+        """For serving: the same law without gradients, kept by the caller."""
+        return self.trainable().settle()
+
+    def kl(self, data_size: int | None = None) -> Tensor:
+        """KL to the prior; a method has this or `kl_together`."""
+        return self.kl_together([self], data_size)
+
+    @property
+    def kind(self) -> Hashable:
+        """Layers of one kind are drawn together in a training step."""
+        return self
+
+    @classmethod
+    def train_together(cls, kinds: Sequence[Sequence[Self]]) -> Sequence[Factors]:
+        """One value for the layers of each kind, for one training step."""
+        return [layers[0].trainable() for layers in kinds]
+
+    @classmethod
+    def kl_together(cls, layers: Sequence[Self], data_size: int | None = None) -> Tensor:
+        """The sum of their KLs."""
+        return torch.stack([q.kl(data_size) for q in layers]).sum()
+
+    @classmethod
+    def prune(cls, layers: Sequence[tuple[Self, bool]], keep: float) -> None:
+        """Keep that share of all that can be pruned in these layers; with each, whether W's last column is a bias."""
+
+    def prunable(self, bias: bool) -> int:
+        """How many parameters `prune` may set to zero."""
+        return 0
+
+    def fit(self, W: Tensor) -> Tensor:
+        """Set the projections for the best fit of W, and return the V of it, for a hierarchy to start from."""
+        raise NotImplementedError
+
+    def set_directions(self, inputs: Tensor, factors: Factors, R: int) -> None:
+        """Give the R leading directions of the layer's inputs (n, d_in) noise of their own."""
+
+    def update(self) -> dict[str, Any]:
+        """Fields of the layer's entry that changed since it was described."""
+        return {}
+
+    def row(self) -> dict[str, Any]:
+        """What `inspect --json` says of the trained layer beyond its entry."""
+        return {}
+
+
+Gathered = tuple[Sequence[Group], Mapping[str, Factors]]

@@ -1,15 +1,93 @@
 """Posteriors over W itself: FFG-W, FCG-W and Ensemble-W."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from pydantic import model_validator
+from torch import Tensor
 
-from dubito.models.posteriors.protocol import Dense, Frozen, Law, Value
+from dubito.models.fields import Members, Positive
+from dubito.models.numerics.parameters import keep_largest
+from dubito.models.posteriors.entry import (
+    MEMBERS,
+    PRIOR_SCALE,
+    SIGMA_MAX,
+    Entry,
+    Geometry,
+    Origin,
+    check_members,
+    prior_of,
+)
+from dubito.models.posteriors.full_covariance import COVARIANCE_LIMIT, FullCovariance, check_limit
+from dubito.models.posteriors.mean_field import W_STD, MeanField
+from dubito.models.posteriors.mixture import Mixture
+from dubito.models.posteriors.protocol import Dense, Factors, Frozen, Law, Posterior
+
+SPREAD = 0.05  # how far ensemble members start from each other, in units of W's own
+
+
+class WeightLayer(Entry):
+    kind: Literal["weights"] = "weights"
+    method: Literal["ffg-w", "fcg-w", "ensemble-w"]
+    members: Members | None = None
+    sigma_max: Positive | None
+    sigma: Positive
+
+    what: ClassVar = {
+        "ffg-w": "factorised Gaussian over weights",
+        "fcg-w": "Gaussian with full covariance over weights",
+        "ensemble-w": "ensemble of weights",
+    }
+    options: ClassVar = {
+        "members": MEMBERS,
+        "sigma_max": SIGMA_MAX,
+        "prior_scale": PRIOR_SCALE,
+        "covariance_limit": COVARIANCE_LIMIT,
+    }
+    copies_rest = frozenset({"ensemble-w"})
+
+    @model_validator(mode="after")
+    def _members(self) -> Self:
+        check_members(self.method, self.members)
+        return self
+
+    @classmethod
+    def describe(cls, method: Any, o: Mapping[str, Any], geometry: Geometry, W: Tensor | None = None) -> Self:
+        d_out, d_in = geometry.shape
+        if method == "fcg-w":
+            fits = math.isqrt(o["covariance_limit"])
+            advice = f"fcg-u with M = {fits} (inducing={fits}) fits, or use ffg-w."
+            check_limit(d_out * d_in, o["covariance_limit"], advice)
+        sigma = prior_of(o, d_in)
+        if method == "ensemble-w":
+            return cls(method=method, members=o["members"], sigma_max=None, sigma=sigma)
+        return cls(method=method, sigma_max=o["sigma_max"], sigma=sigma)
+
+    def start(self, origin: Origin) -> "WeightSpace":
+        return WeightSpace(self._law(origin), self.sigma)
+
+    def _law(self, origin: Origin) -> Law:
+        W = origin.W
+        match self.method:
+            case "ffg-w":
+                return MeanField(W.clone(), W_STD, self.sigma_max)
+            case "fcg-w":
+                return FullCovariance(W.clone(), W_STD, self.sigma_max)
+        if not origin.trained:
+            return Mixture(torch.stack([W, *(origin.afresh() for _ in range(self.ensemble - 1))]))
+        apart = torch.randn(self.ensemble, *W.shape, dtype=W.dtype, device=W.device)
+        return Mixture(W + (apart - apart.mean(0)) * (SPREAD * W.std(unbiased=False)))
+
+    @property
+    def ensemble(self) -> int:
+        return self.members or 0
 
 
 @dataclass(frozen=True)
-class WeightFactors(Value):
+class WeightFactors(Factors):
     q_W: Frozen
 
     @property
@@ -24,14 +102,14 @@ class WeightFactors(Value):
         """Members are picked, not computed with: rounded ahead they give the same."""
         return replace(self, q_W=self.q_W.to(dtype=dtype)) if self.q_W.normals == 0 else self
 
-    def mean(self, member: Tensor | None, V: Tensor | None = None) -> Dense:
+    def mean(self, member: Tensor | None) -> Dense:
         return Dense(self.q_W.mean(member))
 
-    def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Dense:
+    def draw(self, noise: Tensor, member: Tensor | None) -> Dense:
         return Dense(self.q_W.draw(noise, member))
 
 
-class WeightSpace(nn.Module):
+class WeightSpace(Posterior):
     """q(W) given outright, against the prior N(0, σ²) per entry."""
 
     def __init__(self, law: Law, sigma: float) -> None:
@@ -39,12 +117,30 @@ class WeightSpace(nn.Module):
         self.law = law
         self.sigma = sigma
 
-    @torch.no_grad()
-    def factors(self) -> WeightFactors:
-        return self.trainable().settle()
-
     def trainable(self) -> WeightFactors:
         return WeightFactors(self.law.freeze())
 
     def kl(self, data_size: int | None = None) -> Tensor:
         return self.law.kl(self.sigma)
+
+    @classmethod
+    def prune(cls, layers: Sequence[tuple[Self, bool]], keep: float) -> None:
+        """FFG-W by |mean|/std, its mean and its std each one parameter: of an odd number kept, the last weight keeps
+        its mean alone. Biases stay."""
+        laws, scores = [], []
+        for q, bias in layers:
+            if isinstance(q.law, MeanField):
+                signal: Tensor = (q.law.centre().abs() / q.law.spread()).nan_to_num(nan=0.0)  # 0/0: pruned before
+                signal[:, signal.shape[1] - bias :] = torch.inf  # the bias column
+                laws.append(q.law)
+                scores.append(signal)
+        biases = sum(int(s.isinf().sum()) for s in scores)
+        n = round(2 * keep * (sum(s.numel() for s in scores) - biases))
+        keep_largest([law.centre for law in laws], [s.clone() for s in scores], n - n // 2 + biases)
+        keep_largest([law.spread for law in laws], scores, n // 2 + biases)
+
+    def prunable(self, bias: bool) -> int:
+        if not isinstance(self.law, MeanField):
+            return 0
+        rows, columns = self.law.centre.value.shape
+        return 2 * rows * (columns - bias)

@@ -6,22 +6,100 @@ numbers: nothing penalises them. A bias is a factorised Gaussian beside W, not a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from dubito.models.errors import ConversionError
+from dubito.models.fields import Positive, Size
 from dubito.models.numerics.hadamard import transform
-from dubito.models.posteriors.blocks import Blocks, Grid
+from dubito.models.numerics.normals import normals
+from dubito.models.posteriors.blocks import Blocks, Grid, side, weights
+from dubito.models.posteriors.entry import PRIOR_SCALE, Entry, Geometry, Option, Origin, prior_of
 from dubito.models.posteriors.flows import Planar
-from dubito.models.posteriors.full_covariance import BlockCovariance
-from dubito.models.posteriors.mean_field import MeanField
-from dubito.models.posteriors.protocol import Dense, Frozen, Value
+from dubito.models.posteriors.full_covariance import COVARIANCE_LIMIT, BlockCovariance, check_limit
+from dubito.models.posteriors.mean_field import V_STD, W_STD, MeanField
+from dubito.models.posteriors.protocol import Dense, Factors, Frozen, Posterior
+
+MOST_FLOWS = 64
+
+
+def is_power_of_two(value: Any) -> bool:
+    return isinstance(value, int) and value > 0 and not value & (value - 1)
+
+
+class WhviLayer(Entry):
+    kind: Literal["whvi"] = "whvi"
+    method: Literal["whvi"] = "whvi"
+    D: Size  # side of a block
+    covariance: Literal["diagonal", "full"]
+    flows: Annotated[int, Field(ge=0, le=MOST_FLOWS)] = 0
+    sigma: Positive
+
+    what: ClassVar = {"whvi": "Walsh–Hadamard VI: blocks S_1 H diag(g) H S_2 of W, a distribution over g alone"}
+    options: ClassVar = {
+        "prior_scale": PRIOR_SCALE,
+        "covariance_limit": COVARIANCE_LIMIT,
+        "D": Option(None, "a power of two", lambda v: v is None or is_power_of_two(v)),  # None: of W's shorter side
+        "covariance": Option("diagonal", "diagonal or full", lambda v: v in ("diagonal", "full")),  # of g, by block
+        "flows": Option(
+            0, f"a whole number from 0 to {MOST_FLOWS}", lambda v: isinstance(v, int) and 0 <= v <= MOST_FLOWS
+        ),  # planar, on g
+    }
+
+    @model_validator(mode="after")
+    def _power(self) -> Self:
+        if not is_power_of_two(self.D):
+            raise ValueError(f"D is {self.D}; the side of a block is a power of two")
+        return self
+
+    @classmethod
+    def describe(cls, method: str, o: Mapping[str, Any], geometry: Geometry, W: Tensor | None = None) -> Self:
+        d_out, d_in = geometry.shape
+        D = side(d_out, d_in - geometry.bias) if o["D"] is None else o["D"]
+        if o["covariance"] == "full":
+            check_limit(D, o["covariance_limit"], "Smaller blocks (option D) fit, or covariance='diagonal'.")
+        return cls(D=D, covariance=o["covariance"], flows=o["flows"], sigma=prior_of(o, d_in))
+
+    def start(self, origin: Origin) -> "Whvi":
+        """From the prior, or from a network: the nearest g, and scales that give each block the size of its weights.
+
+        A block has 3D numbers for D² weights: of weights without structure about 1/D of the energy is kept, so this is
+        a start of the right size and of little more, and a network that is to answer like its origin needs training.
+        """
+        W, with_bias = origin.W, origin.geometry.bias
+        bias = MeanField(W[:, -1].clone(), W_STD, None) if with_bias else None
+        W = W[:, : W.shape[1] - with_bias]
+        grid = Grid(W.shape[0], W.shape[1], self.D)
+        g = normals(W, grid.rows * grid.columns, self.D)
+        std = V_STD if origin.spread is None else origin.spread
+        q = Whvi(grid, nn.Identity(), bias, self.sigma, W)
+        if origin.trained and not W.is_meta:
+            g = fit_blocks(q, W, g)
+        q.law = BlockCovariance(g, std) if self.covariance == "full" else MeanField(g, std, None)
+        if self.flows:
+            q.law = Planar(q.law, self.flows, g)
+        return q
+
+    def check(self, d_out: int, d_in: int) -> None:
+        """No block is so large that it is nothing but padding."""
+        if (most := 1 << (max(d_out, d_in) - 1).bit_length()) < self.D:
+            raise ConversionError(f"D = {self.D} for weights of {d_out} × {d_in}: expected at most {most}.")
+
+    def row(self) -> dict[str, Any]:
+        return {"D": self.D, "covariance": self.covariance, "flows": self.flows}
+
+    def cells(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        blocks = f"{row['blocks']} × {self.D}" if "blocks" in row else f"blocks of {self.D}"
+        return blocks, f"{self.covariance} Σ" + (f", {self.flows} flows" if self.flows else "")
 
 
 @dataclass(frozen=True)
-class WhviFactors(Value):
+class WhviFactors(Factors):
     """What a server keeps: O(D) numbers a block, and never W.
 
     `q_g` turns normals into g: for a Gaussian, `q_g.centre` is μ and `q_g.spread` (diagonal) or `q_g.root` is Σ^½.
@@ -32,7 +110,6 @@ class WhviFactors(Value):
     S_2: Tensor  # (rows, columns, D)  zero beyond d_in
     q_g: Frozen  # over (rows · columns, D)
     q_b: Frozen | None  # over (d_out,): the bias
-    members: int = 0
 
     @property
     def normals(self) -> int:
@@ -41,10 +118,14 @@ class WhviFactors(Value):
     def _parts(self) -> tuple[int, int]:
         return self.q_g.normals, 0 if self.q_b is None else self.q_b.normals
 
-    def mean(self, member: Tensor | None, V: Tensor | None = None) -> Dense | Blocks:
+    def factored_is_cheaper(self, groups: int) -> bool:
+        """Not for grouped convolutions, where a block of W meets several groups' inputs."""
+        return groups == 1
+
+    def mean(self, member: Tensor | None) -> Dense | Blocks:
         return self._operand(self.q_g.mean(None), None if self.q_b is None else self.q_b.mean(None))
 
-    def draw(self, noise: Tensor, member: Tensor | None, V: Tensor | None = None) -> Dense | Blocks:
+    def draw(self, noise: Tensor, member: Tensor | None) -> Dense | Blocks:
         for_g, for_b = noise.split(self._parts(), dim=1)
         return self._operand(self.q_g.draw(for_g, None), None if self.q_b is None else self.q_b.draw(for_b, None))
 
@@ -54,7 +135,9 @@ class WhviFactors(Value):
         return Dense(blocks.dense()) if self.grid.folded else blocks
 
 
-class Whvi(nn.Module):
+class Whvi(Posterior):
+    unprunable = "whvi layers have no Z, and every entry of S_1, S_2 and g takes part in a whole block"
+
     def __init__(self, grid: Grid, law: nn.Module, bias: MeanField | None, sigma: float, like: Tensor) -> None:
         super().__init__()
         self.grid, self.sigma = grid, sigma
@@ -68,31 +151,41 @@ class Whvi(nn.Module):
     def q(self) -> MeanField | BlockCovariance | Planar:
         return self.law  # type: ignore[return-value]  # nn.Module by type, one of these by construction
 
-    @torch.no_grad()
-    def factors(self) -> WhviFactors:
-        return self.trainable().settle()
-
     def trainable(self) -> WhviFactors:
         """The same law with gradients: W is not formed in training either."""
         S_1, S_2 = self.grid.spread_rows(self.S_1), self.grid.spread_columns(self.S_2)
         return WhviFactors(self.grid, S_1, S_2, self.q.freeze(), None if self.bias is None else self.bias.freeze())
 
-    def kl(self, data_size: int | None = None) -> Tensor:
-        return kl_together([self])
+    def row(self) -> dict[str, Any]:
+        return {"blocks": self.grid.rows * self.grid.columns}
+
+    @classmethod
+    def kl_together(cls, layers: Sequence[Self], data_size: int | None = None) -> Tensor:
+        """In closed form, but for flows; with few kernels."""
+        priors: dict[float, list[MeanField]] = {}
+        terms = []
+        for layer in layers:
+            if isinstance(layer.q, MeanField):
+                priors.setdefault(1.0, []).append(layer.q)
+            else:
+                terms.append(layer.q.kl(1.0))
+            if layer.bias is not None:
+                priors.setdefault(layer.sigma, []).append(layer.bias)
+        return torch.stack([*terms, *(MeanField.kl_together(laws, prior) for prior, laws in priors.items())]).sum()
 
 
-def kl_together(layers: Sequence[Whvi]) -> Tensor:
-    """In closed form, but for flows; with few kernels."""
-    priors: dict[float, list[MeanField]] = {}
-    terms = []
-    for layer in layers:
-        if isinstance(layer.q, MeanField):
-            priors.setdefault(1.0, []).append(layer.q)
-        else:
-            terms.append(layer.q.kl(1.0))
-        if layer.bias is not None:
-            priors.setdefault(layer.sigma, []).append(layer.bias)
-    return torch.stack([*terms, *(MeanField.kl_together(laws, prior) for prior, laws in priors.items())]).sum()
+@torch.no_grad()
+def fit_blocks(q: Whvi, W: Tensor, otherwise: Tensor) -> Tensor:
+    """Set S_1 and S_2 for the nearest g, and return it; a matrix that is no more than noise to g has it at random."""
+    g = nearest(q, W)
+    shape = (1, q.grid.rows, q.grid.columns, q.grid.D)
+    S_1, S_2 = q.grid.spread_rows(q.S_1), q.grid.spread_columns(q.S_2)
+    fitted = weights(q.grid, S_1, S_2, g.view(shape)).norm()
+    if not fitted > 1e-6 * W.norm():
+        return otherwise
+    for S in (q.S_1, q.S_2):
+        S.mul_((W.norm() / fitted).sqrt())
+    return g
 
 
 def signs(shape: tuple[int, ...], like: Tensor) -> Tensor:

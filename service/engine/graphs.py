@@ -18,7 +18,6 @@ from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.network.together import gather
 from dubito.models.numerics.normals import counted
 from dubito.models.numerics.streams import stream
-from dubito.models.posteriors.inducing import InducingFactors
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import Job, evaluating, foldable, sums_of, tempered
 from dubito.models.predictions.uncertainty import Reals, on_host
@@ -46,10 +45,10 @@ def tap_by_tap(factors: NetworkFactors, form: nn.Module) -> NetworkFactors:
         if not isinstance(unit, Unit) or not isinstance(unit.geometry, Conv) or unit.geometry.bias:
             continue
         name, channels = factors.structure.names[unit.layer], unit.geometry.inputs // unit.geometry.groups
-        f = factors.layers[name]
-        if isinstance(f, InducingFactors) and not f.forms_W:
+        reordered = factors.layers[name].tap_by_tap(channels)
+        if reordered is not None:
             unit.geometry = replace(unit.geometry, taps_first=True)
-            layers[name] = f.reordered(channels)
+            layers[name] = reordered
     return replace(factors, layers=MappingProxyType(layers), form=form)
 
 

@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from benchmarks._rule import draw_by_rule
 from dubito.models import build, load
 from dubito.models.conversion.directions import set_directions
 from dubito.models.embedded import embedded
 from dubito.models.network.geometry import Conv, How, apply
 from dubito.models.network.network import BayesianNetwork, Draws
-from dubito.models.posteriors.inducing import Inducing, Noise
-from dubito.models.posteriors.matheron import draw_by_rule
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.posteriors.inducing_factors import Noise
 from dubito.models.predictions.prediction import evaluating
 from dubito.training.data.sources import read_data
 

@@ -14,9 +14,9 @@ from dubito.models import bayesianize, build, load, save
 from dubito.models.artifact.artifact import examine
 from dubito.models.conversion.directions import set_directions
 from dubito.models.errors import ArtifactError
-from dubito.models.manifest import Calibration, Card, Image, InducingLayer, Input
+from dubito.models.manifest import Calibration, Card, Image, Input
 from dubito.models.network.network import BayesianNetwork
-from dubito.models.posteriors.inducing import Inducing
+from dubito.models.posteriors.inducing import Inducing, InducingLayer
 from tests import forked
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from dubito.models import bayesianize, build, ensemble, predict
-from dubito.models.conversion.start import fit, leading, weight_of
+from dubito.models.conversion.start import weight_of
 from dubito.models.errors import ConversionError
 from dubito.models.manifest import Regression
 from dubito.models.network.geometry import Conv
 from dubito.models.numerics.parameters import count
-from dubito.models.posteriors.inducing import Inducing
+from dubito.models.posteriors.inducing import Inducing, leading
 from dubito.models.posteriors.protocol import Dense, Factored
 from dubito.models.pruning import prune
 
@@ -131,8 +131,8 @@ def test_the_start_is_exact_for_any_D() -> None:
         with torch.no_grad():
             q.D_r.raw.add_(torch.randn(M_out))
             q.D_c.raw.add_(torch.randn(M_in))
-        V = fit(q, W)
-        mean = q.trainable().mean(None, V[None])
+        V = q.fit(W)
+        mean = q.trainable().given(V[None]).mean(None)
         assert isinstance(mean, Dense)
         torch.testing.assert_close(mean.W[0], rank(W, min(M_out, M_in)), rtol=1e-7, atol=1e-9)
 

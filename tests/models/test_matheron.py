@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks._rule import draw_by_rule
 from dubito.models.network.geometry import How, Linear, apply
 from dubito.models.numerics.parameters import Positive
-from dubito.models.posteriors.inducing import Inducing, InducingFactors, Noise
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.posteriors.inducing_factors import InducingFactors, Noise
 from dubito.models.posteriors.matheron import (
     MatheronFactors,
-    draw_by_rule,
     draw_jointly,
     draw_projected,
     draw_weights,
@@ -274,7 +275,7 @@ def outputs(f: InducingFactors, V: Tensor, x: Tensor, how: How = "factored") -> 
 
     def draw(noise: Tensor) -> Tensor:
         K = len(noise)
-        out = apply(Linear(d_in, d_out, bias=False), x.repeat(K, 1), f.draw(noise, None, V), K, how)
+        out = apply(Linear(d_in, d_out, bias=False), x.repeat(K, 1), f.given(V).draw(noise, None), K, how)
         return out.view(K, -1)
 
     return draw
@@ -394,13 +395,13 @@ def test_without_noise_all_ways_are_the_conditional_mean(t: Toy) -> None:
         nothing = torch.zeros(1, 0).double()
         served, trained = made.factors(), made.trainable()
         assert served.normals == trained.normals == 0
-        drawn = served.draw(nothing, None, t.V[None])
+        drawn = served.given(t.V[None]).draw(nothing, None)
         assert isinstance(drawn, Factored)
         assert drawn.e is None
         torch.testing.assert_close(drawn.dense(), expected)
-        torch.testing.assert_close(served.mean(None, t.V[None]).dense(), expected)
-        torch.testing.assert_close(trained.draw(nothing, None, t.V[None]).W, expected)
-        torch.testing.assert_close(trained.mean(None, t.V[None]).W, expected)
+        torch.testing.assert_close(served.given(t.V[None]).mean(None).dense(), expected)
+        torch.testing.assert_close(trained.given(t.V[None]).draw(nothing, None).W, expected)
+        torch.testing.assert_close(trained.given(t.V[None]).mean(None).W, expected)
 
 
 # jitter
@@ -421,10 +422,10 @@ def test_the_jitter_is_part_of_D_in_every_way(shape: tuple[int, int, int, int]) 
     decided = torch.kron(P_r, P_c)
     assert (decided @ C @ decided).trace() > 5 * (decided @ t.law[1] @ decided).trace()  # so that it shows
     served, trained = t.posterior("exact").factors(), t.posterior("exact").trainable()
-    assert_exact(exact_law(lambda z: drawn(served.draw(z, None, t.V)).flatten(1), served.normals), (mean, C))
-    assert_exact(exact_law(lambda z: trained.draw(z, None, t.V).W.flatten(1), trained.normals), (mean, C))
-    torch.testing.assert_close(served.mean(None, t.V[None]).dense().flatten(), mean)
-    torch.testing.assert_close(trained.mean(None, t.V[None]).W.flatten(), mean)
+    assert_exact(exact_law(lambda z: drawn(served.given(t.V).draw(z, None)).flatten(1), served.normals), (mean, C))
+    assert_exact(exact_law(lambda z: trained.given(t.V[None]).draw(z, None).W.flatten(1), trained.normals), (mean, C))
+    torch.testing.assert_close(served.given(t.V[None]).mean(None).dense().flatten(), mean)
+    torch.testing.assert_close(trained.given(t.V[None]).mean(None).W.flatten(), mean)
     ours = replace(t, D_r=regularise(t.Z_r, t.D_r), D_c=regularise(t.Z_c, t.D_c))
     W = by_rule(ours, N, torch.Generator().manual_seed(SEED)).flatten(1)
     rotate = torch.linalg.eigh(C)[1]  # where the jitter is all the variance there is
@@ -455,7 +456,7 @@ def test_a_singular_Psi_still_factorises(scale: float, dtype: torch.dtype) -> No
     made = Inducing(Z_r, Z_c, None, 1.0, D=1e-6, lam=0.1)
     for factors in (made.factors(), made.trainable()):
         noise = torch.randn(2, factors.normals, generator=torch.Generator().manual_seed(SEED)).to(dtype)
-        assert drawn(factors.draw(noise, None, t.V.to(dtype))).isfinite().all()
+        assert drawn(factors.given(t.V.to(dtype)).draw(noise, None)).isfinite().all()
 
 
 def test_p_and_q_are_in_range_in_float32() -> None:

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.models.conversion.directions import leading_directions
 from dubito.models.network.geometry import Conv, How, apply
-from dubito.models.posteriors.inducing import Inducing, Noise
+from dubito.models.posteriors.inducing import Inducing, leading_directions
+from dubito.models.posteriors.inducing_factors import Noise
 
 SEED = 0
 IMAGES = Path(__file__).parents[3] / "shared" / "data" / "FashionMNIST" / "raw" / "t10k-images-idx3-ubyte"
@@ -84,11 +84,11 @@ def table(features: Tensor) -> dict[str, Row]:
         return Inducing(Z_r, Z_c, None, SIGMA, D=1e-5, lam=LAM, noise=noise)
 
     def draw(made: Inducing, how: How) -> Tensor:
-        f, V = made.factors(), torch.zeros(1, M, M)  # zero: the noise alone
+        f = made.factors().given(torch.zeros(1, M, M))  # zero: the noise alone
         rng = torch.Generator().manual_seed(SEED + 1)
         outputs = []
         for _ in range(0, K, STEP):
-            operand = f.draw(torch.randn(STEP, f.normals, generator=rng), None, V)
+            operand = f.draw(torch.randn(STEP, f.normals, generator=rng), None)
             out = apply(layer, shown.repeat(STEP, 1, 1, 1), operand, STEP, how)
             outputs.append(out.view(STEP, SHOWN, CHANNELS, SIDE, SIDE))
         return torch.cat(outputs)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import pytest
 import scipy.stats
@@ -18,11 +17,10 @@ from dubito.models.network.network import BayesianNetwork, Draws
 from dubito.models.numerics.parameters import Positive, together
 from dubito.models.posteriors.dropout import Dropout
 from dubito.models.posteriors.full_covariance import FullCovariance
-from dubito.models.posteriors.inducing import Inducing, kl_together, train_together
+from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.mean_field import FrozenMeanField, MeanField
 from dubito.models.posteriors.mixture import Mixture
 from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Law
-from dubito.models.posteriors.weight_space import WeightSpace
 from dubito.models.predictions.prediction import predict
 
 SEED = 0
@@ -291,13 +289,6 @@ def mean_field_kl() -> Tensor:
     return kl_divergence(Normal(normal(2, 3, at=5), 0.3), Normal(0.0, 1.0)).sum()
 
 
-@pytest.mark.parametrize("law", ["ffg", "fcg"])
-def test_a_posterior_over_weights_has_the_prior_sigma(law: Literal["ffg", "fcg"]) -> None:
-    made = mean_field() if law == "ffg" else full_covariance()
-    prior = MultivariateNormal(torch.zeros(6).double(), 0.2**2 * torch.eye(6).double())
-    close(WeightSpace(made, 0.2).kl(data_size=1), kl_divergence(law_of(made), prior))
-
-
 # inducing weights: draws with V integrated out, and gradients
 
 LAWS: dict[str, Callable[[int, int], Law]] = {
@@ -315,23 +306,6 @@ def correlated(law: FullCovariance) -> FullCovariance:
 
 def matrices(operand: Dense | Factored) -> Tensor:
     return operand.W if isinstance(operand, Dense) else operand.dense()
-
-
-@pytest.mark.parametrize("form", ["served", "trained"])
-@pytest.mark.parametrize("law", ["ffg-u", "fcg-u"])
-def test_weights_have_the_dense_law_with_V_integrated_out(law: str, form: str) -> None:
-    """Mean σ A_r m A_cᵀ, covariance T S Tᵀ + λ²σ²(I − P_r ⊗ P_c): the noise of V and of W are not mixed up."""
-    q = inducing(law=LAWS[law](2, 3))
-    (A_r, P_r), (A_c, P_c) = projections(q)
-    T = 0.7 * torch.kron(A_r, A_c)
-    assert q.law is not None
-    root = q.law.freeze().draw(torch.eye(6).double(), None).flatten(1).detach() - normal(2, 3, at=5).flatten()
-    C = T @ root.T @ root @ T.T + (0.4 * 0.7) ** 2 * (torch.eye(12) - torch.kron(P_r, P_c))
-    f = q.factors() if form == "served" else q.trainable()
-    W = matrices(f.draw(normal(N, f.normals, at=9), None)).flatten(1).detach()
-    assert_law(W, T @ normal(2, 3, at=5).flatten(), C)
-    mean = f.mean(None)
-    close(matrices(mean).flatten(), T @ normal(2, 3, at=5).flatten())
 
 
 SHAPES = {"M < d": (3, 4, 2, 3), "M > d": (2, 3, 3, 4), "M_out > d_out": (2, 5, 3, 2), "M = d": (3, 3, 3, 3)}
@@ -403,7 +377,7 @@ def test_layers_drawn_together_are_each_drawn_alone(law: str, lam_max: float | N
     """The same normals give the same weights and gradients, also where V is given and q is of another kind."""
     layers = several(law, lam_max)
     other = inducing(4, 3, 3, 2, LAWS[law](3, 2))
-    (both, apart), K, member = train_together([layers, [other]]), 2, torch.tensor([2, 0])
+    (both, apart), K, member = Inducing.train_together([layers, [other]]), 2, torch.tensor([2, 0])
     of_V = 0 if law == "ensemble-u" else 6
     noises = [
         normal(K, of_V + (q.shape[0] + 2) * (q.shape[1] + 3) * (lam_max != 0), at=i) for i, q in enumerate(layers)
@@ -413,11 +387,15 @@ def test_layers_drawn_together_are_each_drawn_alone(law: str, lam_max: float | N
     V = normal(K, len(layers), 2, 3, at=50)
     parameters = [p for q in layers for p in q.parameters()]
     for given in (None, V):
-        found = [d.W for d in both.draw_each(noise, member, given)]
-        alone = [
-            q.trainable().draw(z, member, None if given is None else given[:, i]).W
-            for i, (q, z) in enumerate(zip(layers, noises, strict=True))
-        ]
+        if given is None:
+            found = [d.W for d in both.draw_each(noise, member)]
+            alone = [q.trainable().draw(z, member).W for q, z in zip(layers, noises, strict=True)]
+        else:
+            found = [d.W for d in both.given(given).draw_each(noise[:, len(layers) * of_V :], member)]
+            alone = [
+                q.trainable().given(given[:, i]).draw(z[:, of_V:], member).W
+                for i, (q, z) in enumerate(zip(layers, noises, strict=True))
+            ]
         gradients = []
         for drawn in (found, alone):
             loss = sum((W * normal(*W.shape, at=i)).sum() for i, W in enumerate(drawn))
@@ -436,8 +414,8 @@ def test_kl_of_layers_together_is_the_sum_of_their_kls(law: str, data_size: int 
     """Each alone is checked above; of several kinds and shapes, with λ and without."""
     layers = [*several(law, 0.9), *several("ffg-u", None), *several("fcg-u", 0)]
     expected = sum(q.kl(data_size).item() for q in layers)
-    close(kl_together(layers, data_size), expected)
-    close(kl_together(list(reversed(layers)), data_size), expected)
+    close(Inducing.kl_together(layers, data_size), expected)
+    close(Inducing.kl_together(list(reversed(layers)), data_size), expected)
 
 
 def test_kl_of_pruned_and_whole_laws_together() -> None:
@@ -597,14 +575,6 @@ def test_in_training_masks_differ_from_row_to_row(g: Geometry) -> None:
     assert ((out.mean(0) - terms.sum(1)).abs() < 5 * (v / len(out)).sqrt() + 1e-12).all()
     fourth = by_input.pow(4).sum(1) * (float(scipy.stats.bernoulli(0.7).stats("k")) * (0.3 / 0.7) ** 2)
     assert ((out.var(0) - v).abs() < 5 * ((2 * v**2 + fourth.clamp(min=0)) / len(out)).sqrt()).all()
-
-
-def test_kl_of_dropout_is_the_weight_decay_of_its_spikes() -> None:
-    q = dropout(DROPPED["linear"], rate=0.25)
-    W = q.W().detach().numpy()
-    # with probability 1 − rate the weight is W/(1 − rate), whose −log N(0, σ²) is its square over 2σ²; the bias always
-    expected = sum(0.75 * (w / 0.75) ** 2 for w in W[:, :-1].flatten()) + sum(w**2 for w in W[:, -1])
-    close(q.kl(), float(expected) / (2 * 0.5**2))
 
 
 # ensembles

@@ -13,7 +13,7 @@ from dubito.models.embedded import embedded
 from dubito.models.manifest import Card, Manifest, Regression
 from dubito.models.network.network import BayesianNetwork, Draws
 from dubito.models.network.together import gather
-from dubito.models.posteriors.inducing import InducingFactors
+from dubito.models.posteriors.inducing_factors import InducingFactors
 from dubito.models.posteriors.protocol import Factored
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.resident import bytes_of, reside

@@ -68,6 +68,7 @@ def fields_of(summary: Classified | Regressed) -> dict[str, torch.Tensor]:
 @dataclass
 class Starter:
     folder: Path
+    code: str = forked.DUBITO
     running: list[Live] = field(default_factory=list)
 
     def __call__(self, *arguments: str | Path, **environment: str) -> Live:
@@ -77,7 +78,7 @@ class Starter:
         stdout = os.fdopen(reader)
         with log.open("w") as file, os.fdopen(writer, "w") as out:
             process = forked.start(
-                forked.DUBITO,
+                self.code,
                 ["serve", *arguments, "--port", "0"],
                 stdout=out,
                 stderr=file,

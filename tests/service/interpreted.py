@@ -10,10 +10,11 @@ from torch import Tensor
 from dubito.models import bayesianize
 from dubito.models.conversion.directions import set_directions
 from dubito.models.network.geometry import Conv, apply
-from dubito.models.network.together import _size, stack, stack_whole
 from dubito.models.numerics.normals_kernel import FOUR, fill
 from dubito.models.numerics.parameters import alike
-from dubito.models.posteriors.inducing import Inducing, InducingFactors, Noise
+from dubito.models.posteriors.inducing import Inducing
+from dubito.models.posteriors.inducing_factors import InducingFactors, Noise
+from dubito.models.posteriors.inducing_together import _size, stack, stack_whole
 from dubito.models.posteriors.protocol import Dense, Factored
 from dubito.service.engine.kernels import After, dense, factored, parted, suits, tap_by_tap
 

@@ -21,7 +21,7 @@ from dubito.models.network.geometry import How
 from dubito.models.network.network import Draws
 from dubito.models.network.plan import cheapest
 from dubito.models.numerics.normals import Normals
-from dubito.models.posteriors.inducing import Noise
+from dubito.models.posteriors.inducing_factors import Noise
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import evaluating
 from dubito.models.predictions.resident import reside

@@ -375,5 +375,5 @@ def same_every_step(network: BayesianNetwork, fit: Fit) -> bool:
     """Whether the host decides nothing in a step: where layers are kept in copies it chooses all members, so every
     member must have its turn in each step."""
     copies = {len(m.copies) for m in network.modules() if isinstance(m, MemberLayer)}
-    members = {layer.entry.members or 1 for layer in network.layers.values() if layer.entry.kind != "dropout"}
+    members = {layer.entry.ensemble or 1 for layer in network.layers.values()}
     return not copies or all(fit.samples % n == 0 for n in copies | members)

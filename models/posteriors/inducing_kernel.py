@@ -1,4 +1,4 @@
-"""Draws of many layers by one kernel, from no more than a seed: what `together.py` says in torch. Needs triton.
+"""Draws of many layers by one kernel, from no more than a seed: `inducing_together.py` in triton.
 
 One program draws one sample of one layer. Everything but G stays on chip; the noise of the factored law waits in G for
 what depends on all of it.

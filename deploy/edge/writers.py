@@ -1,0 +1,73 @@
+"""K draws of a layer inside a graph: one writer for each kind of posterior, or a refusal.
+
+The same formulas as in `dubito.models`, operator by operator, from the same (K, normals) standard normals: with equal
+normals, graph and torch give equal outputs.
+"""
+
+from collections.abc import Callable, Mapping
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dubito.deploy.edge.draws import Dense, Factored, Masked, Operand, Sampler, array, law_draws, scaled
+from dubito.deploy.edge.errors import ExportError
+from dubito.deploy.edge.graph import Array
+from dubito.deploy.edge.inducing import as_eps, write_inducing
+from dubito.deploy.edge.whvi import write_whvi
+from dubito.models.network.layers import BayesianLayer
+from dubito.models.posteriors.dropout import DropoutFactors
+from dubito.models.posteriors.protocol import Factors
+from dubito.models.posteriors.weight_space import WeightFactors, WeightSpace
+
+HIERARCHY = "hierarchy"  # its name among the layers
+
+
+def write_weights(s: Sampler, name: str, q: WeightSpace, f: WeightFactors, V: str | None, scale: Array) -> Operand:
+    W = law_draws(s, f.q_W, q.law, s.normals(f.normals, f"{name}:W"))
+    return Dense(scaled(s.graph, W, scale))
+
+
+def write_dropout(s: Sampler, name: str, q: Any, f: DropoutFactors, V: str | None, scale: Array) -> Operand:
+    g = s.graph
+    below = g.op("Less", s.normals(f.normals, f"{name}:z"), g.constant(NormalDist().inv_cdf(1 - f.rate)))
+    kept = g.mul(g.op("Cast", below, to=1), g.constant(1 / (1 - f.rate)))
+    return Masked(scaled(g, g.weights(array(f.W)), scale), kept)
+
+
+WRITERS: Mapping[str, Callable[..., Operand]] = {  # by the kind of a manifest entry
+    "inducing": write_inducing,
+    "weights": write_weights,
+    "dropout": write_dropout,
+    "whvi": write_whvi,
+}
+
+
+def draw(s: Sampler, name: str, layer: BayesianLayer, factors: Factors, V: str | None, scale: Array) -> Operand:
+    """K samples of a layer, its outputs scaled by `scale` (d_out,); V where a hierarchy has drawn it already."""
+    if layer.entry.kind not in WRITERS:
+        raise ExportError(f"layer {name!r}: {layer.entry.method} layers cannot be exported.")
+    return WRITERS[layer.entry.kind](s, name, layer.posterior, factors, V, scale)
+
+
+def V_of_all(s: Sampler, above: BayesianLayer, factors: Factors) -> str:
+    """What a hierarchy draws: (K, M_out, Σ M_in)."""
+    match drawn := draw(s, HIERARCHY, above, factors, None, np.ones(above.geometry.shape[0])):
+        case Dense():
+            return drawn.W
+        case Factored():
+            assert drawn.e is None  # a hierarchy's own noise is exact
+            return s.graph.matmul(drawn.G(s.graph), drawn.B_T)
+    raise ExportError("a hierarchy draws inducing weights only.")
+
+
+def normals_in_order(f: Factors, K: int, name: str, drawn: Mapping[str, Array]) -> Tensor:
+    """What the graph drew for a layer, as torch's layer takes it: (K, normals); zeros where it is never reached."""
+    kinds = {key.removeprefix(f"{name}:"): value for key, value in drawn.items() if key.startswith(f"{name}:")}
+    if not kinds:
+        return torch.zeros(K, f.normals)
+    if "eta" in kinds:
+        kinds["eta"] = as_eps(f, kinds["eta"], K)  # type: ignore[arg-type]  # which inducing weights alone draw
+    return torch.from_numpy(np.concatenate(list(kinds.values()), 1))

@@ -1,0 +1,32 @@
+"""Every method that gives a layer a posterior. A new one is its file and one line here.
+
+The entries are strings, imported when they are asked for: `dubito --help` lists the methods without waiting for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dubito.models.posteriors.entry import Entry
+
+POSTERIORS = {  # method -> the file and the class of its manifest entry
+    "ffg-u": "dubito.models.posteriors.inducing:InducingLayer",
+    "fcg-u": "dubito.models.posteriors.inducing:InducingLayer",
+    "ensemble-u": "dubito.models.posteriors.inducing:InducingLayer",
+    "ffg-w": "dubito.models.posteriors.weight_space:WeightLayer",
+    "fcg-w": "dubito.models.posteriors.weight_space:WeightLayer",
+    "ensemble-w": "dubito.models.posteriors.weight_space:WeightLayer",
+    "mc-dropout": "dubito.models.posteriors.dropout:DropoutLayer",
+    "whvi": "dubito.models.posteriors.whvi:WhviLayer",
+}
+
+
+def entry_class(method: str) -> "type[Entry]":
+    file, name = POSTERIORS[method].split(":")
+    entry: type[Entry] = getattr(import_module(file), name)
+    return entry
+
+
+def entry_classes() -> "dict[str, type[Entry]]":
+    """The classes of all methods, by the kind that a manifest calls them."""
+    return {(entry := entry_class(method)).model_fields["kind"].default: entry for method in POSTERIORS}
