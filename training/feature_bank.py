@@ -40,7 +40,7 @@ def find_layer(model: Model, x: Tensor) -> tuple[str, int] | None:
 
     def run() -> Tensor:
         if factors.subnetwork is not None:
-            return plain(network.net, x[:1])
+            return plain(network.net, network.learned, x[:1])
         return network.run(x[:1], bare, Draws(1, None, 0), cheapest(factors))
 
     with evaluating(network), torch.inference_mode():

@@ -162,7 +162,7 @@ def diagonal(network: BayesianNetwork, train: Examples, declared: Input, batch: 
     total = torch.zeros(sum(p.numel() for p in net.parameters()), dtype=torch.float64, device=like.device)
     with evaluating(network), bar("curvature of each weight", len(train)) as advance:
         for x in train.x.split(batch):
-            add_squares(net, enter(x.to(like.device), declared), lambda f: roots(network, f), total)
+            add_squares(net, enter(x.to(like.device), declared), lambda f: roots(network, f), total, network.learned)
             advance(len(x))
     _check_finite(total)
     return total
@@ -176,7 +176,7 @@ def curvature(network: BayesianNetwork, train: Examples, declared: Input, index:
     with evaluating(network), bar(f"curvature of {S:,} weights", len(train)) as advance:
         C = len(roots(network, _outputs(network, enter(train.x[:1].to(device), declared))))
         for x in train.x.split(max(1, min(batch, JACOBIAN // (C * S)))):
-            there = Linearised(net, enter(x.to(device), declared), index)
+            there = Linearised(net, enter(x.to(device), declared), index, network.learned)
             v = roots(network, there.outputs)
             A = torch.einsum("nbc,bcs->nbs", v, there.jacobian()).flatten(0, 1).double()
             H.addmm_(A.T, A)
@@ -245,7 +245,7 @@ def _validation_jacobian(
         V = min(len(validation), max(1, VALIDATION // (C * S)))
         parts = []
         for x in validation.x[:V].split(max(1, min(batch, JACOBIAN // (C * S)))):
-            there = Linearised(network.net, enter(x.to(device), declared), index)
+            there = Linearised(network.net, enter(x.to(device), declared), index, network.learned)
             parts.append((there.outputs, there.jacobian()))
             advance(len(x))
     return torch.cat([f for f, _ in parts]), torch.cat([J for _, J in parts]), validation.y[:V].to(device)

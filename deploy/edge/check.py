@@ -133,7 +133,7 @@ def _outputs(network: BayesianNetwork, factors: NetworkFactors, draws: Draws, x:
     chosen = factors.subnetwork
     if chosen is None or draws.noise is None:
         return network.run(x, factors, draws, {})
-    outputs = linear_samples(network.net, x, chosen, chosen.draw(draws.noise), ROWS)
+    outputs = linear_samples(network.net, network.learned, x, chosen, chosen.draw(draws.noise), ROWS)
     if factors.read is None:
         return outputs
     read = read_at_mean(network, factors.read, x, ROWS)

@@ -7,7 +7,6 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from math import isqrt
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito.models.manifest import SubnetworkEntry
 from dubito.models.network.jacobian import Linearised, chosen_of, turn
+from dubito.models.network.learned import Learned
 from dubito.models.posteriors.protocol import Value
 
 TANGENTS = 1 << 26  # numbers: of weights that draws move, held at a time
@@ -82,21 +82,22 @@ def unpack(triangle: Tensor) -> Tensor:
     return L
 
 
-def outputs_of(net: nn.Module, x: Tensor) -> int:
+def outputs_of(net: nn.Module, learned: Learned, x: Tensor) -> int:
     """C, by one input that is tried once."""
-    if net not in _outputs:
-        _outputs[net] = plain(net, x[:1]).shape[-1]
-    return _outputs[net]
+    if learned.outputs is None:
+        learned.outputs = plain(net, learned, x[:1]).shape[-1]
+    return learned.outputs
 
 
-def plain(net: nn.Module, x: Tensor) -> Tensor:
-    with turn(net), torch.no_grad():
+def plain(net: nn.Module, learned: Learned, x: Tensor) -> Tensor:
+    """The network at its own weights."""
+    with turn(net, learned), torch.no_grad():
         f: Tensor = net(x)
     return f
 
 
 def linear_samples(
-    net: nn.Module, x: Tensor, factors: SubnetworkFactors, moves: Tensor | None, max_rows: int
+    net: nn.Module, learned: Learned, x: Tensor, factors: SubnetworkFactors, moves: Tensor | None, max_rows: int
 ) -> Tensor:
     """The linearised network under K moves of its chosen weights (K, S), or under none: (B, ...) -> (K, B, C).
 
@@ -104,29 +105,29 @@ def linear_samples(
     fewer passes. The numbers are the same.
     """
     if moves is None:
-        return plain(net, x)[None]
-    if 2 * len(moves) < outputs_of(net, x):
-        return by_jvp(net, x, factors.index, moves, max(1, max_rows // len(x)))
-    there = Linearised(net, x, factors.index)
+        return plain(net, learned, x)[None]
+    if 2 * len(moves) < outputs_of(net, learned, x):
+        return by_jvp(net, learned, x, factors.index, moves, max(1, max_rows // len(x)))
+    there = Linearised(net, x, factors.index, learned)
     out = there.outputs.repeat(len(moves), 1, 1)
     for c, J in enumerate(there.rows()):
         out[..., c] += moves.to(J.dtype) @ J.mT
     return out
 
 
-def linear_rows(net: nn.Module, x: Tensor, factors: SubnetworkFactors) -> tuple[Tensor, Tensor]:
+def linear_rows(net: nn.Module, learned: Learned, x: Tensor, factors: SubnetworkFactors) -> tuple[Tensor, Tensor]:
     """f(x) (B, C) and J (B, C, S)."""
-    there = Linearised(net, x, factors.index)
+    there = Linearised(net, x, factors.index, learned)
     return there.outputs, there.jacobian()
 
 
-def linear_moments(net: nn.Module, x: Tensor, factors: SubnetworkFactors) -> tuple[Tensor, Tensor]:
+def linear_moments(net: nn.Module, learned: Learned, x: Tensor, factors: SubnetworkFactors) -> tuple[Tensor, Tensor]:
     """Mean f(x) and variance diag(J H_S⁻¹ Jᵀ) of the linearised network's outputs, both (B, C)."""
-    there = Linearised(net, x, factors.index)
+    there = Linearised(net, x, factors.index, learned)
     return there.outputs, torch.stack([factors.variance(J) for J in there.rows()], 1)
 
 
-def by_jvp(net: nn.Module, x: Tensor, index: Tensor, moves: Tensor, at_once: int) -> Tensor:
+def by_jvp(net: nn.Module, learned: Learned, x: Tensor, index: Tensor, moves: Tensor, at_once: int) -> Tensor:
     """Forward passes with tangents, `at_once` of the K draws in each: (K, B, C)."""
     chosen = chosen_of(net, index)
     parameters = {name: p.detach() for name, p in net.named_parameters()}
@@ -145,21 +146,21 @@ def by_jvp(net: nn.Module, x: Tensor, index: Tensor, moves: Tensor, at_once: int
     k = max(1, min(at_once, TANGENTS // sum(p.numel() for p in centre.values())))
     found: list[Tensor] = []
     # in inference mode torch 2.11 gives tangents of zero, without a word; the fused attention has no forward mode
-    with turn(net), torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+    with turn(net, learned), torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         for some in moves.split(k):
             tangents = {}
             for name, (columns, local) in chosen.items():
                 flat = centre[name].new_zeros(len(some), centre[name].numel())
                 flat[:, local] = some[:, columns].to(flat.dtype)
                 tangents[name] = flat.view(len(some), *centre[name].shape)
-            if net not in _not_batched and len(some) > 1:
+            if learned.batched and len(some) > 1:
                 try:
                     found.append(vmap(moved)(tangents))
                     continue
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError:  # something in the network cannot be batched: one draw at a time, then
-                    _not_batched.add(net)
+                    learned.batched = False
             found += [moved({name: t[i] for name, t in tangents.items()})[None] for i in range(len(some))]
     return torch.cat(found)
 
@@ -170,7 +171,3 @@ def _wake_forward_mode() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         jvp(torch.sin, (torch.zeros(1),), (torch.zeros(1),))
-
-
-_outputs: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # C, once a network has told it
-_not_batched: WeakSet[nn.Module] = WeakSet()

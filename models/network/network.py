@@ -6,7 +6,6 @@ from functools import cache, cached_property, partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Protocol
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from dubito.models.errors import ConversionError, PredictionError
 from dubito.models.manifest import Classification, Task
 from dubito.models.network.feature_bank import FeatureBank
-from dubito.models.network.features import is_linear, keeping, watch
+from dubito.models.network.features import is_linear, watch
 from dubito.models.network.geometry import How
 from dubito.models.network.layers import BayesianLayer, MemberLayer, Reading, Run, Structure, layer_by_layer, running
+from dubito.models.network.learned import Learned
 from dubito.models.network.linearised import Subnetwork, SubnetworkFactors
 from dubito.models.numerics.parameters import Positive, alike
 from dubito.models.numerics.proof import check
@@ -149,6 +149,7 @@ class BayesianNetwork(nn.Module):
     def __init__(self, net: nn.Module, *, hierarchy: BayesianLayer | None = None, task: Task | None = None) -> None:
         super().__init__()
         self.net = net
+        self.learned = Learned()
         self.hierarchy = hierarchy  # its "weights" are the V's of all layers, side by side
         self.subnetwork: Subnetwork | None = None  # a Gaussian over some weights of a plain network
         self.feature_bank: FeatureBank | None = None  # set by `set_feature_bank`
@@ -312,14 +313,14 @@ class BayesianNetwork(nn.Module):
 
     def go(self, x: Tensor, run: Run) -> Tensor:
         """One pass, (B, ...) -> (K, B, ...), channels last in memory, which is faster, where the network bears it."""
-        if x.dim() in (4, 5) and run.structure.convolves and self not in _need_contiguous:
+        if x.dim() in (4, 5) and run.structure.convolves and self.learned.channels_last:
             try:
                 return self._go(x, run, channels_last=True)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:  # a `view`, or whatever else asks how memory lies; or a mistake of another kind
                 out = self._go(x, run)
-            _need_contiguous.add(self)
+            self.learned.channels_last = False
             return out
         return self._go(x, run)
 
@@ -327,18 +328,15 @@ class BayesianNetwork(nn.Module):
         folded = x.repeat(run.K, *[1] * (x.dim() - 1)) if run.K > 1 else x
         if channels_last:
             folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-        here = replace(run, B=len(x), channels_last=channels_last)
-        with running(here), layer_by_layer(run.structure.attends), keeping(run.read is not None) as features:
+        here = replace(run, B=len(x), channels_last=channels_last, features=[])
+        with running(here), layer_by_layer(run.structure.attends):
             out = (self.net if run.form is None else run.form)(folded)
         if not isinstance(out, Tensor) or len(out) != run.K * len(x):
             came = f"a tensor of {len(out)} rows" if isinstance(out, Tensor) else type(out).__name__
             raise PredictionError(f"the network answers with {came}; expected a tensor with one row per input.")
         if run.read is not None:
-            out = torch.cat([out.float(), run.read(features[0], run.K, run.member)], 1)
+            out = torch.cat([out.float(), run.read(here.features[0], run.K, run.member)], 1)
         return out.view(run.K, len(x), *out.shape[1:])
-
-
-_need_contiguous: WeakSet[BayesianNetwork] = WeakSet()  # networks that take a `view` of a feature map
 
 
 def _kind(layer: BayesianLayer) -> Hashable:

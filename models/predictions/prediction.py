@@ -2,13 +2,11 @@
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from threading import Lock
 from typing import Protocol
-from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -17,8 +15,8 @@ from torch import Tensor, nn
 from dubito.models.errors import InputError, PredictionError
 from dubito.models.manifest import Predictive
 from dubito.models.network.feature_bank import Nearest
-from dubito.models.network.features import keeping
-from dubito.models.network.layers import FoldError, Reading
+from dubito.models.network.layers import FoldError, Reading, Run, Structure, running
+from dubito.models.network.learned import Learned
 from dubito.models.network.linearised import (
     SubnetworkFactors,
     linear_moments,
@@ -45,7 +43,7 @@ from dubito.models.predictions.uncertainty import (
     wide,
 )
 
-Linear = Callable[[nn.Module, Tensor, SubnetworkFactors], tuple[Tensor, Tensor]]  # f, and what is known about it
+Linear = Callable[[nn.Module, Learned, Tensor, SubnetworkFactors], tuple[Tensor, Tensor]]  # f, J
 Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K samples does
 
 
@@ -322,7 +320,7 @@ class Job:
         chosen = self.factors.subnetwork
         if chosen is None:
             return None
-        C = outputs_of(self.network.net, self.x)
+        C = outputs_of(self.network.net, self.network.learned, self.x)
         if 2 * self.most < C or self.B * C * chosen.normals > NOISE:
             return None
         return self._in_blocks(linear_rows, chosen)
@@ -341,11 +339,11 @@ class Job:
         network = self.network
         if self.factors.subnetwork is not None:
             return self._folded(x, draws)
-        if draws.K > 1 and foldable(network):
+        if draws.K > 1 and network.learned.folds:
             try:
                 return self._folded(x, draws)
             except FoldError:
-                _not_foldable.add(network)  # one sample at a time, then: slower, and right
+                network.learned.folds = False  # one sample at a time, then: slower, and right
         return torch.cat([self._folded(x, draws.part(k, 1)) for k in range(draws.K)])
 
     def _folded(self, x: Tensor, draws: Draws) -> Tensor:
@@ -354,19 +352,20 @@ class Job:
         read = self.factors.read if self.factors.subnetwork is None else None
         _check_outputs(self.network, outputs, 0 if read is None else read.columns)
         folded = draws.K > 1 and self.factors.subnetwork is None
-        if folded and tuple(x.shape) not in _folds.setdefault(self.network, set()):
+        if folded and tuple(x.shape) not in self.network.learned.folded:
             _check_folding(self.network, self.factors, draws, self.plan(1, 1), x, outputs)
         return tempered(outputs, self.temperature, read)
 
 
 def read_at_mean(network: BayesianNetwork, read: Reading, x: Tensor, rows: int) -> Tensor:
     """What is read off the features of a linearised network at its own weights, `rows` inputs at a time."""
-    found = []
+    columns, member = [], Draws(1, None, 0).member
     for block in x.split(rows):
-        with keeping() as features:
-            plain(network.net, block)
-        found.append(read(features[0], 1, Draws(1, None, 0).member))
-    return torch.cat(found)
+        run = Run(1, {}, {}, member, Structure.of(network.net), read=read)
+        with running(run):
+            plain(network.net, network.learned, block)
+        columns.append(read(run.features[0], 1, member))
+    return torch.cat(columns)
 
 
 def tempered(outputs: Tensor, temperature: float, read: Reading | None) -> Tensor:
@@ -390,16 +389,6 @@ def with_distances(outputs: Tensor, read: Reading | None) -> tuple[Tensor, Tenso
     return logits, rest[..., 0] if rest is not None and isinstance(read, Nearest) else None
 
 
-_only_used: WeakSet[nn.Module] = WeakSet()
-_not_foldable: WeakSet[BayesianNetwork] = WeakSet()
-_folds: WeakKeyDictionary[BayesianNetwork, set[tuple[int, ...]]] = WeakKeyDictionary()  # checked, by shape of an input
-
-
-def foldable(network: BayesianNetwork) -> bool:
-    """False once it was seen that samples cannot share a pass."""
-    return network not in _not_foldable
-
-
 def _check_folding(
     network: BayesianNetwork,
     factors: NetworkFactors,
@@ -419,7 +408,7 @@ def _check_folding(
         size = max(float(alone.abs().max()), float(outputs.float().abs().max()), 1e-30)
         if float((alone - folded).abs().max()) > (1e-3 if x.dtype == torch.float32 else 0.1) * size:
             raise FoldError("the network mixes rows of the batch, so its samples cannot share a pass.")
-    _folds.setdefault(network, set()).add(tuple(x.shape))
+    network.learned.folded.add(tuple(x.shape))
 
 
 def _samples(factors: NetworkFactors, samples: int) -> tuple[int, bool]:
@@ -498,7 +487,8 @@ def _in_blocks(
     """The same draws for every block; where there are several, their weights are made once."""
     if factors.subnetwork is not None:
         moves = None if draws.noise is None else factors.subnetwork.draw(draws.noise)
-        blocks = [linear_samples(network.net, block, factors.subnetwork, moves, rows) for block in x.split(rows)]
+        net, learned, chosen = network.net, network.learned, factors.subnetwork
+        blocks = [linear_samples(net, learned, block, chosen, moves, rows) for block in x.split(rows)]
         return torch.cat(blocks, 1)
     how = plan(min(rows, len(x)), draws.K)
     run = network.arrange(factors, draws, how, keep=len(x) > rows)
@@ -509,7 +499,7 @@ def _linear_in_blocks(
     network: BayesianNetwork, linear: Linear, chosen: SubnetworkFactors, x: Tensor, rows: int
 ) -> tuple[Tensor, Tensor]:
     try:
-        blocks = [linear(network.net, block, chosen) for block in x.split(rows)]
+        blocks = [linear(network.net, network.learned, block, chosen) for block in x.split(rows)]
     except torch.OutOfMemoryError:
         if min(rows, len(x)) == 1:
             raise
@@ -566,53 +556,27 @@ def tally_for(network: BayesianNetwork) -> ClassTally | ValueTally:
     return ValueTally(noise.detach(), shift, scale, network.gain)
 
 
-_units: WeakKeyDictionary[nn.Module, ValueTally] = WeakKeyDictionary()
-
-
 def units_of(network: BayesianNetwork) -> ValueTally | None:
-    """Of a regression, on the host. Looked up once where the network is only used: its device may be busy."""
+    """Of a regression, on the host."""
     if network.task.kind == "classification":
         return None
-    if (known := _units.get(network)) is None:
+    if network.learned.noise is None:
         tally = tally_for(network)
         assert isinstance(tally, ValueTally)
-        known = tally.to(torch.device("cpu"))
-        if network in _only_used:
-            _units[network] = known
-    return known
+        return tally.to(torch.device("cpu"))
+    noise, gain = network.learned.noise  # its device may be busy
+    return ValueTally(noise, torch.tensor(network.task.shift), torch.tensor(network.task.scale), gain)
 
 
-_busy: WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = WeakKeyDictionary()
-_busy_lock = Lock()
-
-
-def never_train(network: nn.Module) -> None:
+def never_train(network: BayesianNetwork) -> None:
     """Put the network into evaluation mode for good, so that no later call has to check its modules' modes."""
     network.eval()
-    _only_used.add(network)
+    if (units := units_of(network)) is not None:
+        network.learned.noise = units.noise, units.gain
+    network.learned.trained = False
 
 
-@contextmanager
-def evaluating(network: nn.Module) -> Iterator[None]:
+def evaluating(network: nn.Module) -> AbstractContextManager[None]:
     """BatchNorm and dropout as they are when a network is used, not trained; the last thread to leave restores them."""
-    if network in _only_used:
-        yield
-        return
-    with _busy_lock:
-        threads, training = _busy.get(network, (0, []))
-        if threads == 0:
-            training = [m for m in network.modules() if m.training]
-            if training:
-                network.eval()
-        _busy[network] = (threads + 1, training)
-    try:
-        yield
-    finally:
-        with _busy_lock:
-            threads, training = _busy[network]
-            if threads > 1:
-                _busy[network] = (threads - 1, training)
-            else:
-                del _busy[network]
-                for module in training:
-                    module.training = True
+    learned = network.learned if isinstance(network, BayesianNetwork) else Learned()
+    return learned.evaluating(network)

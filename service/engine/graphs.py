@@ -20,7 +20,7 @@ from dubito.models.numerics.normals import counted
 from dubito.models.numerics.streams import stream
 from dubito.models.posteriors.inducing import InducingFactors
 from dubito.models.predictions.model import Model
-from dubito.models.predictions.prediction import Job, evaluating, foldable, sums_of, tempered
+from dubito.models.predictions.prediction import Job, evaluating, sums_of, tempered
 from dubito.models.predictions.uncertainty import Reals, on_host
 from dubito.service.engine.fusion import Unit, fuse
 
@@ -196,7 +196,7 @@ class Programs:
         """A pass of K samples of the job's inputs, where it is one."""
         if not capturable(self.factors) or (job.B, K) in self.known or job.max_rows < job.B * K:
             return
-        if K > 1 and not foldable(self.network):
+        if K > 1 and not self.network.learned.folds:
             return
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         plan = job.plan(job.B, K)

@@ -162,7 +162,7 @@ def test_a_subnetwork_answers_as_on_the_cpu() -> None:
     chosen = factors.subnetwork
     assert chosen is not None
     noise = Normals(0, torch.device("cuda")).rows(8, 50)
-    forward = by_jvp(network.net, x.cuda(), chosen.index, chosen.draw(noise), 8)
+    forward = by_jvp(network.net, network.learned, x.cuda(), chosen.index, chosen.draw(noise), 8)
     torch.testing.assert_close(rows, forward, rtol=1e-2, atol=1e-2)
 
 

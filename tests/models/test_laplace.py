@@ -14,7 +14,7 @@ from dubito.models import bayesianize, build, load, save
 from dubito.models.artifact.artifact import _check_subnetwork
 from dubito.models.errors import ArtifactError, ConversionError, InputError
 from dubito.models.manifest import Regression, SubnetworkEntry
-from dubito.models.network import linearised
+from dubito.models.network.learned import Learned
 from dubito.models.network.linearised import (
     Subnetwork,
     SubnetworkFactors,
@@ -66,14 +66,13 @@ def test_samples_are_the_linearised_network(outputs: int | None, monkeypatch: py
     net, x = mixed(), torch.randn(5, 2, 9, 9).double()
     J, H = brute(net, x), precision()
     factors = SubnetworkFactors(chosen(J.shape[2]), torch.linalg.cholesky(H))
-    if outputs is not None:
-        linearised._outputs[net] = outputs
+    learned = Learned(outputs=outputs)
     eps = torch.randn(6, S).double()
     with torch.inference_mode():
-        found = linear_samples(net, x, factors, factors.draw(eps), 10)
+        found = linear_samples(net, learned, x, factors, factors.draw(eps), 10)
     moves = torch.linalg.solve(torch.linalg.cholesky(H).T, eps.T).T  # δ = L⁻ᵀ ε, densely
     torch.testing.assert_close(found, net(x) + torch.einsum("bcs,ks->kbc", J[:, :, factors.index], moves))
-    torch.testing.assert_close(linear_samples(net, x, factors, None, 10)[0], net(x))
+    torch.testing.assert_close(linear_samples(net, learned, x, factors, None, 10)[0], net(x))
 
 
 def test_draws_have_the_covariance_of_the_precision() -> None:
@@ -90,7 +89,7 @@ def test_moments_are_the_dense_ones() -> None:
     net, x = mixed(), torch.randn(5, 2, 9, 9).double()
     J, H = brute(net, x), precision()
     factors = SubnetworkFactors(chosen(J.shape[2]), torch.linalg.cholesky(H))
-    f, variance = linear_moments(net, x, factors)
+    f, variance = linear_moments(net, Learned(), x, factors)
     J = J[:, :, factors.index]
     torch.testing.assert_close(f, net(x))
     torch.testing.assert_close(variance, torch.einsum("bcs,st,bct->bc", J, torch.linalg.inv(H), J))
@@ -103,7 +102,7 @@ def test_forward_mode_through_attention(first: bool) -> None:
     J = brute(net, x)
     index, moves = chosen(J.shape[2]), torch.randn(4, S).double()
     expected = net(x) + torch.einsum("bcs,ks->kbc", J[:, :, index], moves)
-    torch.testing.assert_close(by_jvp(net, x, index, moves, 4), expected)
+    torch.testing.assert_close(by_jvp(net, Learned(), x, index, moves, 4), expected)
 
 
 class Cube(torch.autograd.Function):
@@ -143,8 +142,9 @@ def test_what_cannot_be_batched_is_done_draw_by_draw() -> None:
     J = brute(net, x)
     moves = torch.randn(5, 8).double()
     expected = net(x) + torch.einsum("bcs,ks->kbc", J, moves)
-    torch.testing.assert_close(by_jvp(net, x, torch.arange(8), moves, 5), expected)
-    assert net in linearised._not_batched
+    learned = Learned()
+    torch.testing.assert_close(by_jvp(net, learned, x, torch.arange(8), moves, 5), expected)
+    assert not learned.batched
 
 
 def test_probit_and_its_limits() -> None:
@@ -152,7 +152,7 @@ def test_probit_and_its_limits() -> None:
     factors = made.factors()
     found = predict_closed(made, factors, x).summary
     assert isinstance(found, Classified)
-    f, variance = linear_moments(made.net, x, factors.subnetwork)  # type: ignore[arg-type]
+    f, variance = linear_moments(made.net, made.learned, x, factors.subnetwork)  # type: ignore[arg-type]
     expected = (f / (1 + torch.pi / 8 * variance).sqrt()).softmax(-1)
     torch.testing.assert_close(found.probabilities, expected)
     torch.testing.assert_close(found.entropy, -(expected * expected.log()).sum(-1))
@@ -206,7 +206,7 @@ def test_regression_in_closed_form_is_the_limit_of_draws() -> None:
     assert ((closed.mean - drawn.mean).abs() < 5 * error).all()
     ratio = drawn.epistemic_variance / closed.epistemic_variance
     assert ((ratio - 1).abs() < 5 * (2 / K) ** 0.5).all()
-    _, variance = linear_moments(made.net, x, factors.subnetwork)  # type: ignore[arg-type]
+    _, variance = linear_moments(made.net, made.learned, x, factors.subnetwork)  # type: ignore[arg-type]
     torch.testing.assert_close(closed.epistemic_variance, variance * torch.tensor(task.scale).square())
 
 
@@ -216,7 +216,7 @@ def test_threads_do_not_meet() -> None:
 
     made, x = network(), torch.randn(3, 2, 9, 9)
     factors = made.factors()
-    linearised._outputs[made.net] = 1000  # forward mode
+    made.learned.outputs = 1000  # forward mode
     alone = predict(made, factors, x, 3, 0, keep_outputs=True).outputs
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: predict(made, factors, x, 3, 0, keep_outputs=True).outputs, range(8)))
