@@ -25,11 +25,8 @@ def prune(network: BayesianNetwork, keep: float) -> None:
     """
     if not 0 < keep <= 1:
         raise ConversionError(f"keep is {keep}; expected a share above 0 and up to 1.")
-    if network.subnetwork is not None:
-        raise ConversionError(
-            "this is a subnetwork-laplace model, which has nothing to prune: its posterior is as small as the size S "
-            "that it was made with. Make it anew with a smaller one (dubito laplace --size)."
-        )
+    if network.joint is not None:
+        raise ConversionError(network.joint.not_pruned)
     inducing: list[Inducing] = []
     gaussians: list[tuple[MeanField, int]] = []
     for layer in network.layers.values():

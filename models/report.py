@@ -1,7 +1,7 @@
 """What `dubito inspect` tells about an artifact."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dubito.models.conversion.architectures import build
 from dubito.models.manifest import Calibration, Manifest, Plain
-from dubito.models.network.jacobian import chosen_of
+from dubito.models.network.joint import JOINT
 from dubito.models.network.layers import BayesianLayer
 from dubito.models.network.network import BayesianNetwork, as_matrix
 from dubito.models.numerics.parameters import count
@@ -27,7 +27,6 @@ WHAT = {
     "ensemble-w": "ensemble of weights",
     "mc-dropout": "dropout at prediction",
     "whvi": "Walsh–Hadamard VI: blocks S_1 H diag(g) H S_2 of W, a distribution over g alone",
-    "subnetwork-laplace": "Gaussian over some of the weights, about which the network is linearised",
 }
 SCORED = {
     "probability": "by 1 − probability",
@@ -35,13 +34,6 @@ SCORED = {
     "raps": "RAPS: by the probability of all likelier classes and by rank",
 }
 NOISE = {"constant": "the same for every input", "input": "depends on the input"}
-SELECTED = {
-    "variance": "of the largest variance under a diagonal Laplace approximation",
-    "random": "chosen at random",
-    "magnitude": "of the largest magnitude",
-    "last-layer": "of the last layer",
-}
-
 
 NOISE_DRAWS = 8  # of a layer's weights, to measure their noise
 
@@ -106,7 +98,7 @@ def report(
         if stored is not None:
             row["bytes"] = sum(t.nbytes for key, t in stored.items() if key.startswith(f"net.{name}."))
         layers.append(row)
-    above = manifest.hierarchy
+    above, joint = manifest.hierarchy, manifest.joint
     members = [e.members or 0 for e in manifest.layers.values() if e.kind != "dropout"]
     return {
         "format": manifest.format,
@@ -121,7 +113,8 @@ def report(
         "layers": layers,
         "members": max([0, *manifest.members.values(), *members, (above and above.layer.members) or 0]),
         "hierarchy": None if above is None else above.model_dump(mode="json"),
-        "subnetwork": _subnetwork(manifest, network),
+        **dict.fromkeys(JOINT),
+        **({} if joint is None else {joint.key: JOINT[joint.key].facts(joint, network)}),
         "feature_bank": _feature_bank(manifest),
         **manifest.card.model_dump(mode="json"),
         "sha256": manifest.sha256,
@@ -134,18 +127,6 @@ def _noise(manifest: Manifest, network: BayesianNetwork | None) -> str | None:
         return None
     still = network is not None and network.gain is not None and not network.gain.any()
     return "constant" if still else manifest.task.noise
-
-
-def _subnetwork(manifest: Manifest, network: BayesianNetwork | None) -> dict[str, Any] | None:
-    """How many of each parameter's weights were chosen, where the network is known."""
-    if manifest.subnetwork is None:
-        return None
-    by_name: dict[str, int] = {}
-    if network is not None and network.subnetwork is not None:
-        chosen = chosen_of(network.net, network.subnetwork.index.long())
-        by_name = {name: len(local) for name, (_, local) in chosen.items()}
-    S = manifest.subnetwork.size
-    return {**manifest.subnetwork.model_dump(mode="json"), "triangle": S * (S + 1) // 2, "parameters": by_name}
 
 
 def _feature_bank(manifest: Manifest) -> dict[str, Any] | None:
@@ -197,9 +178,10 @@ def show(found: dict[str, Any]) -> None:
     methods = {row["method"] for row in found["layers"]}
     for method in sorted(methods):
         say(f"{method}: {WHAT[method]}")
-    if found["subnetwork"] is not None:
-        _say_subnetwork(say, found["subnetwork"], found["calibration"])
-    elif not methods:
+    joint = [line for key, of in JOINT.items() if found[key] for line in of.lines(found[key], found["calibration"])]
+    for line in joint:
+        say(line)
+    if not methods and not joint:
         say("deterministic: one set of weights, no uncertainty about them")
     if found["layers"]:
         _show_layers(console, Table(), found["layers"])
@@ -235,20 +217,6 @@ def show(found: dict[str, Any]) -> None:
     for line in columns(found["metrics"], None if found["plain"] is None else Plain.model_validate(found["plain"])):
         say(line)
     say(f"SHA-256 {found['sha256']} (checked)")
-
-
-def _say_subnetwork(say: Callable[[str], None], chosen: dict[str, Any], calibration: dict[str, Any] | None) -> None:
-    say(f"{chosen['method']}: {WHAT[chosen['method']]}")
-    say(f"S = {chosen['size']:,} weights {SELECTED[chosen['select']]}; all others are as trained")
-    say(
-        f"precision: curvature summed over {chosen['examples']:,} examples + {chosen['prior_precision']:.4g} of the "
-        f"prior, as a Cholesky factor of {chosen['triangle']:,} numbers"
-    )
-    default = "probit" if calibration is None else calibration["method"]
-    say(f"answers in closed form (probit) or by draws (sampling); unless told, {default}")
-    if chosen["parameters"]:
-        parts = ", ".join(f"{name} {n:,}" for name, n in chosen["parameters"].items())
-        say(f"chosen in: {parts}")
 
 
 def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]]) -> None:

@@ -54,7 +54,7 @@ def linearise(
     settings = Laplace() if settings is None else settings
     check_plain(network)
     network = copy.deepcopy(network)
-    network.subnetwork = None
+    network.set_joint(None)
     network.eval()
     index = choose(network, train, declared, settings, seed)
     H = curvature(network, train, declared, index, settings.batch)
@@ -62,14 +62,14 @@ def linearise(
     if precision is None:
         precision, scores = best_precision(network, validation, declared, index, H, settings.batch)
     entry = SubnetworkEntry(size=len(index), select=settings.select, prior_precision=precision, examples=len(train))
-    network.subnetwork = Subnetwork.of(index, factor(H, precision), entry)
+    network.set_joint(Subnetwork.of(index, factor(H, precision), entry))
     return Fitted(network, scores)
 
 
 def said(fitted: Fitted) -> str:
     """What the grid found, in a sentence or two."""
-    chosen = fitted.network.subnetwork
-    assert chosen is not None
+    chosen = fitted.network.joint
+    assert isinstance(chosen, Subnetwork)
     S, precision = chosen.entry.size, chosen.entry.prior_precision
     if not fitted.scores:
         return f"a posterior over {S:,} weights, with a prior precision of {precision:.4g} as told"
@@ -86,7 +86,7 @@ def said(fitted: Fitted) -> str:
 
 
 def check_plain(network: BayesianNetwork) -> None:
-    if network.factors().random and network.subnetwork is None:
+    if network.factors().random and network.joint is None:
         raise LaplaceError(
             "this network is Bayesian already; expected a plain one (method deterministic), trained as usual."
         )

@@ -6,6 +6,8 @@ holds the triangle L⁻¹, and δ = L⁻ᵀ ε is one product.
 
 import copy
 import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -16,7 +18,8 @@ from dubito.deploy.edge.draws import Sampler, array, triangle
 from dubito.deploy.edge.tangents import Forward, Moved
 from dubito.deploy.edge.trace import by_torch
 from dubito.models.network.jacobian import chosen_of
-from dubito.models.network.linearised import SubnetworkFactors
+from dubito.models.network.linearised import LinearisedFactors
+from dubito.models.network.network import NetworkFactors
 
 NOISE = "subnetwork:eps"  # the name of ε in the graph
 WEIGHT = "weight:"  # before a parameter's name among the inputs of a traced network
@@ -44,10 +47,11 @@ def trace_open(net: nn.Module, shape: tuple[int, ...]) -> onnx.ModelProto:
 
 
 def linear_samples(
-    s: Sampler, traced: onnx.GraphProto, net: nn.Module, chosen: SubnetworkFactors, x: str
+    s: Sampler, traced: onnx.GraphProto, net: nn.Module, factors: NetworkFactors, x: str
 ) -> tuple[str, dict[str, str]]:
     """(K, B, C) outputs of the linearised network, and what each traced value is called at the network's weights."""
-    g = s.graph
+    assert isinstance(factors, LinearisedFactors)
+    g, chosen = s.graph, factors.subnetwork
     inverse = np.linalg.inv(array(chosen.L))
     eps = s.normals(chosen.normals, NOISE)
     moves = g.matmul(g.op("Transpose", triangle(g, np.tril(inverse))), g.op("Transpose", eps))  # (S, K)
@@ -65,3 +69,14 @@ def linear_samples(
     (out,) = (o.name for o in traced.output)
     t = forward.of(out)
     return g.add(forward.value[out], forward.nothing(out) if t is None else t), forward.value
+
+
+class JointWriter(NamedTuple):
+    """How a posterior over a network as a whole is written."""
+
+    trace: Callable[[nn.Module, tuple[int, ...]], onnx.ModelProto]
+    samples: Callable[[Sampler, onnx.GraphProto, nn.Module, NetworkFactors, str], tuple[str, dict[str, str]]]
+    normals: str  # their name in the graph
+
+
+JOINT_WRITERS = {"subnetwork": JointWriter(trace_open, linear_samples, NOISE)}

@@ -5,19 +5,18 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from dubito.models.errors import ConversionError, PredictionError
-from dubito.models.manifest import Classification, Task
+from dubito.models.errors import ConversionError, InputError, PredictionError
+from dubito.models.manifest import Classification, Strict, Task
 from dubito.models.network.feature_bank import FeatureBank
 from dubito.models.network.features import is_linear, watch
 from dubito.models.network.geometry import How
 from dubito.models.network.layers import BayesianLayer, MemberLayer, Reading, Run, Structure, layer_by_layer, running
 from dubito.models.network.learned import Learned
-from dubito.models.network.linearised import Subnetwork, SubnetworkFactors
 from dubito.models.numerics.parameters import Positive, alike
 from dubito.models.numerics.proof import check
 from dubito.models.numerics.streams import begin
@@ -28,6 +27,7 @@ from dubito.models.posteriors.whvi import Whvi
 from dubito.models.posteriors.whvi import kl_together as kl_of_whvi
 
 Plan = Mapping[str, How]  # how each layer computes its K samples, by its name
+Planner = Callable[[int, int], Plan]  # for B inputs and K samples
 Stock = Mapping[nn.Module, Operand]  # weights drawn ahead, by layer
 
 
@@ -51,13 +51,18 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class NetworkFactors:
-    """Every layer's factors: computed once per network and device, owned by the caller, never changed."""
+    """A network that is drawn layer by layer, as predictions ask for it (`protocol.Prepared`): every layer's factors.
+
+    Computed once per network and device, owned by the caller, never changed.
+    """
+
+    closed_form: ClassVar[bool] = False
+    folds: ClassVar[bool] = True
 
     layers: Mapping[str, Factors]
     hierarchy: Factors | None  # draws the V's of all layers at once
     copies: int  # members of the layers that are kept in copies; 0 where there are none
     structure: Structure
-    subnetwork: SubnetworkFactors | None  # of a plain network that is linearised about its weights
     device: torch.device  # of activations
     dtype: torch.dtype  # of activations
     form: nn.Module | None = None  # the network in another form, with the same layers, to be run instead
@@ -67,7 +72,7 @@ class NetworkFactors:
     @cached_property
     def normals(self) -> int:
         """Standard normals that one sample of the whole network needs."""
-        return sum(self.sizes) + (0 if self.subnetwork is None else self.subnetwork.normals)
+        return sum(self.sizes)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -95,6 +100,42 @@ class NetworkFactors:
     def random(self) -> bool:
         """False for a network whose every sample is the same."""
         return self.normals > 0 or self.members > 1
+
+    @property
+    def capturable(self) -> bool:
+        """Draws come from normals alone: the order of an ensemble's members is the host's."""
+        return self.normals > 0 and self.members == 0
+
+    def outputs(self, network: "BayesianNetwork", x: Tensor, draws: "Draws", plan: Planner, rows: int) -> Tensor:
+        """The same draws for every block of `rows` inputs; where there are several, their weights are made once."""
+        run = network.arrange(self, draws, plan(min(rows, len(x)), draws.K), keep=len(x) > rows)
+        return torch.cat([network.go(block, run) for block in x.split(rows)], 1)
+
+    def shared(self, network: "BayesianNetwork", x: Tensor, most: int, in_blocks: "InBlocks") -> "Shared | None":
+        return None
+
+    def readings(self, network: "BayesianNetwork", x: Tensor) -> Tensor:
+        assert self.read is not None
+        with network.learned.changing:
+            return network.run(x, self, Draws(1, None, 0), {})[0, :, -self.read.columns :]
+
+    def moments(self, network: "BayesianNetwork", x: Tensor) -> tuple[Tensor, Tensor]:
+        raise InputError("method is 'probit'; only a subnetwork Laplace model has a closed form. Leave it out.")
+
+    def stock(self, network: "BayesianNetwork", draws: "Draws") -> Stock:
+        return {layer: make() for layer, make in network.arrange(self, draws, {}).operands.items()}
+
+    def resident(self, net: nn.Module, device: torch.device, dtype: torch.dtype) -> Self:
+        """For a copy `net` of the network that runs on the device in `dtype`; draws stay in float32 or better."""
+        return replace(
+            self,
+            layers=MappingProxyType({name: f.narrow(dtype).to(device) for name, f in self.layers.items()}),
+            hierarchy=None if self.hierarchy is None else self.hierarchy.to(device),
+            structure=Structure.of(net),
+            read=None if self.read is None else self.read.to(device),
+            device=device,
+            dtype=dtype,
+        )
 
 
 @dataclass(frozen=True)
@@ -140,6 +181,31 @@ class Draws:
         return torch.randperm(E, generator=torch.Generator().manual_seed(self.seed))[place]
 
 
+InBlocks = Callable[[Callable[[Tensor], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
+Shared = Callable[[Draws, Tensor | None], Tensor]
+
+
+class JointPosterior(nn.Module):
+    """A posterior over a network as a whole, in place of one for each layer; `joint.JOINT` lists the kinds.
+
+    It is an attribute of the network named `key`, which is its key in manifests and the prefix of its tensors, too.
+    """
+
+    key: ClassVar[str]
+    method: ClassVar[str]  # by which users know it
+    over_weights: ClassVar[bool]  # over weights as they stand, so that no BatchNorm may be folded
+    not_pruned: ClassVar[str]  # why `prune` refuses it
+    entry: Strict  # of the manifest
+
+    def prepare(self, plain: NetworkFactors) -> NetworkFactors:
+        """What predictions ask, of a network whose layers have the factors `plain`."""
+        raise NotImplementedError
+
+    def check(self, net: nn.Module) -> None:
+        """Raises an ArtifactError where tensors of a file do not fit the network."""
+        raise NotImplementedError
+
+
 class BayesianNetwork(nn.Module):
     """Calling it runs one joint draw of all weights, with gradients: the forward pass of training.
 
@@ -151,7 +217,6 @@ class BayesianNetwork(nn.Module):
         self.net = net
         self.learned = Learned()
         self.hierarchy = hierarchy  # its "weights" are the V's of all layers, side by side
-        self.subnetwork: Subnetwork | None = None  # a Gaussian over some weights of a plain network
         self.feature_bank: FeatureBank | None = None  # set by `set_feature_bank`
         self.task: Task = task if task is not None else Classification()
         self.noise: Positive | None = None  # regression: the standard deviation σ of the targets, learned
@@ -165,6 +230,18 @@ class BayesianNetwork(nn.Module):
     @property
     def layers(self) -> dict[str, BayesianLayer]:
         return dict(Structure.of(self.net).layers)
+
+    @property
+    def joint(self) -> JointPosterior | None:
+        """The posterior over the network as a whole; None: each layer has its own, or none."""
+        return next((part for part in self.children() if isinstance(part, JointPosterior)), None)
+
+    def set_joint(self, joint: JointPosterior | None) -> None:
+        """Takes the place of the one that was there."""
+        if (before := self.joint) is not None:
+            delattr(self, before.key)
+        if joint is not None:
+            setattr(self, joint.key, joint)
 
     @property
     def priors(self) -> list[float]:
@@ -229,18 +306,17 @@ class BayesianNetwork(nn.Module):
         """For serving: compute once, keep, and hand to every prediction."""
         made = {name: layer.q.factors() for name, layer in self.layers.items()}
         above = None if self.hierarchy is None else self.hierarchy.q.factors()
-        chosen = None if self.subnetwork is None else self.subnetwork.factors()
         like = next(self.net.parameters(), torch.empty(0))
-        return NetworkFactors(
+        factors = NetworkFactors(
             MappingProxyType(made),
             above,
             self._copies(),
             Structure.of(self.net),
-            chosen,
             like.device,
             like.dtype,
             read=None if self.feature_bank is None else self.feature_bank.reading(),
         )
+        return factors if self.joint is None else self.joint.prepare(factors)
 
     def set_feature_bank(self, bank: FeatureBank | None) -> None:
         """Passes then read the distance of the features to the bank's points, too."""

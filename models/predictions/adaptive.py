@@ -6,7 +6,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.errors import InputError
-from dubito.models.network.network import BayesianNetwork, NetworkFactors, Plan
+from dubito.models.network.network import BayesianNetwork, Plan
+from dubito.models.network.protocol import Prepared
 from dubito.models.predictions.prediction import (
     MAX_SAMPLES,
     Job,
@@ -29,7 +30,7 @@ Counts = NDArray[np.int64]
 
 def predict_settled(
     network: BayesianNetwork,
-    factors: NetworkFactors,
+    factors: Prepared,
     x: Tensor,
     seed: int | None = None,
     *,
@@ -52,7 +53,7 @@ def predict_settled(
     if factors.normals == 0:  # so many members, or one network: draws beyond them would repeat
         K = max(1, factors.members)
         return predict(network, factors, x, K, seed, plan=plan, max_rows=max_rows, temperature=temperature)
-    job = Job.of(network, factors, x, seed, plan, max_rows, temperature, most=max_samples)
+    job = Job.of(network, factors, x, seed, plan=plan, max_rows=max_rows, temperature=temperature, most=max_samples)
     B = job.B
     summary, drawn = answer_each(job, np.full(B, max_samples), np.full(B, tolerance))
     settled = Settled(torch.from_numpy(drawn), tolerance, max_samples)

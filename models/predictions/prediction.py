@@ -15,18 +15,11 @@ from torch import Tensor, nn
 from dubito.models.errors import InputError, PredictionError
 from dubito.models.manifest import Predictive
 from dubito.models.network.feature_bank import Nearest
-from dubito.models.network.layers import FoldError, Reading, Run, Structure, running
+from dubito.models.network.layers import FoldError, Reading
 from dubito.models.network.learned import Learned
-from dubito.models.network.linearised import (
-    SubnetworkFactors,
-    linear_moments,
-    linear_rows,
-    linear_samples,
-    outputs_of,
-    plain,
-)
-from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan, Stock
-from dubito.models.network.plan import Planner, cheapest
+from dubito.models.network.network import BayesianNetwork, Draws, Plan, Planner, Shared, Stock
+from dubito.models.network.plan import cheapest
+from dubito.models.network.protocol import Prepared
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.proof import check
 from dubito.models.predictions.stopwatch import Stopwatch
@@ -43,7 +36,6 @@ from dubito.models.predictions.uncertainty import (
     wide,
 )
 
-Linear = Callable[[nn.Module, Learned, Tensor, SubnetworkFactors], tuple[Tensor, Tensor]]  # f, J
 Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K samples does
 
 
@@ -84,7 +76,7 @@ class Prediction:
 
 def predict(
     network: BayesianNetwork,
-    factors: NetworkFactors,
+    factors: Prepared,
     x: Tensor,
     samples: int = 20,
     seed: int | None = None,
@@ -104,7 +96,19 @@ def predict(
     passes.
     """
     K, noisy = _samples(factors, samples)
-    job = Job.of(network, factors, x, seed, plan, max_rows, temperature, buckets, watch, most=K, fits=fits)
+    job = Job.of(
+        network,
+        factors,
+        x,
+        seed,
+        plan=plan,
+        max_rows=max_rows,
+        temperature=temperature,
+        buckets=buckets,
+        watch=watch,
+        most=K,
+        fits=fits,
+    )
     tally = tally_for(network)
     kept: list[Tensor] = []
     chunk, start = job.samples_at_once(job.B), 0
@@ -127,7 +131,7 @@ def predict(
 
 def predict_closed(
     network: BayesianNetwork,
-    factors: NetworkFactors,
+    factors: Prepared,
     x: Tensor,
     *,
     max_rows: int | None = None,
@@ -136,14 +140,23 @@ def predict_closed(
     watch: Stopwatch | None = None,
     fits: Fits | None = None,
 ) -> Prediction:
-    """The predictive of a linearised network in closed form, without draws.
+    """The predictive of a network whose outputs have moments in closed form, without draws.
 
     Classes: softmax(f/√(1 + π/8 · diag(J Σ Jᵀ))), the probit approximation, which does not divide its entropy into what
     the weights and the data are to blame for: both parts are NaN. Values: mean and variance are exact.
     """
-    if factors.subnetwork is None:
-        raise InputError("method is 'probit'; only a subnetwork Laplace model has a closed form. Leave it out.")
-    job = Job.of(network, factors, x, 0, {}, max_rows, temperature, buckets, watch, fits=fits)
+    job = Job.of(
+        network,
+        factors,
+        x,
+        0,
+        plan={},
+        max_rows=max_rows,
+        temperature=temperature,
+        buckets=buckets,
+        watch=watch,
+        fits=fits,
+    )
     with evaluating(network), torch.inference_mode():
         f, variance = (t / temperature**n for n, t in enumerate(job.moments(), 1))
         job.watch.lap("forward", wait=True)
@@ -170,7 +183,7 @@ class Job:
     """A request, checked: what each of its passes needs."""
 
     network: BayesianNetwork
-    factors: NetworkFactors
+    factors: Prepared
     given: Tensor  # (B, ...)  inputs where they came from: a captured pass fetches them itself
     device: torch.device
     dtype: torch.dtype  # of inputs on the device
@@ -190,12 +203,13 @@ class Job:
     def of(
         cls,
         network: BayesianNetwork,
-        factors: NetworkFactors,
+        factors: Prepared,
         x: Tensor,
         seed: int | None,
-        plan: Plan | Planner | None,
-        max_rows: int | None,
-        temperature: float,
+        *,
+        plan: Plan | Planner | None = None,
+        max_rows: int | None = None,
+        temperature: float = 1.0,
         buckets: Sequence[int] = (),
         watch: Stopwatch | None = None,
         most: int = 1,
@@ -256,10 +270,10 @@ class Job:
         return self.draws(start, k // 2, rows)
 
     def samples_at_once(self, rows: int) -> int:
-        if self.factors.subnetwork is not None:  # a pass with the rows of J serves any number of draws
-            return max(1, NOISE // self.factors.normals)
-        B = self._bucket(rows)
-        K = max(1, min(self.max_rows // B, NOISE // max(1, self.factors.normals)))
+        B, K = self._bucket(rows), max(1, NOISE // max(1, self.factors.normals))
+        if not self.factors.folds:
+            return K
+        K = max(1, min(self.max_rows // B, K))
         while K > 1 and self.fits is not None and self.captured(B, K) is None and not self.fits(B, K):
             K //= 2
         return K
@@ -276,27 +290,26 @@ class Job:
 
     def outputs(self, draws: Draws, rows: Tensor | None = None) -> Tensor:
         """Logits or means (K, B, ...) of these draws, which no captured pass makes, for all of the inputs or some."""
-        if draws.noise is not None and self._linear is not None and self.factors.subnetwork is not None:
-            f, J = self._linear if rows is None else (t[rows] for t in self._linear)
-            moves = self.factors.subnetwork.draw(draws.noise)
-            return self._beside((f + torch.einsum("bcs,ks->kbc", J, moves.to(J.dtype))) / self.temperature, rows)
+        if draws.noise is not None and self._shared is not None:
+            return self._beside(self._shared(draws, rows) / self.temperature, rows)
         x, B = self._padded(rows)
         return self._beside(self._outputs(x, draws)[:, :B], rows)
 
     def _beside(self, outputs: Tensor, rows: Tensor | None) -> Tensor:
-        """A linearised network's outputs with what is read off its features, which no draw moves."""
-        if self.factors.subnetwork is None or self.readings is None:
+        """Outputs with the columns that are read once for all draws."""
+        if self.readings is None:
             return outputs
         read = self.readings if rows is None else self.readings[rows.to(self.readings.device)]
         return torch.cat([outputs.float(), read.expand(len(outputs), *read.shape)], -1)
 
     @cached_property
     def readings(self) -> Tensor | None:
-        """What is read off the features of a linearised network at its own weights: (B, columns)."""
-        if self.factors.subnetwork is None or self.factors.read is None:
+        """What is read off the features of the mean, where passes do not read it: (B, columns)."""
+        if self.factors.folds or self.factors.read is None:
             return None
         x, _ = self._padded(None)
-        return read_at_mean(self.network, self.factors.read, x, self._rows_at_once(len(x), 1))[: self.B]
+        blocks = x.split(self._rows_at_once(len(x), 1))
+        return torch.cat([self.factors.readings(self.network, block) for block in blocks])[: self.B]
 
     def sums(self, draws: Draws, rows: Tensor | None = None) -> Reals:
         """What these draws add up to, for all of the inputs or for some of them."""
@@ -315,29 +328,24 @@ class Job:
         return (torch.cat([x, x[:1].expand(more, *x.shape[1:])]) if more else x), len(x)
 
     @cached_property
-    def _linear(self) -> tuple[Tensor, Tensor] | None:
-        """f (B, C) and J (B, C, S) of all inputs, once for all draws, where that is cheap and fits; else None."""
-        chosen = self.factors.subnetwork
-        if chosen is None:
-            return None
-        C = outputs_of(self.network.net, self.network.learned, self.x)
-        if 2 * self.most < C or self.B * C * chosen.normals > NOISE:
-            return None
-        return self._in_blocks(linear_rows, chosen)
+    def _shared(self) -> Shared | None:
+        """Computed once for all draws of the request, where the network has that."""
+        return self.factors.shared(self.network, self.x, self.most, self._in_blocks)
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance (B, C) of a linearised network's outputs."""
-        assert self.factors.subnetwork is not None
-        return self._in_blocks(linear_moments, self.factors.subnetwork)
+        """Mean and variance (B, C) of the outputs in closed form."""
+        return self._in_blocks(partial(self.factors.moments, self.network))
 
-    def _in_blocks(self, linear: Linear, chosen: SubnetworkFactors) -> tuple[Tensor, Tensor]:
+    def _in_blocks(self, compute: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Outputs (B, C) of the network, and what is computed beside them."""
         x, _ = self._padded(None)
-        first, second = _linear_in_blocks(self.network, linear, chosen, x, self._rows_at_once(len(x), 1))
+        first, second = _in_halves(compute, x, self._rows_at_once(len(x), 1))
+        _check_outputs(self.network, first[None])
         return first[: self.B], second[: self.B]
 
     def _outputs(self, x: Tensor, draws: Draws) -> Tensor:
         network = self.network
-        if self.factors.subnetwork is not None:
+        if not self.factors.folds:
             return self._folded(x, draws)
         if draws.K > 1 and network.learned.folds:
             try:
@@ -347,25 +355,14 @@ class Job:
         return torch.cat([self._folded(x, draws.part(k, 1)) for k in range(draws.K)])
 
     def _folded(self, x: Tensor, draws: Draws) -> Tensor:
-        rows = self._rows_at_once(len(x), draws.K if self.factors.subnetwork is None else 1)
+        folds = self.factors.folds
+        rows = self._rows_at_once(len(x), draws.K if folds else 1)
         outputs = _forward(self.network, self.factors, draws, self.plan, x, rows)
-        read = self.factors.read if self.factors.subnetwork is None else None
+        read = self.factors.read if folds else None
         _check_outputs(self.network, outputs, 0 if read is None else read.columns)
-        folded = draws.K > 1 and self.factors.subnetwork is None
-        if folded and tuple(x.shape) not in self.network.learned.folded:
-            _check_folding(self.network, self.factors, draws, self.plan(1, 1), x, outputs)
+        if folds and draws.K > 1 and tuple(x.shape) not in self.network.learned.folded:
+            _check_folding(self.network, self.factors, draws, self.plan, x, outputs)
         return tempered(outputs, self.temperature, read)
-
-
-def read_at_mean(network: BayesianNetwork, read: Reading, x: Tensor, rows: int) -> Tensor:
-    """What is read off the features of a linearised network at its own weights, `rows` inputs at a time."""
-    columns, member = [], Draws(1, None, 0).member
-    for block in x.split(rows):
-        run = Run(1, {}, {}, member, Structure.of(network.net), read=read)
-        with running(run):
-            plain(network.net, network.learned, block)
-        columns.append(read(run.features[0], 1, member))
-    return torch.cat(columns)
 
 
 def tempered(outputs: Tensor, temperature: float, read: Reading | None) -> Tensor:
@@ -391,9 +388,9 @@ def with_distances(outputs: Tensor, read: Reading | None) -> tuple[Tensor, Tenso
 
 def _check_folding(
     network: BayesianNetwork,
-    factors: NetworkFactors,
+    factors: Prepared,
     draws: Draws,
-    plan: Plan,
+    plan: Planner,
     x: Tensor,
     outputs: Tensor,
 ) -> None:
@@ -402,7 +399,7 @@ def _check_folding(
     A network that turns (B, T, d) to (T, B, d) would give rows to the wrong samples, with nothing else to show it.
     """
     last = draws.part(draws.K - 1, 1)
-    alone = network.go(x[-1:], network.arrange(factors, last, plan))[0, 0].float()
+    alone = factors.outputs(network, x[-1:], last, plan, 1)[0, 0].float()
     folded = outputs[-1, -1].float()
     if alone.isfinite().all() and folded.isfinite().all():
         size = max(float(alone.abs().max()), float(outputs.float().abs().max()), 1e-30)
@@ -411,7 +408,7 @@ def _check_folding(
     network.learned.folded.add(tuple(x.shape))
 
 
-def _samples(factors: NetworkFactors, samples: int) -> tuple[int, bool]:
+def _samples(factors: Prepared, samples: int) -> tuple[int, bool]:
     """How many passes K really are, and whether they are draws (else the mean)."""
     if isinstance(samples, bool) or not isinstance(samples, int) or not 0 <= samples <= MAX_SAMPLES:
         raise InputError(
@@ -434,7 +431,7 @@ def seed_of(seed: int | None) -> int:
 
 
 def _checked(
-    network: BayesianNetwork, factors: NetworkFactors, x: Tensor, finite: bool
+    network: BayesianNetwork, factors: Prepared, x: Tensor, finite: bool
 ) -> tuple[Tensor, torch.device, torch.dtype]:
     """The inputs, and where and as what the network takes them."""
     if not isinstance(x, Tensor):
@@ -457,7 +454,7 @@ def _checked(
     return x, device, dtype
 
 
-def _rows(factors: NetworkFactors, x: Tensor, device: torch.device) -> int:
+def _rows(factors: Prepared, x: Tensor, device: torch.device) -> int:
     """Rows of one pass: few on a CPU where each takes much memory, which is where a convolution meets a large map."""
     if device.type != "cpu":
         return max(1024, min(8192, (1 << 23) // x[0].numel()))
@@ -465,11 +462,11 @@ def _rows(factors: NetworkFactors, x: Tensor, device: torch.device) -> int:
 
 
 def _forward(
-    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Planner, x: Tensor, max_rows: int
+    network: BayesianNetwork, factors: Prepared, draws: Draws, plan: Planner, x: Tensor, max_rows: int
 ) -> Tensor:
-    rows = max(1, max_rows // (draws.K if factors.subnetwork is None else 1))
+    rows = max(1, max_rows // (draws.K if factors.folds else 1))
     try:
-        return _in_blocks(network, factors, draws, plan, x, rows)
+        return factors.outputs(network, x, draws, plan, rows)
     except torch.OutOfMemoryError:
         if min(rows, len(x)) == 1 and draws.K == 1:
             raise
@@ -481,30 +478,14 @@ def _forward(
     return torch.cat([_forward(network, factors, part, plan, x, max(1, max_rows // 2)) for part in halves])
 
 
-def _in_blocks(
-    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Planner, x: Tensor, rows: int
-) -> Tensor:
-    """The same draws for every block; where there are several, their weights are made once."""
-    if factors.subnetwork is not None:
-        moves = None if draws.noise is None else factors.subnetwork.draw(draws.noise)
-        net, learned, chosen = network.net, network.learned, factors.subnetwork
-        blocks = [linear_samples(net, learned, block, chosen, moves, rows) for block in x.split(rows)]
-        return torch.cat(blocks, 1)
-    how = plan(min(rows, len(x)), draws.K)
-    run = network.arrange(factors, draws, how, keep=len(x) > rows)
-    return torch.cat([network.go(block, run) for block in x.split(rows)], 1)
-
-
-def _linear_in_blocks(
-    network: BayesianNetwork, linear: Linear, chosen: SubnetworkFactors, x: Tensor, rows: int
-) -> tuple[Tensor, Tensor]:
+def _in_halves(compute: Callable[[Tensor], tuple[Tensor, Tensor]], x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Of `rows` inputs at a time, or of fewer where memory is short."""
     try:
-        blocks = [linear(network.net, network.learned, block, chosen) for block in x.split(rows)]
+        blocks = [compute(block) for block in x.split(rows)]
     except torch.OutOfMemoryError:
         if min(rows, len(x)) == 1:
             raise
-        return _linear_in_blocks(network, linear, chosen, x, min(rows, len(x)) // 2)
-    _check_outputs(network, blocks[0][0][None])
+        return _in_halves(compute, x, min(rows, len(x)) // 2)
     return torch.cat([first for first, _ in blocks]), torch.cat([second for _, second in blocks])
 
 

@@ -202,7 +202,7 @@ class Engine:
             once = job.samples_at_once(rows)
             K = min(samples, once + samples % once)  # whole passes, and what is left over
             asks = [Ask(x, K, None, max(1, K), 0.5)]
-            if self.model.factors.subnetwork is not None:
+            if self.model.factors.closed_form:
                 asks.append(Ask(x, 0, None, 1, 0.5, closed=True))
             with device:
                 if samples and self.model.factors.random:
@@ -236,7 +236,7 @@ class Engine:
             job.outputs(Draws(1, None, 0))
             if self.model.factors.random:
                 job.outputs(job.draws(0, TRIED, job.B))
-            if self.model.factors.subnetwork is not None:
+            if self.model.factors.closed_form:
                 job.moments()
         if checked.fault is not None:
             raise NumericsError(f"this {self.model.device.type} computes the network wrongly: {checked.fault}.")
@@ -368,21 +368,18 @@ class Engine:
     def _job(
         self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1, stock: Stock | None = None
     ) -> Job:
-        model, plan, T, buckets = self.model, self.plans.at, self.model.temperature, self.buckets
-        captured = None if self.programs is None else self.programs.at
         job = Job.of(
-            model.network,
-            model.factors,
+            self.model.network,
+            self.model.factors,
             x,
             seed,
-            plan,
-            None,
-            T,
-            buckets,
-            watch,
-            most,
-            stock,
-            captured,
+            plan=self.plans.at,
+            temperature=self.model.temperature,
+            buckets=self.buckets,
+            watch=watch,
+            most=most,
+            stock=stock,
+            captured=None if self.programs is None else self.programs.at,
             finite=True,
             fits=self._fits,
         )

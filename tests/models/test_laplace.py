@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, load, save
-from dubito.models.artifact.artifact import _check_subnetwork
 from dubito.models.errors import ArtifactError, ConversionError, InputError
 from dubito.models.manifest import Regression, SubnetworkEntry
 from dubito.models.network.learned import Learned
@@ -49,6 +48,11 @@ def subnetwork(net: nn.Module, H: Tensor | None = None) -> Subnetwork:
     index = chosen(sum(p.numel() for p in net.parameters()), len(H))
     entry = SubnetworkEntry(size=len(H), select="random", prior_precision=0.5, examples=7)
     return Subnetwork.of(index, torch.linalg.cholesky(H), entry)
+
+
+def of(network: BayesianNetwork) -> Subnetwork:
+    assert isinstance(network.joint, Subnetwork)
+    return network.joint
 
 
 def network(task: Regression | None = None) -> BayesianNetwork:
@@ -152,7 +156,7 @@ def test_probit_and_its_limits() -> None:
     factors = made.factors()
     found = predict_closed(made, factors, x).summary
     assert isinstance(found, Classified)
-    f, variance = linear_moments(made.net, made.learned, x, factors.subnetwork)  # type: ignore[arg-type]
+    f, variance = factors.moments(made, x)
     expected = (f / (1 + torch.pi / 8 * variance).sqrt()).softmax(-1)
     torch.testing.assert_close(found.probabilities, expected)
     torch.testing.assert_close(found.entropy, -(expected * expected.log()).sum(-1))
@@ -206,7 +210,7 @@ def test_regression_in_closed_form_is_the_limit_of_draws() -> None:
     assert ((closed.mean - drawn.mean).abs() < 5 * error).all()
     ratio = drawn.epistemic_variance / closed.epistemic_variance
     assert ((ratio - 1).abs() < 5 * (2 / K) ** 0.5).all()
-    _, variance = linear_moments(made.net, made.learned, x, factors.subnetwork)  # type: ignore[arg-type]
+    _, variance = factors.moments(made, x)
     torch.testing.assert_close(closed.epistemic_variance, variance * torch.tensor(task.scale).square())
 
 
@@ -252,7 +256,7 @@ def test_an_artifact_holds_indices_and_a_packed_triangle(stored: str, tmp_path: 
     width = {"float32": 4, "int8": 2}.get(stored, 2)  # an int8 file keeps its triangle in half precision
     assert inside["subnetwork.triangle"].nbytes == width * S * (S + 1) // 2
     model = load(path)
-    assert torch.equal(model.network.subnetwork.index, made.subnetwork.index)  # type: ignore[union-attr]
+    assert torch.equal(of(model.network).index, of(made).index)
     assert model.method == "probit"
     one, other = model.predict(x), Model(made, manifest).predict(x)
     assert one.method == "probit"
@@ -290,14 +294,13 @@ def test_a_file_that_lies_about_its_subnetwork_is_refused(tmp_path: Path) -> Non
     ]
     for change, said in changes:
         bad = copy.deepcopy(good)
-        assert bad.subnetwork is not None
-        change(bad.subnetwork)
+        change(of(bad))
         save(bad, tmp_path / "bad.safetensors")
         with pytest.raises(ArtifactError, match=said):
             load(tmp_path / "bad.safetensors")
-    blank = Subnetwork(torch.arange(3, dtype=torch.int32), torch.ones(6), good.subnetwork.entry)  # type: ignore[union-attr]
+    blank = Subnetwork(torch.arange(3, dtype=torch.int32), torch.ones(6), of(good).entry)
     with pytest.raises(ArtifactError, match="no 3 weights of the 2"):
-        _check_subnetwork(blank, 2)
+        blank.check(nn.Linear(2, 1, bias=False))
 
 
 def test_other_indices_or_triangles_do_not_load(tmp_path: Path) -> None:
