@@ -95,7 +95,7 @@ def count(
     with torch.device("meta") if without_storage else nullcontext():
         net = build(architecture, **({} if classes is None else {"classes": classes}))
         last = [name for name, module in net.named_modules() if isinstance(module, CONVERTIBLE)][-1]
-        joint = next((kind for kind in JOINT.values() if kind.method == method), None)
+        joint = JOINT.get(method)
         if joint is not None and size > (D := count_parameters(net)):
             raise ConversionError(
                 f"size is {size:,}, but {architecture} has {D:,} weights; expected no more than those."

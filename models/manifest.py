@@ -148,7 +148,6 @@ class Hierarchy(Strict):
 class SubnetworkEntry(Strict):
     """A Gaussian over S of the weights of an otherwise plain network [Daxberger21]."""
 
-    key: ClassVar[str] = "subnetwork"  # of the manifest
     closed_form: ClassVar[bool] = True  # its predictive has one
     method: Literal["subnetwork-laplace"] = "subnetwork-laplace"
     size: Size  # S

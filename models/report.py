@@ -113,8 +113,10 @@ def report(
         "layers": layers,
         "members": max([0, *manifest.members.values(), *members, (above and above.layer.members) or 0]),
         "hierarchy": None if above is None else above.model_dump(mode="json"),
-        **dict.fromkeys(JOINT),
-        **({} if joint is None else {joint.key: JOINT[joint.key].facts(joint, network)}),
+        **{
+            kind.key: kind.facts(joint, network) if joint is not None and joint.method == method else None
+            for method, kind in JOINT.items()
+        },
         "feature_bank": _feature_bank(manifest),
         **manifest.card.model_dump(mode="json"),
         "sha256": manifest.sha256,
@@ -178,8 +180,8 @@ def show(found: dict[str, Any]) -> None:
     methods = {row["method"] for row in found["layers"]}
     for method in sorted(methods):
         say(f"{method}: {WHAT[method]}")
-    joint = [line for key, of in JOINT.items() if found[key] for line in of.lines(found[key], found["calibration"])]
-    for line in joint:
+    joint = [kind for kind in JOINT.values() if found[kind.key] is not None]
+    for line in (line for kind in joint for line in kind.lines(found[kind.key], found["calibration"])):
         say(line)
     if not methods and not joint:
         say("deterministic: one set of weights, no uncertainty about them")

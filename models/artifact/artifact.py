@@ -349,8 +349,8 @@ def _check_copies(bare: nn.Module, manifest: Manifest, tensors: Mapping[str, Ten
 def _skeleton(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
     network = assemble(bare, manifest.layers, manifest.members, manifest.hierarchy, manifest.task, "prior")
     remember(network.net, manifest.architecture)
-    if (entry := manifest.joint) is not None:
-        network.set_joint(JOINT[entry.key].blank(entry))
+    if manifest.joint is not None:
+        network.set_joint(JOINT[manifest.joint.method].blank(manifest.joint))
     if manifest.feature_bank is not None:
         network.set_feature_bank(FeatureBank.blank(manifest.feature_bank))
     return fold_batchnorm(network) if manifest.batchnorm == "folded" else network

@@ -1,5 +1,6 @@
-"""The kinds of posterior over a network as a whole, by their key in manifests."""
+"""The kinds of posterior over a network as a whole, by method."""
 
+from dubito.models.names import LAPLACE
 from dubito.models.network.linearised import Subnetwork
 
-JOINT = {kind.key: kind for kind in (Subnetwork,)}
+JOINT = {LAPLACE: Subnetwork}

@@ -6,7 +6,7 @@ f(x) + J_S(x) δ, δ ~ N(0, H_S⁻¹), where H_S = L Lᵀ is the curvature over 
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from math import isqrt
 from typing import Any, ClassVar
 
@@ -17,19 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito.models.errors import ArtifactError
 from dubito.models.manifest import SubnetworkEntry
-from dubito.models.names import LAPLACE
 from dubito.models.network.jacobian import Linearised, chosen_of, turn
 from dubito.models.network.learned import Learned
-from dubito.models.network.network import (
-    BayesianNetwork,
-    Draws,
-    InBlocks,
-    JointPosterior,
-    NetworkFactors,
-    Planner,
-    Shared,
-    Stock,
-)
+from dubito.models.network.network import BayesianNetwork, Draws, InBlocks, JointPosterior, NetworkFactors, Shared
+from dubito.models.network.plan import Planner
 from dubito.models.posteriors.protocol import Value
 
 TANGENTS = 1 << 26  # numbers: of weights that draws move, held at a time
@@ -69,46 +60,56 @@ class LinearisedFactors(NetworkFactors):
     """A plain network that is linearised about its weights, and the Gaussian over some of them."""
 
     closed_form: ClassVar[bool] = True
-    folds: ClassVar[bool] = False  # a pass with the rows of J serves any number of draws
+    folds: ClassVar[bool] = False
+    capturable: ClassVar[bool] = False
     subnetwork: SubnetworkFactors = field(kw_only=True)
 
     @cached_property
     def normals(self) -> int:
         return self.subnetwork.normals
 
-    @property
-    def capturable(self) -> bool:
-        return False
-
     def outputs(self, network: BayesianNetwork, x: Tensor, draws: Draws, plan: Planner, rows: int) -> Tensor:
         moves = None if draws.noise is None else self.subnetwork.draw(draws.noise)
-        net, learned = network.net, network.learned
-        blocks = [linear_samples(net, learned, block, self.subnetwork, moves, rows) for block in x.split(rows)]
-        return torch.cat(blocks, 1)
+        return torch.cat([self._block(network, block, moves, rows) for block in x.split(rows)], 1)
+
+    def _block(self, network: BayesianNetwork, x: Tensor, moves: Tensor | None, rows: int) -> Tensor:
+        """Under K moves of the chosen weights (K, S), or under none: (B, ...) -> (K, B, C).
+
+        Either K products J δ in forward mode, or the rows of J, a backward pass for each of the C outputs: whichever
+        takes fewer passes. The numbers are the same.
+        """
+        if moves is None:
+            return plain(network, x)[None]
+        if 2 * len(moves) < outputs_of(network, x):
+            return by_jvp(network.net, network.learned, x, self.subnetwork.index, moves, max(1, rows // len(x)))
+        there = self._at(network, x)
+        out = there.outputs.repeat(len(moves), 1, 1)
+        for c, J in enumerate(there.rows()):
+            out[..., c] += moves.to(J.dtype) @ J.mT
+        return out
+
+    def _at(self, network: BayesianNetwork, x: Tensor) -> Linearised:
+        return Linearised(network.net, x, self.subnetwork.index, network.learned)
 
     def shared(self, network: BayesianNetwork, x: Tensor, most: int, in_blocks: InBlocks) -> Shared | None:
-        """f and J of all inputs, where that is cheap and fits."""
-        C = outputs_of(network.net, network.learned, x)
+        """f (B, C) and J (B, C, S) of all inputs, where that is cheap and fits."""
+        C = outputs_of(network, x)
         if 2 * most < C or len(x) * C * self.normals > JACOBIAN:
             return None
-        return partial(self._moved, *in_blocks(partial(self._rows, network)))
+        f, J = in_blocks(lambda block: ((there := self._at(network, block)).outputs, there.jacobian()))
 
-    def _rows(self, network: BayesianNetwork, x: Tensor) -> tuple[Tensor, Tensor]:
-        """f(x) (B, C) and J (B, C, S)."""
-        there = Linearised(network.net, x, self.subnetwork.index, network.learned)
-        return there.outputs, there.jacobian()
+        def moved(draws: Draws, rows: Tensor | None) -> Tensor:
+            assert draws.noise is not None
+            moves = self.subnetwork.draw(draws.noise).to(J.dtype)
+            chosen = slice(None) if rows is None else rows
+            return f[chosen] + torch.einsum("bcs,ks->kbc", J[chosen], moves)
 
-    def _moved(self, f: Tensor, J: Tensor, draws: Draws, rows: Tensor | None) -> Tensor:
-        """(K, B, C) from f (B, C) and J (B, C, S)."""
-        assert draws.noise is not None
-        f, J = (f, J) if rows is None else (f[rows], J[rows])
-        return f + torch.einsum("bcs,ks->kbc", J, self.subnetwork.draw(draws.noise).to(J.dtype))
+        return moved
 
     def moments(self, network: BayesianNetwork, x: Tensor) -> tuple[Tensor, Tensor]:
-        return linear_moments(network.net, network.learned, x, self.subnetwork)
-
-    def stock(self, network: BayesianNetwork, draws: Draws) -> Stock:
-        return {}
+        """f(x) and diag(J H_S⁻¹ Jᵀ)."""
+        there = self._at(network, x)
+        return there.outputs, torch.stack([self.subnetwork.variance(J) for J in there.rows()], 1)
 
     def resident(self, net: nn.Module, device: torch.device, dtype: torch.dtype) -> "LinearisedFactors":
         return replace(super().resident(net, device, dtype), subnetwork=self.subnetwork.to(device))
@@ -117,7 +118,7 @@ class LinearisedFactors(NetworkFactors):
 class Subnetwork(JointPosterior):
     """The Gaussian as it is stored: indices, and the lower triangle row by row."""
 
-    key, method = SubnetworkEntry.key, LAPLACE
+    key = "subnetwork"
     over_weights = True
     not_pruned = (
         "this is a subnetwork-laplace model, which has nothing to prune: its posterior is as small as the size S "
@@ -206,43 +207,18 @@ def unpack(triangle: Tensor) -> Tensor:
     return L
 
 
-def outputs_of(net: nn.Module, learned: Learned, x: Tensor) -> int:
+def outputs_of(network: BayesianNetwork, x: Tensor) -> int:
     """C, by one input that is tried once."""
-    if learned.outputs is None:
-        learned.outputs = plain(net, learned, x[:1]).shape[-1]
-    return learned.outputs
+    if network.learned.outputs is None:
+        network.learned.outputs = plain(network, x[:1]).shape[-1]
+    return network.learned.outputs
 
 
-def plain(net: nn.Module, learned: Learned, x: Tensor) -> Tensor:
+def plain(network: BayesianNetwork, x: Tensor) -> Tensor:
     """The network at its own weights."""
-    with turn(net, learned), torch.no_grad():
-        f: Tensor = net(x)
+    with turn(network.net, network.learned), torch.no_grad():
+        f: Tensor = network.net(x)
     return f
-
-
-def linear_samples(
-    net: nn.Module, learned: Learned, x: Tensor, factors: SubnetworkFactors, moves: Tensor | None, max_rows: int
-) -> Tensor:
-    """The linearised network under K moves of its chosen weights (K, S), or under none: (B, ...) -> (K, B, C).
-
-    Either K products J δ in forward mode, or the rows of J, a backward pass for each of the C outputs: whichever takes
-    fewer passes. The numbers are the same.
-    """
-    if moves is None:
-        return plain(net, learned, x)[None]
-    if 2 * len(moves) < outputs_of(net, learned, x):
-        return by_jvp(net, learned, x, factors.index, moves, max(1, max_rows // len(x)))
-    there = Linearised(net, x, factors.index, learned)
-    out = there.outputs.repeat(len(moves), 1, 1)
-    for c, J in enumerate(there.rows()):
-        out[..., c] += moves.to(J.dtype) @ J.mT
-    return out
-
-
-def linear_moments(net: nn.Module, learned: Learned, x: Tensor, factors: SubnetworkFactors) -> tuple[Tensor, Tensor]:
-    """Mean f(x) and variance diag(J H_S⁻¹ Jᵀ) of the linearised network's outputs, both (B, C)."""
-    there = Linearised(net, x, factors.index, learned)
-    return there.outputs, torch.stack([factors.variance(J) for J in there.rows()], 1)
 
 
 def by_jvp(net: nn.Module, learned: Learned, x: Tensor, index: Tensor, moves: Tensor, at_once: int) -> Tensor:

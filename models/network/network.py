@@ -51,14 +51,21 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class NetworkFactors:
-    """A network that is drawn layer by layer, as predictions ask for it (`protocol.Prepared`): every layer's factors.
+    """What a prediction asks of a network, answered layer by layer: each layer's factors give its weights.
 
-    Computed once per network and device, owned by the caller, never changed.
+    Computed once per network and device, owned by the caller, never changed. A network of another kind extends it and
+    answers otherwise where its draws differ:
+
+    - `LinearisedFactors` has no layers; its draws move some weights of a plain network along its Jacobian.
+    - Global inducing points draw weights layer after layer, each by what inducing inputs become under the draws of the
+      layers before. As they do not depend on the request, `stock` would run the inducing inputs through the network,
+      and `outputs` pass its result on in `Draws.stock`.
+    - Deep GPs have no weights: `layers` and `stock` would be empty, `normals` those of all inducing outputs, and
+      `outputs` would evaluate the functions drawn by them at K·B rows.
     """
 
-    closed_form: ClassVar[bool] = False
-    folds: ClassVar[bool] = True
-
+    closed_form: ClassVar[bool] = False  # outputs have `moments`, without draws
+    folds: ClassVar[bool] = True  # K draws of B inputs are K·B rows of a pass; False: its B rows serve all draws
     layers: Mapping[str, Factors]
     hierarchy: Factors | None  # draws the V's of all layers at once
     copies: int  # members of the layers that are kept in copies; 0 where there are none
@@ -103,26 +110,30 @@ class NetworkFactors:
 
     @property
     def capturable(self) -> bool:
-        """Draws come from normals alone: the order of an ensemble's members is the host's."""
+        """Draws come from normals alone, so that a graph can make them: the order of members is the host's."""
         return self.normals > 0 and self.members == 0
 
     def outputs(self, network: "BayesianNetwork", x: Tensor, draws: "Draws", plan: Planner, rows: int) -> Tensor:
-        """The same draws for every block of `rows` inputs; where there are several, their weights are made once."""
+        """(K, B, ...) of the same draws for every block of `rows` inputs; weights are made once for all blocks."""
         run = network.arrange(self, draws, plan(min(rows, len(x)), draws.K), keep=len(x) > rows)
         return torch.cat([network.go(block, run) for block in x.split(rows)], 1)
 
     def shared(self, network: "BayesianNetwork", x: Tensor, most: int, in_blocks: "InBlocks") -> "Shared | None":
+        """Gives outputs from what was computed here once for all draws of a request, of which there are `most`."""
         return None
 
     def readings(self, network: "BayesianNetwork", x: Tensor) -> Tensor:
+        """What `read` reads at the mean, (B, columns): where draws share a pass, features do not depend on them."""
         assert self.read is not None
         with network.learned.changing:
             return network.run(x, self, Draws(1, None, 0), {})[0, :, -self.read.columns :]
 
     def moments(self, network: "BayesianNetwork", x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the outputs in closed form, both (B, C)."""
         raise InputError("method is 'probit'; only a subnetwork Laplace model has a closed form. Leave it out.")
 
     def stock(self, network: "BayesianNetwork", draws: "Draws") -> Stock:
+        """Weights of these draws, to be kept for requests to come; empty where draws are no layer's weights."""
         return {layer: make() for layer, make in network.arrange(self, draws, {}).operands.items()}
 
     def resident(self, net: nn.Module, device: torch.device, dtype: torch.dtype) -> Self:
@@ -181,18 +192,14 @@ class Draws:
         return torch.randperm(E, generator=torch.Generator().manual_seed(self.seed))[place]
 
 
-InBlocks = Callable[[Callable[[Tensor], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
-Shared = Callable[[Draws, Tensor | None], Tensor]
+InBlocks = Callable[[Callable[[Tensor], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]  # applied block by block
+Shared = Callable[[Draws, Tensor | None], Tensor]  # draws, and which inputs (None: all) -> outputs (K, B, C)
 
 
 class JointPosterior(nn.Module):
-    """A posterior over a network as a whole, in place of one for each layer; `joint.JOINT` lists the kinds.
+    """A posterior over a network as a whole, in place of one for each layer; `joint.JOINT` lists the kinds."""
 
-    It is an attribute of the network named `key`, which is its key in manifests and the prefix of its tensors, too.
-    """
-
-    key: ClassVar[str]
-    method: ClassVar[str]  # by which users know it
+    key: ClassVar[str]  # its attribute of the network, its key in manifests, the prefix of its tensors
     over_weights: ClassVar[bool]  # over weights as they stand, so that no BatchNorm may be folded
     not_pruned: ClassVar[str]  # why `prune` refuses it
     entry: Strict  # of the manifest

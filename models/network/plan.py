@@ -4,13 +4,15 @@ By counting here; the service measures.
 """
 
 import math
+from collections.abc import Callable
 from types import MappingProxyType
 
 from dubito.models.network.geometry import How, Linear
-from dubito.models.network.network import Plan
-from dubito.models.network.protocol import Prepared
+from dubito.models.network.network import NetworkFactors, Plan
 from dubito.models.posteriors.inducing import InducingFactors
 from dubito.models.posteriors.whvi import WhviFactors
+
+Planner = Callable[[int, int], Plan]  # for B inputs and K samples
 
 
 def factored_is_cheaper(d_out: int, d_in: int, r: int, groups: int = 1) -> bool:
@@ -21,7 +23,7 @@ def factored_is_cheaper(d_out: int, d_in: int, r: int, groups: int = 1) -> bool:
 SMALL = 16 * 16  # places of a picture, up to which a CPU runs one grouped convolution in less time than K small ones
 
 
-def cheapest(factors: Prepared, places: float = math.inf) -> Plan:
+def cheapest(factors: NetworkFactors, places: float = math.inf) -> Plan:
     """The execution with the fewest multiplications, layer by layer; plans never change what is computed.
 
     `places` is the size of the pictures, where a CPU computes: K convolutions of small ones go as one with K groups.

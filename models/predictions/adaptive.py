@@ -6,8 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.errors import InputError
-from dubito.models.network.network import BayesianNetwork, Plan
-from dubito.models.network.protocol import Prepared
+from dubito.models.network.network import BayesianNetwork, NetworkFactors, Plan
 from dubito.models.predictions.prediction import (
     MAX_SAMPLES,
     Job,
@@ -30,7 +29,7 @@ Counts = NDArray[np.int64]
 
 def predict_settled(
     network: BayesianNetwork,
-    factors: Prepared,
+    factors: NetworkFactors,
     x: Tensor,
     seed: int | None = None,
     *,

@@ -17,9 +17,8 @@ from dubito.models.manifest import Predictive
 from dubito.models.network.feature_bank import Nearest
 from dubito.models.network.layers import FoldError, Reading
 from dubito.models.network.learned import Learned
-from dubito.models.network.network import BayesianNetwork, Draws, Plan, Planner, Shared, Stock
-from dubito.models.network.plan import cheapest
-from dubito.models.network.protocol import Prepared
+from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan, Shared, Stock
+from dubito.models.network.plan import Planner, cheapest
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.proof import check
 from dubito.models.predictions.stopwatch import Stopwatch
@@ -76,7 +75,7 @@ class Prediction:
 
 def predict(
     network: BayesianNetwork,
-    factors: Prepared,
+    factors: NetworkFactors,
     x: Tensor,
     samples: int = 20,
     seed: int | None = None,
@@ -131,7 +130,7 @@ def predict(
 
 def predict_closed(
     network: BayesianNetwork,
-    factors: Prepared,
+    factors: NetworkFactors,
     x: Tensor,
     *,
     max_rows: int | None = None,
@@ -183,7 +182,7 @@ class Job:
     """A request, checked: what each of its passes needs."""
 
     network: BayesianNetwork
-    factors: Prepared
+    factors: NetworkFactors
     given: Tensor  # (B, ...)  inputs where they came from: a captured pass fetches them itself
     device: torch.device
     dtype: torch.dtype  # of inputs on the device
@@ -203,7 +202,7 @@ class Job:
     def of(
         cls,
         network: BayesianNetwork,
-        factors: Prepared,
+        factors: NetworkFactors,
         x: Tensor,
         seed: int | None,
         *,
@@ -388,7 +387,7 @@ def with_distances(outputs: Tensor, read: Reading | None) -> tuple[Tensor, Tenso
 
 def _check_folding(
     network: BayesianNetwork,
-    factors: Prepared,
+    factors: NetworkFactors,
     draws: Draws,
     plan: Planner,
     x: Tensor,
@@ -408,7 +407,7 @@ def _check_folding(
     network.learned.folded.add(tuple(x.shape))
 
 
-def _samples(factors: Prepared, samples: int) -> tuple[int, bool]:
+def _samples(factors: NetworkFactors, samples: int) -> tuple[int, bool]:
     """How many passes K really are, and whether they are draws (else the mean)."""
     if isinstance(samples, bool) or not isinstance(samples, int) or not 0 <= samples <= MAX_SAMPLES:
         raise InputError(
@@ -431,7 +430,7 @@ def seed_of(seed: int | None) -> int:
 
 
 def _checked(
-    network: BayesianNetwork, factors: Prepared, x: Tensor, finite: bool
+    network: BayesianNetwork, factors: NetworkFactors, x: Tensor, finite: bool
 ) -> tuple[Tensor, torch.device, torch.dtype]:
     """The inputs, and where and as what the network takes them."""
     if not isinstance(x, Tensor):
@@ -454,7 +453,7 @@ def _checked(
     return x, device, dtype
 
 
-def _rows(factors: Prepared, x: Tensor, device: torch.device) -> int:
+def _rows(factors: NetworkFactors, x: Tensor, device: torch.device) -> int:
     """Rows of one pass: few on a CPU where each takes much memory, which is where a convolution meets a large map."""
     if device.type != "cpu":
         return max(1024, min(8192, (1 << 23) // x[0].numel()))
@@ -462,7 +461,7 @@ def _rows(factors: Prepared, x: Tensor, device: torch.device) -> int:
 
 
 def _forward(
-    network: BayesianNetwork, factors: Prepared, draws: Draws, plan: Planner, x: Tensor, max_rows: int
+    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Planner, x: Tensor, max_rows: int
 ) -> Tensor:
     rows = max(1, max_rows // (draws.K if factors.folds else 1))
     try:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,14 @@ from dubito.models.errors import ArtifactError, ConversionError, InputError
 from dubito.models.manifest import Regression, SubnetworkEntry
 from dubito.models.network.learned import Learned
 from dubito.models.network.linearised import (
+    LinearisedFactors,
     Subnetwork,
     SubnetworkFactors,
     by_jvp,
-    linear_moments,
-    linear_samples,
     pack,
     unpack,
 )
-from dubito.models.network.network import BayesianNetwork
+from dubito.models.network.network import BayesianNetwork, Draws, Plan
 from dubito.models.numerics.parameters import count
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import predict, predict_closed
@@ -61,6 +61,19 @@ def network(task: Regression | None = None) -> BayesianNetwork:
     return made.eval()
 
 
+def prepared(net: nn.Module, index: Tensor, H: Tensor) -> tuple[BayesianNetwork, LinearisedFactors]:
+    """With the factor in float64, which no artifact holds."""
+    made = bayesianize(net, "deterministic").eval()
+    made.set_joint(subnetwork(net, H))
+    factors = made.factors()
+    assert isinstance(factors, LinearisedFactors)
+    return made, replace(factors, subnetwork=SubnetworkFactors(index, torch.linalg.cholesky(H)))
+
+
+def no_plan(B: int, K: int) -> Plan:
+    return {}
+
+
 @pytest.mark.parametrize("outputs", [None, 3, 1000])
 def test_samples_are_the_linearised_network(outputs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By rows of the Jacobian (3 outputs, or not known yet) and by forward mode (as if there were 1000).
@@ -69,14 +82,14 @@ def test_samples_are_the_linearised_network(outputs: int | None, monkeypatch: py
     """
     net, x = mixed(), torch.randn(5, 2, 9, 9).double()
     J, H = brute(net, x), precision()
-    factors = SubnetworkFactors(chosen(J.shape[2]), torch.linalg.cholesky(H))
-    learned = Learned(outputs=outputs)
+    made, factors = prepared(net, chosen(J.shape[2]), H)
+    made.learned.outputs = outputs
     eps = torch.randn(6, S).double()
     with torch.inference_mode():
-        found = linear_samples(net, learned, x, factors, factors.draw(eps), 10)
+        found = factors.outputs(made, x, Draws(6, eps, 0), no_plan, 10)
     moves = torch.linalg.solve(torch.linalg.cholesky(H).T, eps.T).T  # δ = L⁻ᵀ ε, densely
-    torch.testing.assert_close(found, net(x) + torch.einsum("bcs,ks->kbc", J[:, :, factors.index], moves))
-    torch.testing.assert_close(linear_samples(net, learned, x, factors, None, 10)[0], net(x))
+    torch.testing.assert_close(found, net(x) + torch.einsum("bcs,ks->kbc", J[:, :, factors.subnetwork.index], moves))
+    torch.testing.assert_close(factors.outputs(made, x, Draws(1, None, 0), no_plan, 10)[0], net(x))
 
 
 def test_draws_have_the_covariance_of_the_precision() -> None:
@@ -92,9 +105,9 @@ def test_draws_have_the_covariance_of_the_precision() -> None:
 def test_moments_are_the_dense_ones() -> None:
     net, x = mixed(), torch.randn(5, 2, 9, 9).double()
     J, H = brute(net, x), precision()
-    factors = SubnetworkFactors(chosen(J.shape[2]), torch.linalg.cholesky(H))
-    f, variance = linear_moments(net, Learned(), x, factors)
-    J = J[:, :, factors.index]
+    made, factors = prepared(net, chosen(J.shape[2]), H)
+    f, variance = factors.moments(made, x)
+    J = J[:, :, factors.subnetwork.index]
     torch.testing.assert_close(f, net(x))
     torch.testing.assert_close(variance, torch.einsum("bcs,st,bct->bc", J, torch.linalg.inv(H), J))
 
