@@ -19,7 +19,7 @@ from dubito.deploy.edge.data import Data
 from dubito.deploy.edge.draws import HIERARCHY, normals_in_order
 from dubito.deploy.edge.errors import OnnxError
 from dubito.deploy.edge.export import with_law
-from dubito.deploy.edge.linear import JOINT_WRITERS
+from dubito.deploy.edge.linear import NOISE
 from dubito.deploy.edge.runtime import ROWS, EdgeError, EdgeModel, facts_of
 from dubito.models.images import prepare
 from dubito.models.network.network import Draws
@@ -115,7 +115,7 @@ def parity(path: Path, model: Model, x: NDArray[Any]) -> Difference:
         parts = {HIERARCHY: factors.hierarchy} if factors.hierarchy is not None else {}
         noise = [normals_in_order(f, K, name, found) for name, f in {**parts, **factors.layers}.items()]
         if network.joint is not None:
-            noise.append(torch.from_numpy(found[JOINT_WRITERS[network.joint.key].normals]))
+            noise.append(torch.from_numpy(found[NOISE]))
         keys = torch.from_numpy(found["member:keys"]) if "member:keys" in found else None
         draws = Draws(K, torch.cat(noise, 1), 0, keys=keys)
     with evaluating(network), torch.inference_mode():

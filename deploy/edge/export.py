@@ -19,7 +19,7 @@ from dubito.deploy.edge.draws import Dense, Operand, Sampler, V_of_all, array, d
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.features import features_in, nearest
 from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, Precision
-from dubito.deploy.edge.linear import JOINT_WRITERS
+from dubito.deploy.edge.linear import linear_samples, trace_open
 from dubito.deploy.edge.quantise import quantised
 from dubito.deploy.edge.runtime import ROWS
 from dubito.deploy.edge.summary import classified, regressed
@@ -81,10 +81,9 @@ def export(
     network = with_law(model.network, law)
     factors = network.factors()
     K = samples if factors.random else 1
-    joint = None if network.joint is None else JOINT_WRITERS[network.joint.key]
     folded = fold_batchnorm(network)
     if skeleton is None:
-        skeleton = trace(folded, declared.shape) if joint is None else joint.trace(network.net, declared.shape)
+        skeleton = trace(folded, declared.shape) if network.joint is None else trace_open(network.net, declared.shape)
     writer = _Writer(skeleton, folded, factors, K, precision)
     if take == "image":
         x = writer.pixels(declared.shape, declared.image.mean, declared.image.std)  # type: ignore[union-attr]
@@ -198,16 +197,14 @@ class _Writer:
             raise ExportError(
                 f"the network answers with shape {self.shapes[logits]}; expected (rows, classes or values)."
             )
-        joint = self.network.joint
         features = features_in(self.traced, self.network) if rule.ood is not None and rule.ood[0] == "knn" else None
         distance = None
-        if joint is None:
+        if self.network.joint is None:
             out = self._samples(x, logits)
             if features is not None:
                 distance = self._distance(self.value[features], features in self.once)
         else:
-            write = JOINT_WRITERS[joint.key].samples
-            out, value = write(self.s, self.traced, self.network.net, self.factors, x)
+            out, value = linear_samples(self.s, self.traced, self.network.net, self.factors, x)
             if features is not None:
                 distance = self._distance(value[features], shared=True)
         if self.s.noise is not None:

@@ -6,8 +6,6 @@ holds the triangle L⁻¹, and δ = L⁻ᵀ ε is one product.
 
 import copy
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -69,14 +67,3 @@ def linear_samples(
     (out,) = (o.name for o in traced.output)
     t = forward.of(out)
     return g.add(forward.value[out], forward.nothing(out) if t is None else t), forward.value
-
-
-class JointWriter(NamedTuple):
-    """How a posterior over a network as a whole is written."""
-
-    trace: Callable[[nn.Module, tuple[int, ...]], onnx.ModelProto]
-    samples: Callable[[Sampler, onnx.GraphProto, nn.Module, NetworkFactors, str], tuple[str, dict[str, str]]]
-    normals: str  # their name in the graph
-
-
-JOINT_WRITERS = {"subnetwork": JointWriter(trace_open, linear_samples, NOISE)}

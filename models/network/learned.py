@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(eq=False)
 class Learned:
-    """All threads that use a network share the value. A copy of the network starts with an empty one: its layers may
-    have another form, such as a folded BatchNorm."""
+    """Shared by all threads that use the network. A copy of the network has an empty one: its layers may differ."""
 
     folds: bool = True  # draws can share a pass: False once a pass mixed up rows of the batch
     folded: set[tuple[int, ...]] = field(default_factory=set)  # shapes of inputs whose folded passes were checked
@@ -39,10 +38,9 @@ class Learned:
             yield
             return
         with self._mode:
-            if self._users == 0:
-                self._training = [m for m in module.modules() if m.training]
-                if self._training:
-                    module.eval()
+            if self._users == 0 and (training := [m for m in module.modules() if m.training]):
+                self._training = training
+                module.eval()
             self._users += 1
         try:
             yield

@@ -313,16 +313,10 @@ class BayesianNetwork(nn.Module):
         """For serving: compute once, keep, and hand to every prediction."""
         made = {name: layer.q.factors() for name, layer in self.layers.items()}
         above = None if self.hierarchy is None else self.hierarchy.q.factors()
-        like = next(self.net.parameters(), torch.empty(0))
-        factors = NetworkFactors(
-            MappingProxyType(made),
-            above,
-            self._copies(),
-            Structure.of(self.net),
-            like.device,
-            like.dtype,
-            read=None if self.feature_bank is None else self.feature_bank.reading(),
-        )
+        like, structure = next(self.net.parameters(), torch.empty(0)), Structure.of(self.net)
+        read = None if self.feature_bank is None else self.feature_bank.reading()
+        layers = MappingProxyType(made)
+        factors = NetworkFactors(layers, above, self._copies(), structure, like.device, like.dtype, read=read)
         return factors if self.joint is None else self.joint.prepare(factors)
 
     def set_feature_bank(self, bank: FeatureBank | None) -> None:
@@ -350,9 +344,10 @@ class BayesianNetwork(nn.Module):
         """What a pass needs; with `keep`, operands are made once and kept for further passes with the same draws."""
         layers = factors.structure.layers
         by_layer: dict[nn.Module, How] = {layers[name]: how for name, how in plan.items()}
+        run = Run(draws.K, {}, by_layer, draws.member, factors.structure, form=factors.form, read=factors.read)
         if draws.stock is not None:
             stored = {layer: partial(all_.part, draws.start, draws.K) for layer, all_ in draws.stock.items()}
-            return Run(draws.K, stored, by_layer, draws.member, factors.structure, form=factors.form, read=factors.read)
+            return replace(run, operands=stored)
         V: dict[nn.Module, Tensor] = {}
         if factors.hierarchy is not None:
             V = self._shared_out(as_matrix(_draw(factors.hierarchy, 0, factors.sizes[0], draws, None)))
@@ -369,16 +364,7 @@ class BayesianNetwork(nn.Module):
             begun = drawn = begin(drawn, draws.key.device)
         for group, together in zip(groups, drawn, strict=True):
             operands |= {layers[name]: partial(_among, together, i) for i, name in enumerate(group.names)}
-        return Run(
-            draws.K,
-            operands,
-            by_layer,
-            draws.member,
-            factors.structure,
-            form=factors.form,
-            begun=begun,
-            read=factors.read,
-        )
+        return replace(run, operands=operands, begun=begun)
 
     def _shared_out(self, V: Tensor) -> dict[nn.Module, Tensor]:
         """What a hierarchy has drawn: each layer's own columns."""

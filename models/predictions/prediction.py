@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -53,6 +53,17 @@ SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
 NOISE = 1 << 26  # normals held at a time: 256 MB
 
 
+class Passes(TypedDict, total=False):
+    """How a request is worked off."""
+
+    plan: Plan | Planner | None  # None: the fewest multiplications
+    max_rows: int | None  # of one pass: inputs times samples; None: by the size of an input
+    temperature: float
+    buckets: Sequence[int]  # batches are padded to the next of these sizes, so that few shapes are ever met
+    watch: Stopwatch | None
+    fits: Fits | None  # into the device's memory; None: that is tried
+
+
 @dataclass(frozen=True)
 class Settled:
     """How `samples="auto"` went."""
@@ -80,13 +91,8 @@ def predict(
     samples: int = 20,
     seed: int | None = None,
     *,
-    plan: Plan | Planner | None = None,
-    max_rows: int | None = None,
     keep_outputs: bool = False,
-    temperature: float = 1.0,
-    buckets: Sequence[int] = (),
-    watch: Stopwatch | None = None,
-    fits: Fits | None = None,
+    **passes: Unpack[Passes],
 ) -> Prediction:
     """The same K draws for every input of the call; sample k is one function of the input.
 
@@ -95,19 +101,7 @@ def predict(
     passes.
     """
     K, noisy = _samples(factors, samples)
-    job = Job.of(
-        network,
-        factors,
-        x,
-        seed,
-        plan=plan,
-        max_rows=max_rows,
-        temperature=temperature,
-        buckets=buckets,
-        watch=watch,
-        most=K,
-        fits=fits,
-    )
+    job = Job.of(network, factors, x, seed, most=K, **passes)
     tally = tally_for(network)
     kept: list[Tensor] = []
     chunk, start = job.samples_at_once(job.B), 0
@@ -129,35 +123,16 @@ def predict(
 
 
 def predict_closed(
-    network: BayesianNetwork,
-    factors: NetworkFactors,
-    x: Tensor,
-    *,
-    max_rows: int | None = None,
-    temperature: float = 1.0,
-    buckets: Sequence[int] = (),
-    watch: Stopwatch | None = None,
-    fits: Fits | None = None,
+    network: BayesianNetwork, factors: NetworkFactors, x: Tensor, **passes: Unpack[Passes]
 ) -> Prediction:
     """The predictive of a network whose outputs have moments in closed form, without draws.
 
     Classes: softmax(f/√(1 + π/8 · diag(J Σ Jᵀ))), the probit approximation, which does not divide its entropy into what
     the weights and the data are to blame for: both parts are NaN. Values: mean and variance are exact.
     """
-    job = Job.of(
-        network,
-        factors,
-        x,
-        0,
-        plan={},
-        max_rows=max_rows,
-        temperature=temperature,
-        buckets=buckets,
-        watch=watch,
-        fits=fits,
-    )
+    job = Job.of(network, factors, x, 0, **passes)
     with evaluating(network), torch.inference_mode():
-        f, variance = (t / temperature**n for n, t in enumerate(job.moments(), 1))
+        f, variance = (t / job.temperature**n for n, t in enumerate(job.moments(), 1))
         job.watch.lap("forward", wait=True)
         tally = tally_for(network)
         if isinstance(tally, ValueTally):
@@ -191,12 +166,12 @@ class Job:
     plan: Planner
     max_rows: int
     temperature: float
-    buckets: Sequence[int]  # batches are padded to the next of these sizes, so that few shapes are ever met
+    buckets: Sequence[int]
     watch: Stopwatch
     most: int = 1  # draws that any input may take
     stock: Stock | None = None  # the seed's first samples, drawn ahead: `most` or more
     captured: Captured = nothing_captured
-    fits: Fits | None = None  # into the device's memory; None: that is tried
+    fits: Fits | None = None
 
     @classmethod
     def of(
@@ -356,12 +331,40 @@ class Job:
     def _folded(self, x: Tensor, draws: Draws) -> Tensor:
         folds = self.factors.folds
         rows = self._rows_at_once(len(x), draws.K if folds else 1)
-        outputs = _forward(self.network, self.factors, draws, self.plan, x, rows)
+        outputs = self._forward(x, draws, rows)
         read = self.factors.read if folds else None
         _check_outputs(self.network, outputs, 0 if read is None else read.columns)
         if folds and draws.K > 1 and tuple(x.shape) not in self.network.learned.folded:
-            _check_folding(self.network, self.factors, draws, self.plan, x, outputs)
+            self._check_folding(x, draws, outputs)
         return tempered(outputs, self.temperature, read)
+
+    def _forward(self, x: Tensor, draws: Draws, max_rows: int) -> Tensor:
+        """In passes of at most `max_rows` rows, or of fewer where memory is short; the draws stay as they are."""
+        rows = max(1, max_rows // (draws.K if self.factors.folds else 1))
+        try:
+            return self.factors.outputs(self.network, x, draws, self.plan, rows)
+        except torch.OutOfMemoryError:
+            if min(rows, len(x)) == 1 and draws.K == 1:
+                raise
+        if draws.K == 1:
+            return self._forward(x, draws, min(rows, len(x)) // 2)
+        half = draws.K // 2
+        halves = (draws.part(0, half), draws.part(half, draws.K - half))
+        return torch.cat([self._forward(x, part, max(1, max_rows // 2)) for part in halves])
+
+    def _check_folding(self, x: Tensor, draws: Draws, outputs: Tensor) -> None:
+        """Once per network and shape: is the last sample of a folded pass what it is alone?
+
+        A network that turns (B, T, d) to (T, B, d) would give rows to the wrong samples, with nothing else to show it.
+        """
+        last = draws.part(draws.K - 1, 1)
+        alone = self.factors.outputs(self.network, x[-1:], last, self.plan, 1)[0, 0].float()
+        folded = outputs[-1, -1].float()
+        if alone.isfinite().all() and folded.isfinite().all():
+            size = max(float(alone.abs().max()), float(outputs.float().abs().max()), 1e-30)
+            if float((alone - folded).abs().max()) > (1e-3 if x.dtype == torch.float32 else 0.1) * size:
+                raise FoldError("the network mixes rows of the batch, so its samples cannot share a pass.")
+        self.network.learned.folded.add(tuple(x.shape))
 
 
 def tempered(outputs: Tensor, temperature: float, read: Reading | None) -> Tensor:
@@ -383,28 +386,6 @@ def with_distances(outputs: Tensor, read: Reading | None) -> tuple[Tensor, Tenso
     """Logits (K, B, C), and the distances (K, B) of the features to the bank, where a pass has read them."""
     logits, rest = apart(outputs, read)
     return logits, rest[..., 0] if rest is not None and isinstance(read, Nearest) else None
-
-
-def _check_folding(
-    network: BayesianNetwork,
-    factors: NetworkFactors,
-    draws: Draws,
-    plan: Planner,
-    x: Tensor,
-    outputs: Tensor,
-) -> None:
-    """Once per network and shape: is the last sample of a folded pass what it is alone?
-
-    A network that turns (B, T, d) to (T, B, d) would give rows to the wrong samples, with nothing else to show it.
-    """
-    last = draws.part(draws.K - 1, 1)
-    alone = factors.outputs(network, x[-1:], last, plan, 1)[0, 0].float()
-    folded = outputs[-1, -1].float()
-    if alone.isfinite().all() and folded.isfinite().all():
-        size = max(float(alone.abs().max()), float(outputs.float().abs().max()), 1e-30)
-        if float((alone - folded).abs().max()) > (1e-3 if x.dtype == torch.float32 else 0.1) * size:
-            raise FoldError("the network mixes rows of the batch, so its samples cannot share a pass.")
-    network.learned.folded.add(tuple(x.shape))
 
 
 def _samples(factors: NetworkFactors, samples: int) -> tuple[int, bool]:
@@ -458,23 +439,6 @@ def _rows(factors: NetworkFactors, x: Tensor, device: torch.device) -> int:
     if device.type != "cpu":
         return max(1024, min(8192, (1 << 23) // x[0].numel()))
     return max(32, min(4096, 32 * 1024 // math.prod(x.shape[2:]))) if factors.structure.convolves else 4096
-
-
-def _forward(
-    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Planner, x: Tensor, max_rows: int
-) -> Tensor:
-    rows = max(1, max_rows // (draws.K if factors.folds else 1))
-    try:
-        return factors.outputs(network, x, draws, plan, rows)
-    except torch.OutOfMemoryError:
-        if min(rows, len(x)) == 1 and draws.K == 1:
-            raise
-    # half of it at a time; the draws stay as they are
-    if draws.K == 1:
-        return _forward(network, factors, draws, plan, x, min(rows, len(x)) // 2)
-    half = draws.K // 2
-    halves = (draws.part(0, half), draws.part(half, draws.K - half))
-    return torch.cat([_forward(network, factors, part, plan, x, max(1, max_rows // 2)) for part in halves])
 
 
 def _in_halves(compute: Callable[[Tensor], tuple[Tensor, Tensor]], x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
