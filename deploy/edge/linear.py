@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dubito.deploy.edge.draws import Sampler, array, triangle
+from dubito.deploy.edge.tangent_rules import RULES
 from dubito.deploy.edge.tangents import Forward, Moved
 from dubito.deploy.edge.trace import by_torch
 from dubito.models.network.jacobian import chosen_of
@@ -63,7 +64,7 @@ def linear_samples(
             columns, local = moved[name]
             part = g.part(moves, 0, columns.start, columns.stop)
             forward.tangent[f"{WEIGHT}{name}"] = Moved(part, local.cpu().numpy().astype(np.int64), stored.shape)
-    forward.run()
+    forward.run(RULES)
     (out,) = (o.name for o in traced.output)
     t = forward.of(out)
     return g.add(forward.value[out], forward.nothing(out) if t is None else t), forward.value

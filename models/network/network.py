@@ -8,10 +8,11 @@ from types import MappingProxyType
 from typing import ClassVar, Protocol, Self
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from dubito.models.errors import ConversionError, InputError, PredictionError
-from dubito.models.manifest import Classification, Strict, Task
+from dubito.models.manifest import Classification, Task
 from dubito.models.network.feature_bank import FeatureBank
 from dubito.models.network.features import is_linear, watch
 from dubito.models.network.geometry import How
@@ -202,7 +203,7 @@ class JointPosterior(nn.Module):
     key: ClassVar[str]  # its attribute of the network, its key in manifests, the prefix of its tensors
     over_weights: ClassVar[bool]  # over weights as they stand, so that no BatchNorm may be folded
     not_pruned: ClassVar[str]  # why `prune` refuses it
-    entry: Strict  # of the manifest
+    entry: BaseModel  # of the manifest
 
     def prepare(self, plain: NetworkFactors) -> NetworkFactors:
         """What predictions ask, of a network whose layers have the factors `plain`."""
