@@ -51,14 +51,14 @@ def peer_of(net: nn.Module, network: BayesianNetwork) -> Callable[[Tensor], Tens
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its imports use what torch has deprecated
         from laplace import Laplace  # type: ignore[import-not-found]
-    assert network.subnetwork is not None
-    L = network.subnetwork.factors().L
+    assert isinstance(network.joint, Subnetwork)
+    L = network.joint.factors().L
     peer = Laplace(
         net,
         "classification",
         subset_of_weights="subnetwork",
         hessian_structure="full",
-        subnetwork_indices=network.subnetwork.index.long(),
+        subnetwork_indices=network.joint.index.long(),
         prior_precision=1.0,
     )
     one = TensorDataset(torch.randn(1, 3, 32, 32), torch.zeros(1, dtype=torch.long))

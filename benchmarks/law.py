@@ -91,7 +91,7 @@ class Paired(Normals):
 
 
 def ask(model: Model, x: Tensor, K: int, seed: int, law: int) -> Classified:
-    job = Job.of(model.network, model.factors, x, seed, None, None, model.temperature, most=K)
+    job = Job.of(model.network, model.factors, x, seed, temperature=model.temperature, most=K)
     job = replace(job, normals=Paired(seed, model.factors, law))
     summary, _ = answer_each(job, np.full(len(x), K), np.zeros(len(x)))
     assert isinstance(summary, Classified)

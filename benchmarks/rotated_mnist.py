@@ -28,6 +28,7 @@ from benchmarks._measure import machine
 from dubito.models import bayesianize, build
 from dubito.models.manifest import Selection
 from dubito.models.network.jacobian import Linearised
+from dubito.models.network.linearised import Subnetwork
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.prediction import evaluating, predict_closed
 from dubito.models.predictions.uncertainty import Classified
@@ -96,8 +97,8 @@ def answers(
         settings = Laplace(size=None if select == "last-layer" else size, select=select)
         name = "last layer" if select == "last-layer" else f"S = {size:,}, {select}"
         made = linearise(network, parts.train, parts.validation, declared, settings, seed).network
-        assert made.subnetwork is not None
-        precisions[name] = made.subnetwork.entry.prior_precision
+        assert isinstance(made.joint, Subnetwork)
+        precisions[name] = made.joint.entry.prior_precision
         found[name] = closed(made)
     found["diagonal, all weights"], precisions["diagonal, all weights"] = diagonal_laplace(network, parts)
     return found, precisions

@@ -86,8 +86,7 @@ def count(
     from dubito.models.conversion.conversion import bayesianize
     from dubito.models.conversion.start import CONVERTIBLE
     from dubito.models.errors import ConversionError
-    from dubito.models.manifest import SubnetworkEntry
-    from dubito.models.network.linearised import Subnetwork
+    from dubito.models.network.joint import JOINT
     from dubito.models.numerics.parameters import count as count_parameters
     from dubito.models.pruning import count_pruned
 
@@ -95,15 +94,15 @@ def count(
     with torch.device("meta") if on_meta(architecture) else nullcontext():
         net = build(architecture, **({} if classes is None else {"classes": classes}))
         last = [name for name, module in net.named_modules() if isinstance(module, CONVERTIBLE)][-1]
-        linearised = method == LAPLACE
-        if linearised and size > (D := count_parameters(net)):
+        joint = JOINT.get(method)
+        if joint is not None and size > (D := count_parameters(net)):
             raise ConversionError(
                 f"size is {size:,}, but {architecture} has {D:,} weights; expected no more than those."
             )
         try:
             network = bayesianize(
                 net,
-                "deterministic" if linearised else method,
+                method if joint is None else "deterministic",
                 inducing=inducing,
                 members=members,
                 start="prior",
@@ -112,10 +111,8 @@ def count(
             )
         except ConversionError as error:
             raise ConversionError(str(error).replace('unsupported="leave"', "--leave")) from None
-    if linearised:
-        entry = SubnetworkEntry(size=size, select="variance", prior_precision=1.0, examples=1)
-        with torch.device("meta"):
-            network.subnetwork = Subnetwork.blank(entry)
+    if joint is not None:
+        network.set_joint(joint.sized(size))
     parameters = count_parameters(network) if keep == 1.0 else count_pruned(network, keep)
     deterministic = count_parameters(net)
     result = {

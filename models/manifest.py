@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -103,11 +103,19 @@ class Hierarchy(Strict):
 class SubnetworkEntry(Strict):
     """A Gaussian over S of the weights of an otherwise plain network [Daxberger21]."""
 
+    closed_form: ClassVar[bool] = True  # its predictive has one
     method: Literal["subnetwork-laplace"] = "subnetwork-laplace"
     size: Size  # S
     select: Selection
     prior_precision: Positive
     examples: Annotated[int, Field(gt=0)]  # that the curvature was summed over
+
+    def check(self, manifest: "Manifest") -> None:
+        """It is over the weights of a plain network, and its closed form knows one noise for all inputs."""
+        if manifest.task.kind == "regression" and manifest.task.noise == "input":
+            raise ValueError("a subnetwork knows constant noise only, but this task's noise depends on the input")
+        if manifest.layers or manifest.members or manifest.hierarchy or manifest.batchnorm != "kept":
+            raise ValueError("a subnetwork belongs to a plain network, without Bayesian layers or folded BatchNorm")
 
 
 class FeatureBankEntry(Strict):
@@ -343,6 +351,22 @@ class Manifest(Strict):
     card: Card = Card()
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of this manifest without it, and of all tensors
 
+    @property
+    def joint(self) -> SubnetworkEntry | None:
+        """The posterior over the network as a whole; None: each layer has its own, or none."""
+        return self.subnetwork
+
+    @property
+    def closed_form(self) -> bool:
+        """Outputs have a mean and a variance without draws."""
+        return self.joint is not None and self.joint.closed_form
+
+    @property
+    def methods(self) -> list[str]:
+        """By name, each once."""
+        plain = "deterministic" if self.joint is None else self.joint.method
+        return sorted({layer.method for layer in self.layers.values()}) or [plain]
+
     @model_validator(mode="after")
     def _formats(self) -> "Manifest":
         if self.format < (needed := format_of(self.card, self.feature_bank)):
@@ -364,16 +388,14 @@ class Manifest(Strict):
         targets, wanted = self.card.targets, self.task.outputs if self.task.kind == "regression" else 1
         if targets is not None and len(targets) != wanted:
             raise ValueError(f"{len(targets)} targets are named, but {wanted} are predicted")
-        if self.subnetwork is not None and self.task.kind == "regression" and self.task.noise == "input":
-            raise ValueError("a subnetwork knows constant noise only, but this task's noise depends on the input")
         return self
 
     @model_validator(mode="after")
-    def _linearised(self) -> "Manifest":
-        if self.subnetwork is not None and (self.layers or self.members or self.hierarchy or self.batchnorm != "kept"):
-            raise ValueError("a subnetwork belongs to a plain network, without Bayesian layers or folded BatchNorm")
+    def _jointly(self) -> "Manifest":
+        if self.joint is not None:
+            self.joint.check(self)
         closed = self.card.calibration is not None and self.card.calibration.closed is not None
-        if closed and self.subnetwork is None:
+        if closed and not self.closed_form:
             raise ValueError("a closed form was calibrated, but the network has none")
         return self
 

@@ -29,11 +29,8 @@ def _by_kind(network: BayesianNetwork, keep: float) -> list[list[tuple[Posterior
     """Posteriors of one class each, with whether the last column of W is a bias; refuses what cannot be pruned."""
     if not 0 < keep <= 1:
         raise ConversionError(f"keep is {keep}; expected a share above 0 and up to 1.")
-    if network.subnetwork is not None:
-        raise ConversionError(
-            "this is a subnetwork-laplace model, which has nothing to prune: its posterior is as small as the size S "
-            "that it was made with. Make it anew with a smaller one (dubito laplace --size)."
-        )
+    if network.joint is not None:
+        raise ConversionError(network.joint.not_pruned)
     layers = [*network.layers.values(), *([] if network.hierarchy is None else [network.hierarchy])]
     if not any(layer.q.prunable(layer.geometry.bias) for layer in layers):
         reasons = {layer.q.unprunable for layer in layers if layer.q.unprunable}

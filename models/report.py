@@ -1,7 +1,7 @@
 """What `dubito inspect` tells about an artifact."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,27 +9,19 @@ from torch import Tensor
 
 from dubito.models.conversion.architectures import build
 from dubito.models.manifest import Calibration, Manifest, Plain
-from dubito.models.network.jacobian import chosen_of
+from dubito.models.network.joint import JOINT
 from dubito.models.network.layers import BayesianLayer
 from dubito.models.network.network import BayesianNetwork, as_matrix
 from dubito.models.numerics.parameters import count
 from dubito.models.posteriors.entry import Entry
 from dubito.models.verdict import columns
 
-LINEARISED = "Gaussian over some of the weights, about which the network is linearised"
 SCORED = {
     "probability": "by 1 − probability",
     "aps": "APS: by the probability of all likelier classes",
     "raps": "RAPS: by the probability of all likelier classes and by rank",
 }
 NOISE = {"constant": "the same for every input", "input": "depends on the input"}
-SELECTED = {
-    "variance": "of the largest variance under a diagonal Laplace approximation",
-    "random": "chosen at random",
-    "magnitude": "of the largest magnitude",
-    "last-layer": "of the last layer",
-}
-
 
 NOISE_DRAWS = 8  # of a layer's weights, to measure their noise
 
@@ -87,7 +79,7 @@ def report(
         if stored is not None:
             row["bytes"] = sum(t.nbytes for key, t in stored.items() if key.startswith(f"net.{name}."))
         layers.append(row)
-    above = manifest.hierarchy
+    above, joint = manifest.hierarchy, manifest.joint
     entries = [*manifest.layers.values(), *([] if above is None else [above.layer])]
     return {
         "format": manifest.format,
@@ -102,7 +94,10 @@ def report(
         "layers": layers,
         "members": max([0, *manifest.members.values(), *(entry.ensemble for entry in entries)]),
         "hierarchy": None if above is None else above.model_dump(mode="json"),
-        "subnetwork": _subnetwork(manifest, network),
+        **{
+            kind.key: kind.facts(joint, network) if joint is not None and joint.method == method else None
+            for method, kind in JOINT.items()
+        },
         "feature_bank": _feature_bank(manifest),
         **manifest.card.model_dump(mode="json"),
         "sha256": manifest.sha256,
@@ -115,18 +110,6 @@ def _noise(manifest: Manifest, network: BayesianNetwork | None) -> str | None:
         return None
     still = network is not None and network.gain is not None and not network.gain.any()
     return "constant" if still else manifest.task.noise
-
-
-def _subnetwork(manifest: Manifest, network: BayesianNetwork | None) -> dict[str, Any] | None:
-    """How many of each parameter's weights were chosen, where the network is known."""
-    if manifest.subnetwork is None:
-        return None
-    by_name: dict[str, int] = {}
-    if network is not None and network.subnetwork is not None:
-        chosen = chosen_of(network.net, network.subnetwork.index.long())
-        by_name = {name: len(local) for name, (_, local) in chosen.items()}
-    S = manifest.subnetwork.size
-    return {**manifest.subnetwork.model_dump(mode="json"), "triangle": S * (S + 1) // 2, "parameters": by_name}
 
 
 def _feature_bank(manifest: Manifest) -> dict[str, Any] | None:
@@ -179,9 +162,10 @@ def show(found: dict[str, Any], entries: Mapping[str, Entry]) -> None:
     methods = {entry.method: entry.what[entry.method] for entry in entries.values()}
     for method, what in sorted(methods.items()):
         say(f"{method}: {what}")
-    if found["subnetwork"] is not None:
-        _say_subnetwork(say, found["subnetwork"], found["calibration"])
-    elif not methods:
+    joint = [kind for kind in JOINT.values() if found[kind.key] is not None]
+    for line in (line for kind in joint for line in kind.lines(found[kind.key], found["calibration"])):
+        say(line)
+    if not methods and not joint:
         say("deterministic: one set of weights, no uncertainty about them")
     if found["layers"]:
         _show_layers(console, Table(), found["layers"], entries)
@@ -217,20 +201,6 @@ def show(found: dict[str, Any], entries: Mapping[str, Entry]) -> None:
     for line in columns(found["metrics"], None if found["plain"] is None else Plain.model_validate(found["plain"])):
         say(line)
     say(f"SHA-256 {found['sha256']} (checked)")
-
-
-def _say_subnetwork(say: Callable[[str], None], chosen: dict[str, Any], calibration: dict[str, Any] | None) -> None:
-    say(f"{chosen['method']}: {LINEARISED}")
-    say(f"S = {chosen['size']:,} weights {SELECTED[chosen['select']]}; all others are as trained")
-    say(
-        f"precision: curvature summed over {chosen['examples']:,} examples + {chosen['prior_precision']:.4g} of the "
-        f"prior, as a Cholesky factor of {chosen['triangle']:,} numbers"
-    )
-    default = "probit" if calibration is None else calibration["method"]
-    say(f"answers in closed form (probit) or by draws (sampling); unless told, {default}")
-    if chosen["parameters"]:
-        parts = ", ".join(f"{name} {n:,}" for name, n in chosen["parameters"].items())
-        say(f"chosen in: {parts}")
 
 
 def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]], entries: Mapping[str, Entry]) -> None:

@@ -235,10 +235,12 @@ class Repository:
     def _reserve_bank(self, engine: Engine) -> tuple[int, int] | None:
         """Sets and samples; None where draws are made anew, or there are none to be made ahead, or no room for them."""
         settings, factors, share = self.settings, engine.model.factors, engine.share
-        if settings.sample_mode == "fresh" or factors.normals == 0 or factors.subnetwork is not None:
+        if settings.sample_mode == "fresh" or factors.normals == 0:
             return None
         sets, samples = settings.bank_sets, settings.bank_samples
         size = sets * samples * (share.sample - 4 * factors.normals)  # the normals are not kept
+        if size == 0:  # draws are not weights of layers
+            return None
         if share.limited and size > self.budget.left // 2:  # passes need some, too
             log.warning("the bank does not fit the memory: draws are made anew", extra={"bytes": size})
             return None

@@ -87,7 +87,7 @@ def calibrate(
     check(model, held)
     set_directions(model.network, enter(held.x[:PATCHES_FROM], declared_by(model)), settings.directions, seed)
     model = Model(model.network, model.manifest)  # its factors are computed anew
-    if settings.method == "probit" and model.manifest.subnetwork is None:
+    if settings.method == "probit" and not model.manifest.closed_form:
         raise CalibrationError("method is 'probit'; only a subnetwork-laplace model has a closed form. Leave it out.")
     seed += OWN_DRAWS
     T = 1.0
@@ -100,7 +100,7 @@ def calibrate(
     model = try_bank(model, train, settings, seed)
     measure, auroc = choose_measure(model, held, seed, asked=settings.measure)
     measure_closed = measure
-    if model.manifest.subnetwork is not None:
+    if model.manifest.closed_form:
         measure_closed, _ = choose_measure(model, held, seed, "probit", asked=settings.measure)
     if "knn" not in (measure, measure_closed):
         model = with_bank(model, None)
@@ -109,7 +109,7 @@ def calibrate(
     settled = ask_settled(model, held.x, seed, requests=ASKED)
     of_auto = None if settled is None else _limits(settled[0], held.y, settings, sets, parts)
     of_closed = None
-    if model.manifest.subnetwork is not None:
+    if model.manifest.closed_form:
         of_closed = _limits(ask_closed(model, held.x), held.y, settings, sets, parts)
     found = Calibration(
         false_positive_rate=settings.false_positive_rate,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dubito.models.network.feature_bank import FeatureBank
 from dubito.models.network.features import Whole, last_linear, watch
-from dubito.models.network.linearised import plain
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.network.plan import cheapest
 from dubito.models.predictions.model import Model
@@ -39,8 +38,6 @@ def find_layer(model: Model, x: Tensor) -> tuple[str, int] | None:
     bare = replace(factors, form=None, read=None)
 
     def run() -> Tensor:
-        if factors.subnetwork is not None:
-            return plain(network.net, x[:1])
         return network.run(x[:1], bare, Draws(1, None, 0), cheapest(factors))
 
     with evaluating(network), torch.inference_mode():

@@ -54,7 +54,7 @@ def linearise(
     settings = Laplace() if settings is None else settings
     check_plain(network)
     network = copy.deepcopy(network)
-    network.subnetwork = None
+    network.set_joint(None)
     network.eval()
     index = choose(network, train, declared, settings, seed)
     H = curvature(network, train, declared, index, settings.batch)
@@ -62,14 +62,14 @@ def linearise(
     if precision is None:
         precision, scores = best_precision(network, validation, declared, index, H, settings.batch)
     entry = SubnetworkEntry(size=len(index), select=settings.select, prior_precision=precision, examples=len(train))
-    network.subnetwork = Subnetwork.of(index, factor(H, precision), entry)
+    network.set_joint(Subnetwork.of(index, factor(H, precision), entry))
     return Fitted(network, scores)
 
 
 def said(fitted: Fitted) -> str:
     """What the grid found, in a sentence or two."""
-    chosen = fitted.network.subnetwork
-    assert chosen is not None
+    chosen = fitted.network.joint
+    assert isinstance(chosen, Subnetwork)
     S, precision = chosen.entry.size, chosen.entry.prior_precision
     if not fitted.scores:
         return f"a posterior over {S:,} weights, with a prior precision of {precision:.4g} as told"
@@ -86,7 +86,7 @@ def said(fitted: Fitted) -> str:
 
 
 def check_plain(network: BayesianNetwork) -> None:
-    if network.factors().random and network.subnetwork is None:
+    if network.factors().random and network.joint is None:
         raise LaplaceError(
             "this network is Bayesian already; expected a plain one (method deterministic), trained as usual."
         )
@@ -162,7 +162,7 @@ def diagonal(network: BayesianNetwork, train: Examples, declared: Input, batch: 
     total = torch.zeros(sum(p.numel() for p in net.parameters()), dtype=torch.float64, device=like.device)
     with evaluating(network), bar("curvature of each weight", len(train)) as advance:
         for x in train.x.split(batch):
-            add_squares(net, enter(x.to(like.device), declared), lambda f: roots(network, f), total)
+            add_squares(net, enter(x.to(like.device), declared), lambda f: roots(network, f), total, network.learned)
             advance(len(x))
     _check_finite(total)
     return total
@@ -176,7 +176,7 @@ def curvature(network: BayesianNetwork, train: Examples, declared: Input, index:
     with evaluating(network), bar(f"curvature of {S:,} weights", len(train)) as advance:
         C = len(roots(network, _outputs(network, enter(train.x[:1].to(device), declared))))
         for x in train.x.split(max(1, min(batch, JACOBIAN // (C * S)))):
-            there = Linearised(net, enter(x.to(device), declared), index)
+            there = Linearised(net, enter(x.to(device), declared), index, network.learned)
             v = roots(network, there.outputs)
             A = torch.einsum("nbc,bcs->nbs", v, there.jacobian()).flatten(0, 1).double()
             H.addmm_(A.T, A)
@@ -245,7 +245,7 @@ def _validation_jacobian(
         V = min(len(validation), max(1, VALIDATION // (C * S)))
         parts = []
         for x in validation.x[:V].split(max(1, min(batch, JACOBIAN // (C * S)))):
-            there = Linearised(network.net, enter(x.to(device), declared), index)
+            there = Linearised(network.net, enter(x.to(device), declared), index, network.learned)
             parts.append((there.outputs, there.jacobian()))
             advance(len(x))
     return torch.cat([f for f, _ in parts]), torch.cat([J for _, J in parts]), validation.y[:V].to(device)

@@ -22,11 +22,10 @@ from dubito.deploy.edge.linear import NOISE
 from dubito.deploy.edge.runtime import ROWS, EdgeError, EdgeModel, facts_of
 from dubito.deploy.edge.writers import HIERARCHY, normals_in_order
 from dubito.models.images import prepare
-from dubito.models.network.linearised import linear_samples
-from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
+from dubito.models.network.network import Draws
 from dubito.models.predictions.answers import columns_of, rule_for
 from dubito.models.predictions.model import Model
-from dubito.models.predictions.prediction import add_up, evaluating, read_at_mean, tally_for, tempered
+from dubito.models.predictions.prediction import Job, add_up, evaluating, tally_for
 
 INPUTS, SEED, ROUNDS = 4, 7, 9
 BINS = 15  # of the calibration error
@@ -115,29 +114,18 @@ def parity(path: Path, model: Model, x: NDArray[Any]) -> Difference:
     if facts["random"]:
         parts = {HIERARCHY: factors.hierarchy} if factors.hierarchy is not None else {}
         noise = [normals_in_order(f, K, name, found) for name, f in {**parts, **factors.layers}.items()]
-        if factors.subnetwork is not None:
+        if network.joint is not None:
             noise.append(torch.from_numpy(found[NOISE]))
         keys = torch.from_numpy(found["member:keys"]) if "member:keys" in found else None
         draws = Draws(K, torch.cat(noise, 1), 0, keys=keys)
     with evaluating(network), torch.inference_mode():
-        outputs = _outputs(network, factors, draws, _tensors(model, x))
+        job = Job.of(network, factors, _tensors(model, x), 0, plan={}, max_rows=ROWS, temperature=model.temperature)
         tally = tally_for(network)
-        add_up(tally, tempered(outputs, model.temperature, factors.read), factors.read)
+        add_up(tally, job.outputs(draws), factors.read)
         summary = tally.summary()
     rule = rule_for(model.card.calibration, K if facts["random"] else 1, facts.get("group"))
     expected = columns_of(summary, [rule] * len(x))
     return _difference(found, expected)
-
-
-def _outputs(network: BayesianNetwork, factors: NetworkFactors, draws: Draws, x: Tensor) -> Tensor:
-    chosen = factors.subnetwork
-    if chosen is None or draws.noise is None:
-        return network.run(x, factors, draws, {})
-    outputs = linear_samples(network.net, x, chosen, chosen.draw(draws.noise), ROWS)
-    if factors.read is None:
-        return outputs
-    read = read_at_mean(network, factors.read, x, ROWS)
-    return torch.cat([outputs, read.expand(len(outputs), *read.shape)], -1)
 
 
 def _difference(found: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]) -> Difference:

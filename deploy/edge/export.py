@@ -80,10 +80,9 @@ def export(
     network = with_law(model.network, law)
     factors = network.factors()
     K = samples if factors.random else 1
-    linear = network.subnetwork is not None
-    folded = network if linear else fold_batchnorm(network)
+    folded = fold_batchnorm(network)
     if skeleton is None:
-        skeleton = trace_open(network.net, declared.shape) if linear else trace(folded, declared.shape)
+        skeleton = trace(folded, declared.shape) if network.joint is None else trace_open(network.net, declared.shape)
     writer = _Writer(skeleton, folded, factors, K, precision)
     if take == "image":
         x = writer.pixels(declared.shape, declared.image.mean, declared.image.std)  # type: ignore[union-attr]
@@ -177,15 +176,14 @@ class _Writer:
             raise ExportError(
                 f"the network answers with shape {self.shapes[logits]}; expected (rows, classes or values)."
             )
-        chosen = self.factors.subnetwork
         features = features_in(self.traced, self.network) if rule.ood is not None and rule.ood[0] == "knn" else None
         distance = None
-        if chosen is None:
+        if self.network.joint is None:
             out = self._samples(x, logits)
             if features is not None:
                 distance = self._distance(self.value[features], features in self.once)
         else:
-            out, value = linear_samples(self.s, self.traced, self.network.net, chosen, x)
+            out, value = linear_samples(self.s, self.traced, self.network.net, self.factors, x)
             if features is not None:
                 distance = self._distance(value[features], shared=True)
         if self.s.noise is not None:
@@ -422,7 +420,7 @@ def _facts(model: Model, writer: _Writer, rule: Rule, precision: Precision, law:
         "quantiles": None if rule.by_class is None else list(rule.by_class),
         "sets": None if rule.sets is None else rule.sets.model_dump(mode="json"),
         "architecture": model.manifest.architecture.name,
-        "methods": _methods(model),
+        "methods": model.manifest.methods,
         "predictive": "sampling",  # also where the artifact itself answers in closed form (subnetwork Laplace)
         "metrics": dict(card.metrics),
         "provenance": {
@@ -432,12 +430,6 @@ def _facts(model: Model, writer: _Writer, rule: Rule, precision: Precision, law:
             "versions": dict(provenance.versions),
         },
     }
-
-
-def _methods(model: Model) -> list[str]:
-    if model.manifest.subnetwork is not None:
-        return ["subnetwork-laplace"]
-    return sorted({entry.method for entry in model.manifest.layers.values()}) or ["deterministic"]
 
 
 def _checked(model: onnx.ModelProto) -> onnx.ModelProto:

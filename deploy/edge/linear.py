@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dubito.deploy.edge.draws import Sampler, array, triangle
+from dubito.deploy.edge.tangent_rules import RULES
 from dubito.deploy.edge.tangents import Forward, Moved
 from dubito.deploy.edge.trace import by_torch
 from dubito.models.network.jacobian import chosen_of
-from dubito.models.network.linearised import SubnetworkFactors
+from dubito.models.network.linearised import LinearisedFactors
+from dubito.models.network.network import NetworkFactors
 
 NOISE = "subnetwork:eps"  # the name of ε in the graph
 WEIGHT = "weight:"  # before a parameter's name among the inputs of a traced network
@@ -44,10 +46,11 @@ def trace_open(net: nn.Module, shape: tuple[int, ...]) -> onnx.ModelProto:
 
 
 def linear_samples(
-    s: Sampler, traced: onnx.GraphProto, net: nn.Module, chosen: SubnetworkFactors, x: str
+    s: Sampler, traced: onnx.GraphProto, net: nn.Module, factors: NetworkFactors, x: str
 ) -> tuple[str, dict[str, str]]:
     """(K, B, C) outputs of the linearised network, and what each traced value is called at the network's weights."""
-    g = s.graph
+    assert isinstance(factors, LinearisedFactors)
+    g, chosen = s.graph, factors.subnetwork
     inverse = np.linalg.inv(array(chosen.L))
     eps = s.normals(chosen.normals, NOISE)
     moves = g.matmul(g.op("Transpose", triangle(g, np.tril(inverse))), g.op("Transpose", eps))  # (S, K)
@@ -61,7 +64,7 @@ def linear_samples(
             columns, local = moved[name]
             part = g.part(moves, 0, columns.start, columns.stop)
             forward.tangent[f"{WEIGHT}{name}"] = Moved(part, local.cpu().numpy().astype(np.int64), stored.shape)
-    forward.run()
+    forward.run(RULES)
     (out,) = (o.name for o in traced.output)
     t = forward.of(out)
     return g.add(forward.value[out], forward.nothing(out) if t is None else t), forward.value

@@ -28,8 +28,8 @@ from dubito.models.conversion.conversion import assemble
 from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError
 from dubito.models.manifest import FORMATS, Architecture, Card, Hierarchy, Layer, Manifest, Precision, format_of
 from dubito.models.network.feature_bank import FeatureBank
+from dubito.models.network.joint import JOINT
 from dubito.models.network.layers import MemberLayer
-from dubito.models.network.linearised import Subnetwork
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.network.normalisation import ScaleShift, fold_batchnorm
 from dubito.models.numerics.parameters import Free, Positive
@@ -64,7 +64,7 @@ def save(
     if card is None:
         card = model.card if isinstance(model, Model) else Card(input=input_of(architecture_of(network.net)))
     if batchnorm == "fold":
-        if network.subnetwork is not None:
+        if network.joint is not None and network.joint.over_weights:
             raise ArtifactError(
                 'batchnorm is "fold", but this model\'s posterior is over weights as they are: save it with "keep".'
             )
@@ -141,6 +141,7 @@ def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> Man
         hierarchy = Hierarchy(d_out=d_out, d_in=d_in, layer=network.hierarchy.entry)
     folded = any(isinstance(m, ScaleShift) for m in network.modules())
     bank = None if network.feature_bank is None else network.feature_bank.entry
+    joint: dict[str, Any] = {} if network.joint is None else {network.joint.key: network.joint.entry}
     versions = {"dubito": version("dubito"), "torch": torch.__version__, "python": platform.python_version()}
     provenance = card.provenance.model_copy(update={"versions": {**versions, **card.provenance.versions}})
     try:
@@ -151,12 +152,12 @@ def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> Man
             layers=layers,
             members=members,
             hierarchy=hierarchy,
-            subnetwork=None if network.subnetwork is None else network.subnetwork.entry,
             feature_bank=bank,
             batchnorm="folded" if folded else "kept",
             precision=precision,
             card=card.model_copy(update={"provenance": provenance}),
             sha256="0" * 64,
+            **joint,
         )
         # as `load` will read it: a card may hold what no file can, such as a metric that is NaN
         return Manifest.model_validate_json(made.model_dump_json(warnings=False))
@@ -175,7 +176,8 @@ def _name(
         again = assemble(build(known.name, **known.arguments), layers, members, hierarchy, network.task, "prior")
     if any(isinstance(m, ScaleShift) for m in network.modules()):
         again = fold_batchnorm(again)
-    again.subnetwork, again.feature_bank = network.subnetwork, network.feature_bank
+    again.set_joint(network.joint)
+    again.feature_bank = network.feature_bank
     shapes = [{k: v.shape for k, v in n.state_dict().items() if not k.endswith(".keep")} for n in (network, again)]
     if shapes[0] == shapes[1] and repr(network.net) == repr(again.net):
         return known
@@ -304,22 +306,13 @@ def _restore(manifest: Manifest, tensors: Mapping[str, Tensor], given: nn.Module
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds its own stack
         raise ArtifactError(f"its manifest describes no network that can be built: {reason}.") from None
-    if network.subnetwork is not None:
-        _check_subnetwork(network.subnetwork, sum(p.numel() for p in network.net.parameters()))
+    if network.joint is not None:
+        network.joint.check(network.net)
     for place, keep in masks.items():
         part = network.get_submodule(place)
         assert isinstance(part, Free | Positive)
         part.keep = keep.to(next(part.parameters()).device)
     return network
-
-
-def _check_subnetwork(chosen: Subnetwork, D: int) -> None:
-    index, S = chosen.index.long(), len(chosen.index)
-    if S > D or int(index[0]) < 0 or int(index[-1]) >= D or not (index.diff() > 0).all():
-        raise ArtifactError(f"the indices of its subnetwork are no {S:,} weights of the {D:,} that it has, in order.")
-    places = torch.arange(1, S + 1, device=index.device).cumsum(0) - 1
-    if not (chosen.triangle[places] > 0).all():
-        raise ArtifactError("the triangle of its subnetwork has a diagonal that is not positive: it is no factor.")
 
 
 def _without_storage(net: nn.Module) -> nn.Module:
@@ -348,8 +341,8 @@ def _check_copies(bare: nn.Module, manifest: Manifest, tensors: Mapping[str, Ten
 def _skeleton(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
     network = assemble(bare, manifest.layers, manifest.members, manifest.hierarchy, manifest.task, "prior")
     remember(network.net, manifest.architecture)
-    if manifest.subnetwork is not None:
-        network.subnetwork = Subnetwork.blank(manifest.subnetwork)
+    if manifest.joint is not None:
+        network.set_joint(JOINT[manifest.joint.method].blank(manifest.joint))
     if manifest.feature_bank is not None:
         network.set_feature_bank(FeatureBank.blank(manifest.feature_bank))
     return fold_batchnorm(network) if manifest.batchnorm == "folded" else network

@@ -4,9 +4,7 @@ A pass with a reading appends its columns to the outputs, so that every way of r
 captured) carries them along.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.network.geometry import Linear
-from dubito.models.network.layers import BayesianLayer
+from dubito.models.network.layers import BayesianLayer, keep_features
 from dubito.models.posteriors.protocol import Value
 
 MOST_FEATURES = 1 << 13  # d beyond which no bank is kept: its points would outweigh the network
-
-_kept: ContextVar[list[Tensor] | None] = ContextVar("kept", default=None)
 
 
 @dataclass(frozen=True)
@@ -32,34 +28,14 @@ class Whole(Value):
         return features.float()
 
 
-def _keep(module: nn.Module, given: tuple[Any, ...]) -> None:
-    found = _kept.get()
-    if found is not None:
-        found.append(given[0])
-
-
 def watch(layer: nn.Module) -> None:
-    """From now on, `keeping` sees what the layer is given; copies of the layer are watched too."""
+    """From now on, passes keep the layer's inputs where they read something off them; copies of it are watched too."""
     if not watched(layer):
-        layer.register_forward_pre_hook(_keep)
+        layer.register_forward_pre_hook(keep_features)
 
 
 def watched(layer: nn.Module) -> bool:
-    return _keep in layer._forward_pre_hooks.values()
-
-
-@contextmanager
-def keeping(wanted: bool = True) -> Iterator[list[Tensor]]:
-    """What watched layers are given inside, in this thread."""
-    found: list[Tensor] = []
-    if not wanted:
-        yield found
-        return
-    token = _kept.set(found)
-    try:
-        yield found
-    finally:
-        _kept.reset(token)
+    return keep_features in layer._forward_pre_hooks.values()
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -7,12 +7,10 @@ that stand elsewhere than in a layer of one input and one output are differentia
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock, RLock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dubito.models.errors import PredictionError
 from dubito.models.network.layers import Structure, layer_by_layer
+from dubito.models.network.learned import Learned
 
 AT_ONCE = 1 << 24  # numbers of one layer's gradients that are held at a time
 SPARSE = 32  # an entry gathered alone costs as much as so many of a matrix product
@@ -56,22 +55,23 @@ class Linearised:
     The network must be in evaluation mode, so that rows do not see each other.
     """
 
-    def __init__(self, net: nn.Module, x: Tensor, index: Tensor) -> None:
+    def __init__(self, net: nn.Module, x: Tensor, index: Tensor, learned: Learned | None = None) -> None:
         """`index` (S,) holds sorted places among all parameters in a row."""
         self.net, self.S = net, len(index)
+        self.learned = Learned() if learned is None else learned
         self.chosen = chosen_of(net, index)
-        with _differentiating(net):
-            self.tape = taped(net, x, list(self.chosen))
+        with _differentiating(net, self.learned):
+            self.tape = taped(net, x, list(self.chosen), self.learned)
         self.outputs = self.tape.f.detach()  # (B, C)
 
     def rows(self) -> Iterator[Tensor]:
         """For each output c, ∂f_c/∂w at the chosen weights: (B, S)."""
         tape = self.tape
         B, C = tape.f.shape
-        with _differentiating(self.net):
+        with _differentiating(self.net, self.learned):
             slow = self._slow()
         for c in range(C):
-            with _differentiating(self.net):
+            with _differentiating(self.net, self.learned):
                 J = tape.f.new_zeros(B, self.S)
                 cotangent = torch.zeros_like(tape.f)
                 cotangent[:, c] = 1
@@ -102,14 +102,16 @@ class Linearised:
         return {name: torch.stack(parts) for name, parts in found.items()}
 
 
-def add_squares(net: nn.Module, x: Tensor, roots: Callable[[Tensor], Tensor], into: Tensor) -> None:
+def add_squares(
+    net: nn.Module, x: Tensor, roots: Callable[[Tensor], Tensor], into: Tensor, learned: Learned | None = None
+) -> None:
     """Adds to `into` (D,) the squared gradients of v·f(x) at every weight, summed over inputs and over the v.
 
     `roots` makes the v (n, B, C) of the outputs (B, C). Each layer's gradients are formed a few inputs at a time.
     """
-    whole = layout(net)
-    with _differentiating(net):
-        tape = taped(net, x, list(whole))
+    whole, learned = layout(net), Learned() if learned is None else learned
+    with _differentiating(net, learned):
+        tape = taped(net, x, list(whole), learned)
         cotangents = roots(tape.f.detach())
         for i, v in enumerate(cotangents):
             for name, pairs in tape.gradients(v, keep=i < len(cotangents) - 1).items():
@@ -133,10 +135,10 @@ class Call:
 class Tape:
     """A forward pass with what each layer was given, for gradients at the parameters named."""
 
-    def __init__(self, net: nn.Module, x: Tensor, names: Sequence[str]) -> None:
+    def __init__(self, net: nn.Module, x: Tensor, names: Sequence[str], learned: Learned) -> None:
         _check_apart(net)
         self.net, self.x = net, x.clone() if x.is_inference() else x
-        homes = {name: home for name, home in _homes(net).items() if name not in _elsewhere.get(net, ())}
+        homes = {name: home for name, home in _homes(net).items() if name not in learned.elsewhere}
         self.own = {name: homes[name] for name in names if name in homes}  # (layer, its name for the parameter)
         layers = {layer: None for layer, _ in self.own.values()}
         with_graph = set(names)
@@ -333,24 +335,17 @@ def _sum(parts: Iterator[Tensor]) -> Tensor:
 
 # what must hold
 
-_turns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-_turns_lock = Lock()
-_elsewhere: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # parameters whose layers do not tell it all
-_known: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()  # batches and parameters that were checked
-
 
 @contextmanager
-def turn(net: nn.Module) -> Iterator[None]:
+def turn(net: nn.Module, learned: Learned) -> Iterator[None]:
     """One thread at a time: a pass that swaps a network's weights, or watches its layers, must not meet another."""
-    with _turns_lock:
-        lock = _turns.setdefault(net, RLock())
-    with lock, layer_by_layer(Structure.of(net).attends):
+    with learned.changing, layer_by_layer(Structure.of(net).attends):
         yield
 
 
 @contextmanager
-def _differentiating(net: nn.Module) -> Iterator[None]:
-    with turn(net), torch.inference_mode(False), torch.enable_grad():
+def _differentiating(net: nn.Module, learned: Learned) -> Iterator[None]:
+    with turn(net, learned), torch.inference_mode(False), torch.enable_grad():
         yield
 
 
@@ -363,22 +358,21 @@ def _check_apart(net: nn.Module) -> None:
             )
 
 
-def taped(net: nn.Module, x: Tensor, names: Sequence[str]) -> Tape:
+def taped(net: nn.Module, x: Tensor, names: Sequence[str], learned: Learned) -> Tape:
     """A tape whose layers tell the truth, which is looked at once per network, shape and parameters.
 
     A network that turns (B, T, d) to (T, B, d) gives rows to the wrong inputs where T = B, and one that uses a layer's
     weight a second time, past the layer, has a gradient that the layer knows nothing of; nothing else would show it.
     """
-    tape = Tape(net, x, names)
-    known, key = _known.setdefault(net, set()), (tuple(x.shape), tuple(names))
-    if tape.own and key not in known:
-        lone = Tape(net, x[-1:], names)
+    tape, key = Tape(net, x, names, learned), (tuple(x.shape), tuple(names))
+    if tape.own and key not in learned.taped:
+        lone = Tape(net, x[-1:], names, learned)
         same = tape.own.keys() == lone.own.keys() and all(_same_row(lone, m, of) for m, of in tape.calls.items())
         wrong = _not_whole(tape) if same else set(tape.own)
         if wrong:
-            _elsewhere.setdefault(net, set()).update(wrong)
-            tape = Tape(net, x, names)
-        known.add(key)
+            learned.elsewhere.update(wrong)
+            tape = Tape(net, x, names, learned)
+        learned.taped.add(key)
     return tape
 
 

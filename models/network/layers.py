@@ -2,14 +2,13 @@
 
 A layer holds a geometry and a posterior, and no draws: what a forward pass uses (the factors, the normals and the
 plan) is a value that its caller owns. The value reaches the layers, which stand anywhere inside somebody else's
-network, through a context variable, so that threads sharing a network do not see each other's draws.
+network, through a value of the thread, so that threads sharing a network do not see each other's draws.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
-from threading import Lock
+from dataclasses import dataclass, field
+from threading import Lock, local
 from typing import Any, Protocol, Self
 
 import torch
@@ -50,26 +49,38 @@ class Run:
     form: nn.Module | None = None  # the network in another form, to be run instead
     begun: Sequence[Callable[[], object]] = ()  # draws that are under way: a capture ends when all were called for
     read: Reading | None = None  # what is read off the features, in further columns of the outputs
+    features: list[Tensor] = field(default_factory=list)  # filled by the layer that is watched for `read`
 
 
-_run: ContextVar[Run | None] = ContextVar("run", default=None)
-_traced: list[Run | None] = [None]  # the last: its like while torch.compile follows a pass, which cannot set that one
+class _Thread(local):
+    """The pass that a thread is in.
+
+    Layers are called by the forward code of somebody else's network, which has no argument for it. Each thread has its
+    own, so that threads may share a network; a `ContextVar` would do as well, but torch.compile cannot set one.
+    """
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+
+
+_thread = _Thread()
 
 
 @contextmanager
 def running(run: Run) -> Iterator[None]:
-    if torch.compiler.is_dynamo_compiling():
-        _traced.append(run)
-        try:
-            yield
-        finally:
-            _traced.pop()
-        return
-    token = _run.set(run)
+    before = _thread.run
+    _thread.run = run
     try:
         yield
     finally:
-        _run.reset(token)
+        _thread.run = before
+
+
+def keep_features(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """A hook of the layer that is watched: keeps its inputs where the pass reads something off them."""
+    run = _thread.run
+    if run is not None and run.read is not None:
+        run.features.append(inputs[0])
 
 
 @contextmanager
@@ -79,7 +90,7 @@ def layer_by_layer(attends: bool) -> Iterator[None]:
         yield
         return
     global _inside, _fast_before
-    with _fast_lock:  # the switch is the process's: the first in turns it off, the last out restores it
+    with _fast_lock:
         if _inside == 0:
             _fast_before = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
@@ -93,12 +104,14 @@ def layer_by_layer(attends: bool) -> Iterator[None]:
                 torch.backends.mha.set_fastpath_enabled(_fast_before)
 
 
+# torch has one switch for the whole process, so passes of all networks and threads are counted here: the first turns it
+# off, the last restores it
 _fast_lock, _inside, _fast_before = Lock(), 0, True
 
 
 def current(layer: nn.Module, x: Tensor) -> Run:
     """The pass that the layer is reached by."""
-    run = _traced[-1] if torch.compiler.is_dynamo_compiling() else _run.get()
+    run = _thread.run
     if run is None:
         raise InputError(
             f"{type(layer).__name__} was called outside a Bayesian network, so it has no draws. Call the network that "

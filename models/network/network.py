@@ -5,18 +5,19 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate
 from types import MappingProxyType
-from weakref import WeakSet
+from typing import ClassVar, Self
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
-from dubito.models.errors import ConversionError, PredictionError
+from dubito.models.errors import ConversionError, InputError, PredictionError
 from dubito.models.manifest import Classification, Task
 from dubito.models.network.feature_bank import FeatureBank
-from dubito.models.network.features import is_linear, keeping, watch
+from dubito.models.network.features import is_linear, watch
 from dubito.models.network.geometry import How
 from dubito.models.network.layers import BayesianLayer, MemberLayer, Reading, Run, Structure, layer_by_layer, running
-from dubito.models.network.linearised import Subnetwork, SubnetworkFactors
+from dubito.models.network.learned import Learned
 from dubito.models.numerics.parameters import Positive, alike
 from dubito.models.numerics.proof import check
 from dubito.models.numerics.streams import begin
@@ -24,18 +25,31 @@ from dubito.models.posteriors.blocks import Blocks
 from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Factors, Group, Operand, Posterior
 
 Plan = Mapping[str, How]  # how each layer computes its K samples, by its name
+Planner = Callable[[int, int], Plan]  # for B inputs and K samples
 Stock = Mapping[nn.Module, Operand]  # weights drawn ahead, by layer
 
 
 @dataclass(frozen=True)
 class NetworkFactors:
-    """Every layer's factors: computed once per network and device, owned by the caller, never changed."""
+    """What a prediction asks of a network, answered layer by layer: each layer's factors give its weights.
 
+    Computed once per network and device, owned by the caller, never changed. A network of another kind extends it and
+    answers otherwise where its draws differ:
+
+    - `LinearisedFactors` has no layers; its draws move some weights of a plain network along its Jacobian.
+    - Global inducing points draw weights layer after layer, each by what inducing inputs become under the draws of the
+      layers before. As they do not depend on the request, `stock` would run the inducing inputs through the network,
+      and `outputs` pass its result on in `Draws.stock`.
+    - Deep GPs have no weights: `layers` and `stock` would be empty, `normals` those of all inducing outputs, and
+      `outputs` would evaluate the functions drawn by them at K·B rows.
+    """
+
+    closed_form: ClassVar[bool] = False  # outputs have `moments`, without draws
+    folds: ClassVar[bool] = True  # K draws of B inputs are K·B rows of a pass; False: its B rows serve all draws
     layers: Mapping[str, Factors]
     hierarchy: Factors | None  # draws the V's of all layers at once
     copies: int  # members of the layers that are kept in copies; 0 where there are none
     structure: Structure
-    subnetwork: SubnetworkFactors | None  # of a plain network that is linearised about its weights
     device: torch.device  # of activations
     dtype: torch.dtype  # of activations
     form: nn.Module | None = None  # the network in another form, with the same layers, to be run instead
@@ -45,7 +59,7 @@ class NetworkFactors:
     @cached_property
     def normals(self) -> int:
         """Standard normals that one sample of the whole network needs."""
-        return sum(self.sizes) + (0 if self.subnetwork is None else self.subnetwork.normals)
+        return sum(self.sizes)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -73,6 +87,46 @@ class NetworkFactors:
     def random(self) -> bool:
         """False for a network whose every sample is the same."""
         return self.normals > 0 or self.members > 1
+
+    @property
+    def capturable(self) -> bool:
+        """Draws come from normals alone, so that a graph can make them: the order of members is the host's."""
+        return self.normals > 0 and self.members == 0
+
+    def outputs(self, network: "BayesianNetwork", x: Tensor, draws: "Draws", plan: Planner, rows: int) -> Tensor:
+        """(K, B, ...) of the same draws for every block of `rows` inputs; weights are made once for all blocks."""
+        run = network.arrange(self, draws, plan(min(rows, len(x)), draws.K), keep=len(x) > rows)
+        return torch.cat([network.go(block, run) for block in x.split(rows)], 1)
+
+    def shared(self, network: "BayesianNetwork", x: Tensor, most: int, in_blocks: "InBlocks") -> "Shared | None":
+        """Gives outputs from what was computed here once for all draws of a request, of which there are `most`."""
+        return None
+
+    def readings(self, network: "BayesianNetwork", x: Tensor) -> Tensor:
+        """What `read` reads at the mean, (B, columns): where draws share a pass, features do not depend on them."""
+        assert self.read is not None
+        with network.learned.changing:
+            return network.run(x, self, Draws(1, None, 0), {})[0, :, -self.read.columns :]
+
+    def moments(self, network: "BayesianNetwork", x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the outputs in closed form, both (B, C)."""
+        raise InputError("method is 'probit'; only a subnetwork Laplace model has a closed form. Leave it out.")
+
+    def stock(self, network: "BayesianNetwork", draws: "Draws") -> Stock:
+        """Weights of these draws, to be kept for requests to come; empty where draws are no layer's weights."""
+        return {layer: make() for layer, make in network.arrange(self, draws, {}).operands.items()}
+
+    def resident(self, net: nn.Module, device: torch.device, dtype: torch.dtype) -> Self:
+        """For a copy `net` of the network that runs on the device in `dtype`; draws stay in float32 or better."""
+        return replace(
+            self,
+            layers=MappingProxyType({name: f.narrow(dtype).to(device) for name, f in self.layers.items()}),
+            hierarchy=None if self.hierarchy is None else self.hierarchy.to(device),
+            structure=Structure.of(net),
+            read=None if self.read is None else self.read.to(device),
+            device=device,
+            dtype=dtype,
+        )
 
 
 @dataclass(frozen=True)
@@ -118,6 +172,27 @@ class Draws:
         return torch.randperm(E, generator=torch.Generator().manual_seed(self.seed))[place]
 
 
+InBlocks = Callable[[Callable[[Tensor], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]  # applied block by block
+Shared = Callable[[Draws, Tensor | None], Tensor]  # draws, and which inputs (None: all) -> outputs (K, B, C)
+
+
+class JointPosterior(nn.Module):
+    """A posterior over a network as a whole, in place of one for each layer; `joint.JOINT` lists the kinds."""
+
+    key: ClassVar[str]  # its attribute of the network, its key in manifests, the prefix of its tensors
+    over_weights: ClassVar[bool]  # over weights as they stand, so that no BatchNorm may be folded
+    not_pruned: ClassVar[str]  # why `prune` refuses it
+    entry: BaseModel  # of the manifest
+
+    def prepare(self, plain: NetworkFactors) -> NetworkFactors:
+        """What predictions ask, of a network whose layers have the factors `plain`."""
+        raise NotImplementedError
+
+    def check(self, net: nn.Module) -> None:
+        """Raises an ArtifactError where tensors of a file do not fit the network."""
+        raise NotImplementedError
+
+
 class BayesianNetwork(nn.Module):
     """Calling it runs one joint draw of all weights, with gradients: the forward pass of training.
 
@@ -127,8 +202,8 @@ class BayesianNetwork(nn.Module):
     def __init__(self, net: nn.Module, *, hierarchy: BayesianLayer | None = None, task: Task | None = None) -> None:
         super().__init__()
         self.net = net
+        self.learned = Learned()
         self.hierarchy = hierarchy  # its "weights" are the V's of all layers, side by side
-        self.subnetwork: Subnetwork | None = None  # a Gaussian over some weights of a plain network
         self.feature_bank: FeatureBank | None = None  # set by `set_feature_bank`
         self.task: Task = task if task is not None else Classification()
         self.noise: Positive | None = None  # regression: the standard deviation σ of the targets, learned
@@ -142,6 +217,18 @@ class BayesianNetwork(nn.Module):
     @property
     def layers(self) -> dict[str, BayesianLayer]:
         return dict(Structure.of(self.net).layers)
+
+    @property
+    def joint(self) -> JointPosterior | None:
+        """The posterior over the network as a whole; None: each layer has its own, or none."""
+        return next((part for part in self.children() if isinstance(part, JointPosterior)), None)
+
+    def set_joint(self, joint: JointPosterior | None) -> None:
+        """Takes the place of the one that was there."""
+        if (before := self.joint) is not None:
+            delattr(self, before.key)
+        if joint is not None:
+            setattr(self, joint.key, joint)
 
     @property
     def priors(self) -> list[float]:
@@ -203,18 +290,11 @@ class BayesianNetwork(nn.Module):
         """For serving: compute once, keep, and hand to every prediction."""
         made = {name: layer.q.factors() for name, layer in self.layers.items()}
         above = None if self.hierarchy is None else self.hierarchy.q.factors()
-        chosen = None if self.subnetwork is None else self.subnetwork.factors()
-        like = next(self.net.parameters(), torch.empty(0))
-        return NetworkFactors(
-            MappingProxyType(made),
-            above,
-            self._copies(),
-            Structure.of(self.net),
-            chosen,
-            like.device,
-            like.dtype,
-            read=None if self.feature_bank is None else self.feature_bank.reading(),
-        )
+        like, structure = next(self.net.parameters(), torch.empty(0)), Structure.of(self.net)
+        read = None if self.feature_bank is None else self.feature_bank.reading()
+        layers = MappingProxyType(made)
+        factors = NetworkFactors(layers, above, self._copies(), structure, like.device, like.dtype, read=read)
+        return factors if self.joint is None else self.joint.prepare(factors)
 
     def set_feature_bank(self, bank: FeatureBank | None) -> None:
         """Passes then read the distance of the features to the bank's points, too."""
@@ -241,9 +321,10 @@ class BayesianNetwork(nn.Module):
         """What a pass needs; with `keep`, operands are made once and kept for further passes with the same draws."""
         layers = factors.structure.layers
         by_layer: dict[nn.Module, How] = {layers[name]: how for name, how in plan.items()}
+        run = Run(draws.K, {}, by_layer, draws.member, factors.structure, form=factors.form, read=factors.read)
         if draws.stock is not None:
             stored = {layer: partial(all_.part, draws.start, draws.K) for layer, all_ in draws.stock.items()}
-            return Run(draws.K, stored, by_layer, draws.member, factors.structure, form=factors.form, read=factors.read)
+            return replace(run, operands=stored)
         V: dict[nn.Module, Tensor] = {}
         if factors.hierarchy is not None:
             V = self._shared_out(as_matrix(_draw(factors.hierarchy, 0, factors.sizes[0], draws, None)))
@@ -260,16 +341,7 @@ class BayesianNetwork(nn.Module):
             begun = drawn = begin(drawn, draws.key.device)
         for group, together in zip(groups, drawn, strict=True):
             operands |= {layers[name]: partial(_among, together, i) for i, name in enumerate(group.names)}
-        return Run(
-            draws.K,
-            operands,
-            by_layer,
-            draws.member,
-            factors.structure,
-            form=factors.form,
-            begun=begun,
-            read=factors.read,
-        )
+        return replace(run, operands=operands, begun=begun)
 
     def _shared_out(self, V: Tensor) -> dict[nn.Module, Tensor]:
         """What a hierarchy has drawn: each layer's own columns."""
@@ -286,14 +358,14 @@ class BayesianNetwork(nn.Module):
 
     def go(self, x: Tensor, run: Run) -> Tensor:
         """One pass, (B, ...) -> (K, B, ...), channels last in memory, which is faster, where the network bears it."""
-        if x.dim() in (4, 5) and run.structure.convolves and self not in _need_contiguous:
+        if x.dim() in (4, 5) and run.structure.convolves and self.learned.channels_last:
             try:
                 return self._go(x, run, channels_last=True)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:  # a `view`, or whatever else asks how memory lies; or a mistake of another kind
                 out = self._go(x, run)
-            _need_contiguous.add(self)
+            self.learned.channels_last = False
             return out
         return self._go(x, run)
 
@@ -301,18 +373,15 @@ class BayesianNetwork(nn.Module):
         folded = x.repeat(run.K, *[1] * (x.dim() - 1)) if run.K > 1 else x
         if channels_last:
             folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-        here = replace(run, B=len(x), channels_last=channels_last)
-        with running(here), layer_by_layer(run.structure.attends), keeping(run.read is not None) as features:
+        here = replace(run, B=len(x), channels_last=channels_last, features=[])
+        with running(here), layer_by_layer(run.structure.attends):
             out = (self.net if run.form is None else run.form)(folded)
         if not isinstance(out, Tensor) or len(out) != run.K * len(x):
             came = f"a tensor of {len(out)} rows" if isinstance(out, Tensor) else type(out).__name__
             raise PredictionError(f"the network answers with {came}; expected a tensor with one row per input.")
         if run.read is not None:
-            out = torch.cat([out.float(), run.read(features[0], run.K, run.member)], 1)
+            out = torch.cat([out.float(), run.read(here.features[0], run.K, run.member)], 1)
         return out.view(run.K, len(x), *out.shape[1:])
-
-
-_need_contiguous: WeakSet[BayesianNetwork] = WeakSet()  # networks that take a `view` of a feature map
 
 
 def trainable(kinds: Sequence[Sequence[Posterior]]) -> list[Factors]:

@@ -38,8 +38,10 @@ def fold_batchnorm(network: BayesianNetwork) -> BayesianNetwork:
 
 
 def folds(network: BayesianNetwork) -> dict[int, object]:
-    """For `deepcopy`: what stands in the copy where a BatchNorm stood."""
+    """For `deepcopy`: what stands in the copy where a BatchNorm stood; empty where a posterior is over its weights."""
     memo: dict[int, object] = {}
+    if network.joint is not None and network.joint.over_weights:
+        return memo
     for module in network.modules():
         if isinstance(module, FOLDABLE) and type(module) in FOLDABLE and module.running_mean is not None:
             memo[id(module)] = folded(module)

@@ -1,15 +1,18 @@
 """`samples="auto"`: each input gets as many draws as its answer needs to settle, and no more."""
 
+from typing import Unpack
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.errors import InputError
-from dubito.models.network.network import BayesianNetwork, NetworkFactors, Plan
+from dubito.models.network.network import BayesianNetwork, NetworkFactors
 from dubito.models.predictions.prediction import (
     MAX_SAMPLES,
     Job,
+    Passes,
     Prediction,
     Settled,
     evaluating,
@@ -35,9 +38,7 @@ def predict_settled(
     *,
     tolerance: float = TOLERANCE,
     max_samples: int = AT_MOST,
-    plan: Plan | None = None,
-    max_rows: int | None = None,
-    temperature: float = 1.0,
+    **passes: Unpack[Passes],
 ) -> Prediction:
     """Draws come in chunks, the same for every input; an input takes no more of them once its answer has settled.
 
@@ -50,9 +51,8 @@ def predict_settled(
     if isinstance(max_samples, bool) or not isinstance(max_samples, int) or not 1 <= max_samples <= MAX_SAMPLES:
         raise InputError(f"max_samples is {max_samples!r}; expected a whole number from 1 to {MAX_SAMPLES:,}.")
     if factors.normals == 0:  # so many members, or one network: draws beyond them would repeat
-        K = max(1, factors.members)
-        return predict(network, factors, x, K, seed, plan=plan, max_rows=max_rows, temperature=temperature)
-    job = Job.of(network, factors, x, seed, plan, max_rows, temperature, most=max_samples)
+        return predict(network, factors, x, max(1, factors.members), seed, **passes)
+    job = Job.of(network, factors, x, seed, most=max_samples, **passes)
     B = job.B
     summary, drawn = answer_each(job, np.full(B, max_samples), np.full(B, tolerance))
     settled = Settled(torch.from_numpy(drawn), tolerance, max_samples)

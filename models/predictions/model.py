@@ -39,7 +39,7 @@ class Model:
         """How it answers who does not say how: as calibrated; in closed form where it was not and there is one."""
         if self.card.calibration is not None:
             return self.card.calibration.method
-        return "sampling" if self.manifest.subnetwork is None else "probit"
+        return "probit" if self.manifest.closed_form else "sampling"
 
     @property
     def device(self) -> torch.device:

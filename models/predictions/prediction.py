@@ -2,13 +2,11 @@
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from threading import Lock
-from typing import Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Protocol, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -17,17 +15,9 @@ from torch import Tensor, nn
 from dubito.models.errors import InputError, PredictionError
 from dubito.models.manifest import Predictive
 from dubito.models.network.feature_bank import Nearest
-from dubito.models.network.features import keeping
 from dubito.models.network.layers import FoldError, Reading
-from dubito.models.network.linearised import (
-    SubnetworkFactors,
-    linear_moments,
-    linear_rows,
-    linear_samples,
-    outputs_of,
-    plain,
-)
-from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan, Stock
+from dubito.models.network.learned import Learned
+from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan, Shared, Stock
 from dubito.models.network.plan import Planner, cheapest
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.proof import check
@@ -45,7 +35,6 @@ from dubito.models.predictions.uncertainty import (
     wide,
 )
 
-Linear = Callable[[nn.Module, Tensor, SubnetworkFactors], tuple[Tensor, Tensor]]  # f, and what is known about it
 Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K samples does
 
 
@@ -62,6 +51,17 @@ Captured = Callable[[int, int], Program | None]  # for B inputs and K samples, w
 MAX_SAMPLES = 1 << 16
 SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
 NOISE = 1 << 26  # normals held at a time: 256 MB
+
+
+class Passes(TypedDict, total=False):
+    """How a request is worked off."""
+
+    plan: Plan | Planner | None  # None: the fewest multiplications
+    max_rows: int | None  # of one pass: inputs times samples; None: by the size of an input
+    temperature: float
+    buckets: Sequence[int]  # batches are padded to the next of these sizes, so that few shapes are ever met
+    watch: Stopwatch | None
+    fits: Fits | None  # into the device's memory; None: that is tried
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,8 @@ def predict(
     samples: int = 20,
     seed: int | None = None,
     *,
-    plan: Plan | Planner | None = None,
-    max_rows: int | None = None,
     keep_outputs: bool = False,
-    temperature: float = 1.0,
-    buckets: Sequence[int] = (),
-    watch: Stopwatch | None = None,
-    fits: Fits | None = None,
+    **passes: Unpack[Passes],
 ) -> Prediction:
     """The same K draws for every input of the call; sample k is one function of the input.
 
@@ -106,7 +101,7 @@ def predict(
     passes.
     """
     K, noisy = _samples(factors, samples)
-    job = Job.of(network, factors, x, seed, plan, max_rows, temperature, buckets, watch, most=K, fits=fits)
+    job = Job.of(network, factors, x, seed, most=K, **passes)
     tally = tally_for(network)
     kept: list[Tensor] = []
     chunk, start = job.samples_at_once(job.B), 0
@@ -128,26 +123,16 @@ def predict(
 
 
 def predict_closed(
-    network: BayesianNetwork,
-    factors: NetworkFactors,
-    x: Tensor,
-    *,
-    max_rows: int | None = None,
-    temperature: float = 1.0,
-    buckets: Sequence[int] = (),
-    watch: Stopwatch | None = None,
-    fits: Fits | None = None,
+    network: BayesianNetwork, factors: NetworkFactors, x: Tensor, **passes: Unpack[Passes]
 ) -> Prediction:
-    """The predictive of a linearised network in closed form, without draws.
+    """The predictive of a network whose outputs have moments in closed form, without draws.
 
     Classes: softmax(f/√(1 + π/8 · diag(J Σ Jᵀ))), the probit approximation, which does not divide its entropy into what
     the weights and the data are to blame for: both parts are NaN. Values: mean and variance are exact.
     """
-    if factors.subnetwork is None:
-        raise InputError("method is 'probit'; only a subnetwork Laplace model has a closed form. Leave it out.")
-    job = Job.of(network, factors, x, 0, {}, max_rows, temperature, buckets, watch, fits=fits)
+    job = Job.of(network, factors, x, 0, **passes)
     with evaluating(network), torch.inference_mode():
-        f, variance = (t / temperature**n for n, t in enumerate(job.moments(), 1))
+        f, variance = (t / job.temperature**n for n, t in enumerate(job.moments(), 1))
         job.watch.lap("forward", wait=True)
         tally = tally_for(network)
         if isinstance(tally, ValueTally):
@@ -181,12 +166,12 @@ class Job:
     plan: Planner
     max_rows: int
     temperature: float
-    buckets: Sequence[int]  # batches are padded to the next of these sizes, so that few shapes are ever met
+    buckets: Sequence[int]
     watch: Stopwatch
     most: int = 1  # draws that any input may take
     stock: Stock | None = None  # the seed's first samples, drawn ahead: `most` or more
     captured: Captured = nothing_captured
-    fits: Fits | None = None  # into the device's memory; None: that is tried
+    fits: Fits | None = None
 
     @classmethod
     def of(
@@ -195,9 +180,10 @@ class Job:
         factors: NetworkFactors,
         x: Tensor,
         seed: int | None,
-        plan: Plan | Planner | None,
-        max_rows: int | None,
-        temperature: float,
+        *,
+        plan: Plan | Planner | None = None,
+        max_rows: int | None = None,
+        temperature: float = 1.0,
         buckets: Sequence[int] = (),
         watch: Stopwatch | None = None,
         most: int = 1,
@@ -258,10 +244,10 @@ class Job:
         return self.draws(start, k // 2, rows)
 
     def samples_at_once(self, rows: int) -> int:
-        if self.factors.subnetwork is not None:  # a pass with the rows of J serves any number of draws
-            return max(1, NOISE // self.factors.normals)
-        B = self._bucket(rows)
-        K = max(1, min(self.max_rows // B, NOISE // max(1, self.factors.normals)))
+        B, K = self._bucket(rows), max(1, NOISE // max(1, self.factors.normals))
+        if not self.factors.folds:
+            return K
+        K = max(1, min(self.max_rows // B, K))
         while K > 1 and self.fits is not None and self.captured(B, K) is None and not self.fits(B, K):
             K //= 2
         return K
@@ -278,27 +264,26 @@ class Job:
 
     def outputs(self, draws: Draws, rows: Tensor | None = None) -> Tensor:
         """Logits or means (K, B, ...) of these draws, which no captured pass makes, for all of the inputs or some."""
-        if draws.noise is not None and self._linear is not None and self.factors.subnetwork is not None:
-            f, J = self._linear if rows is None else (t[rows] for t in self._linear)
-            moves = self.factors.subnetwork.draw(draws.noise)
-            return self._beside((f + torch.einsum("bcs,ks->kbc", J, moves.to(J.dtype))) / self.temperature, rows)
+        if draws.noise is not None and self._shared is not None:
+            return self._beside(self._shared(draws, rows) / self.temperature, rows)
         x, B = self._padded(rows)
         return self._beside(self._outputs(x, draws)[:, :B], rows)
 
     def _beside(self, outputs: Tensor, rows: Tensor | None) -> Tensor:
-        """A linearised network's outputs with what is read off its features, which no draw moves."""
-        if self.factors.subnetwork is None or self.readings is None:
+        """Outputs with the columns that are read once for all draws."""
+        if self.readings is None:
             return outputs
         read = self.readings if rows is None else self.readings[rows.to(self.readings.device)]
         return torch.cat([outputs.float(), read.expand(len(outputs), *read.shape)], -1)
 
     @cached_property
     def readings(self) -> Tensor | None:
-        """What is read off the features of a linearised network at its own weights: (B, columns)."""
-        if self.factors.subnetwork is None or self.factors.read is None:
+        """What is read off the features of the mean, where passes do not read it: (B, columns)."""
+        if self.factors.folds or self.factors.read is None:
             return None
         x, _ = self._padded(None)
-        return read_at_mean(self.network, self.factors.read, x, self._rows_at_once(len(x), 1))[: self.B]
+        blocks = x.split(self._rows_at_once(len(x), 1))
+        return torch.cat([self.factors.readings(self.network, block) for block in blocks])[: self.B]
 
     def sums(self, draws: Draws, rows: Tensor | None = None) -> Reals:
         """What these draws add up to, for all of the inputs or for some of them."""
@@ -317,56 +302,69 @@ class Job:
         return (torch.cat([x, x[:1].expand(more, *x.shape[1:])]) if more else x), len(x)
 
     @cached_property
-    def _linear(self) -> tuple[Tensor, Tensor] | None:
-        """f (B, C) and J (B, C, S) of all inputs, once for all draws, where that is cheap and fits; else None."""
-        chosen = self.factors.subnetwork
-        if chosen is None:
-            return None
-        C = outputs_of(self.network.net, self.x)
-        if 2 * self.most < C or self.B * C * chosen.normals > NOISE:
-            return None
-        return self._in_blocks(linear_rows, chosen)
+    def _shared(self) -> Shared | None:
+        """Computed once for all draws of the request, where the network has that."""
+        return self.factors.shared(self.network, self.x, self.most, self._in_blocks)
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance (B, C) of a linearised network's outputs."""
-        assert self.factors.subnetwork is not None
-        return self._in_blocks(linear_moments, self.factors.subnetwork)
+        """Mean and variance (B, C) of the outputs in closed form."""
+        return self._in_blocks(partial(self.factors.moments, self.network))
 
-    def _in_blocks(self, linear: Linear, chosen: SubnetworkFactors) -> tuple[Tensor, Tensor]:
+    def _in_blocks(self, compute: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Outputs (B, C) of the network, and what is computed beside them."""
         x, _ = self._padded(None)
-        first, second = _linear_in_blocks(self.network, linear, chosen, x, self._rows_at_once(len(x), 1))
+        first, second = _in_halves(compute, x, self._rows_at_once(len(x), 1))
+        _check_outputs(self.network, first[None])
         return first[: self.B], second[: self.B]
 
     def _outputs(self, x: Tensor, draws: Draws) -> Tensor:
         network = self.network
-        if self.factors.subnetwork is not None:
+        if not self.factors.folds:
             return self._folded(x, draws)
-        if draws.K > 1 and foldable(network):
+        if draws.K > 1 and network.learned.folds:
             try:
                 return self._folded(x, draws)
             except FoldError:
-                _not_foldable.add(network)  # one sample at a time, then: slower, and right
+                network.learned.folds = False  # one sample at a time, then: slower, and right
         return torch.cat([self._folded(x, draws.part(k, 1)) for k in range(draws.K)])
 
     def _folded(self, x: Tensor, draws: Draws) -> Tensor:
-        rows = self._rows_at_once(len(x), draws.K if self.factors.subnetwork is None else 1)
-        outputs = _forward(self.network, self.factors, draws, self.plan, x, rows)
-        read = self.factors.read if self.factors.subnetwork is None else None
+        folds = self.factors.folds
+        rows = self._rows_at_once(len(x), draws.K if folds else 1)
+        outputs = self._forward(x, draws, rows)
+        read = self.factors.read if folds else None
         _check_outputs(self.network, outputs, 0 if read is None else read.columns)
-        folded = draws.K > 1 and self.factors.subnetwork is None
-        if folded and tuple(x.shape) not in _folds.setdefault(self.network, set()):
-            _check_folding(self.network, self.factors, draws, self.plan(1, 1), x, outputs)
+        if folds and draws.K > 1 and tuple(x.shape) not in self.network.learned.folded:
+            self._check_folding(x, draws, outputs)
         return tempered(outputs, self.temperature, read)
 
+    def _forward(self, x: Tensor, draws: Draws, max_rows: int) -> Tensor:
+        """In passes of at most `max_rows` rows, or of fewer where memory is short; the draws stay as they are."""
+        rows = max(1, max_rows // (draws.K if self.factors.folds else 1))
+        try:
+            return self.factors.outputs(self.network, x, draws, self.plan, rows)
+        except torch.OutOfMemoryError:
+            if min(rows, len(x)) == 1 and draws.K == 1:
+                raise
+        if draws.K == 1:
+            return self._forward(x, draws, min(rows, len(x)) // 2)
+        half = draws.K // 2
+        halves = (draws.part(0, half), draws.part(half, draws.K - half))
+        return torch.cat([self._forward(x, part, max(1, max_rows // 2)) for part in halves])
 
-def read_at_mean(network: BayesianNetwork, read: Reading, x: Tensor, rows: int) -> Tensor:
-    """What is read off the features of a linearised network at its own weights, `rows` inputs at a time."""
-    found = []
-    for block in x.split(rows):
-        with keeping() as features:
-            plain(network.net, block)
-        found.append(read(features[0], 1, Draws(1, None, 0).member))
-    return torch.cat(found)
+    def _check_folding(self, x: Tensor, draws: Draws, outputs: Tensor) -> None:
+        """Once per network and shape: is the last sample of a folded pass what it is alone?
+
+        A network that turns (B, T, d) to (T, B, d) would give rows to the wrong samples, with nothing else to show it.
+        """
+        last = draws.part(draws.K - 1, 1)
+        alone = self.factors.outputs(self.network, x[-1:], last, self.plan, 1)[0, 0].float()
+        folded = outputs[-1, -1].float()
+        if alone.isfinite().all() and folded.isfinite().all():
+            size = max(float(alone.abs().max()), float(outputs.float().abs().max()), 1e-30)
+            if float((alone - folded).abs().max()) > (1e-3 if x.dtype == torch.float32 else 0.1) * size:
+                raise FoldError("the network mixes rows of the batch, so its samples cannot share a pass.")
+        self.network.learned.folded.add(tuple(x.shape))
 
 
 def tempered(outputs: Tensor, temperature: float, read: Reading | None) -> Tensor:
@@ -388,38 +386,6 @@ def with_distances(outputs: Tensor, read: Reading | None) -> tuple[Tensor, Tenso
     """Logits (K, B, C), and the distances (K, B) of the features to the bank, where a pass has read them."""
     logits, rest = apart(outputs, read)
     return logits, rest[..., 0] if rest is not None and isinstance(read, Nearest) else None
-
-
-_only_used: WeakSet[nn.Module] = WeakSet()
-_not_foldable: WeakSet[BayesianNetwork] = WeakSet()
-_folds: WeakKeyDictionary[BayesianNetwork, set[tuple[int, ...]]] = WeakKeyDictionary()  # checked, by shape of an input
-
-
-def foldable(network: BayesianNetwork) -> bool:
-    """False once it was seen that samples cannot share a pass."""
-    return network not in _not_foldable
-
-
-def _check_folding(
-    network: BayesianNetwork,
-    factors: NetworkFactors,
-    draws: Draws,
-    plan: Plan,
-    x: Tensor,
-    outputs: Tensor,
-) -> None:
-    """Once per network and shape: is the last sample of a folded pass what it is alone?
-
-    A network that turns (B, T, d) to (T, B, d) would give rows to the wrong samples, with nothing else to show it.
-    """
-    last = draws.part(draws.K - 1, 1)
-    alone = network.go(x[-1:], network.arrange(factors, last, plan))[0, 0].float()
-    folded = outputs[-1, -1].float()
-    if alone.isfinite().all() and folded.isfinite().all():
-        size = max(float(alone.abs().max()), float(outputs.float().abs().max()), 1e-30)
-        if float((alone - folded).abs().max()) > (1e-3 if x.dtype == torch.float32 else 0.1) * size:
-            raise FoldError("the network mixes rows of the batch, so its samples cannot share a pass.")
-    _folds.setdefault(network, set()).add(tuple(x.shape))
 
 
 def _samples(factors: NetworkFactors, samples: int) -> tuple[int, bool]:
@@ -475,46 +441,14 @@ def _rows(factors: NetworkFactors, x: Tensor, device: torch.device) -> int:
     return max(32, min(4096, 32 * 1024 // math.prod(x.shape[2:]))) if factors.structure.convolves else 4096
 
 
-def _forward(
-    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Planner, x: Tensor, max_rows: int
-) -> Tensor:
-    rows = max(1, max_rows // (draws.K if factors.subnetwork is None else 1))
+def _in_halves(compute: Callable[[Tensor], tuple[Tensor, Tensor]], x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Of `rows` inputs at a time, or of fewer where memory is short."""
     try:
-        return _in_blocks(network, factors, draws, plan, x, rows)
-    except torch.OutOfMemoryError:
-        if min(rows, len(x)) == 1 and draws.K == 1:
-            raise
-    # half of it at a time; the draws stay as they are
-    if draws.K == 1:
-        return _forward(network, factors, draws, plan, x, min(rows, len(x)) // 2)
-    half = draws.K // 2
-    halves = (draws.part(0, half), draws.part(half, draws.K - half))
-    return torch.cat([_forward(network, factors, part, plan, x, max(1, max_rows // 2)) for part in halves])
-
-
-def _in_blocks(
-    network: BayesianNetwork, factors: NetworkFactors, draws: Draws, plan: Planner, x: Tensor, rows: int
-) -> Tensor:
-    """The same draws for every block; where there are several, their weights are made once."""
-    if factors.subnetwork is not None:
-        moves = None if draws.noise is None else factors.subnetwork.draw(draws.noise)
-        blocks = [linear_samples(network.net, block, factors.subnetwork, moves, rows) for block in x.split(rows)]
-        return torch.cat(blocks, 1)
-    how = plan(min(rows, len(x)), draws.K)
-    run = network.arrange(factors, draws, how, keep=len(x) > rows)
-    return torch.cat([network.go(block, run) for block in x.split(rows)], 1)
-
-
-def _linear_in_blocks(
-    network: BayesianNetwork, linear: Linear, chosen: SubnetworkFactors, x: Tensor, rows: int
-) -> tuple[Tensor, Tensor]:
-    try:
-        blocks = [linear(network.net, block, chosen) for block in x.split(rows)]
+        blocks = [compute(block) for block in x.split(rows)]
     except torch.OutOfMemoryError:
         if min(rows, len(x)) == 1:
             raise
-        return _linear_in_blocks(network, linear, chosen, x, min(rows, len(x)) // 2)
-    _check_outputs(network, blocks[0][0][None])
+        return _in_halves(compute, x, min(rows, len(x)) // 2)
     return torch.cat([first for first, _ in blocks]), torch.cat([second for _, second in blocks])
 
 
@@ -566,53 +500,27 @@ def tally_for(network: BayesianNetwork) -> ClassTally | ValueTally:
     return ValueTally(noise.detach(), shift, scale, network.gain)
 
 
-_units: WeakKeyDictionary[nn.Module, ValueTally] = WeakKeyDictionary()
-
-
 def units_of(network: BayesianNetwork) -> ValueTally | None:
-    """Of a regression, on the host. Looked up once where the network is only used: its device may be busy."""
+    """Of a regression, on the host."""
     if network.task.kind == "classification":
         return None
-    if (known := _units.get(network)) is None:
+    if network.learned.noise is None:
         tally = tally_for(network)
         assert isinstance(tally, ValueTally)
-        known = tally.to(torch.device("cpu"))
-        if network in _only_used:
-            _units[network] = known
-    return known
+        return tally.to(torch.device("cpu"))
+    noise, gain = network.learned.noise  # its device may be busy
+    return ValueTally(noise, torch.tensor(network.task.shift), torch.tensor(network.task.scale), gain)
 
 
-_busy: WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = WeakKeyDictionary()
-_busy_lock = Lock()
-
-
-def never_train(network: nn.Module) -> None:
+def never_train(network: BayesianNetwork) -> None:
     """Put the network into evaluation mode for good, so that no later call has to check its modules' modes."""
     network.eval()
-    _only_used.add(network)
+    if (units := units_of(network)) is not None:
+        network.learned.noise = units.noise, units.gain
+    network.learned.trained = False
 
 
-@contextmanager
-def evaluating(network: nn.Module) -> Iterator[None]:
+def evaluating(network: nn.Module) -> AbstractContextManager[None]:
     """BatchNorm and dropout as they are when a network is used, not trained; the last thread to leave restores them."""
-    if network in _only_used:
-        yield
-        return
-    with _busy_lock:
-        threads, training = _busy.get(network, (0, []))
-        if threads == 0:
-            training = [m for m in network.modules() if m.training]
-            if training:
-                network.eval()
-        _busy[network] = (threads + 1, training)
-    try:
-        yield
-    finally:
-        with _busy_lock:
-            threads, training = _busy[network]
-            if threads > 1:
-                _busy[network] = (threads - 1, training)
-            else:
-                del _busy[network]
-                for module in training:
-                    module.training = True
+    learned = network.learned if isinstance(network, BayesianNetwork) else Learned()
+    return learned.evaluating(network)

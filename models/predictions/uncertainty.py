@@ -187,17 +187,3 @@ class ValueTally:
         if ratio is not None:
             aleatoric = aleatoric * ratio
         return Regressed((mean * self.scale + self.shift).float(), epistemic.float(), aleatoric.float())
-
-
-def summarise(logits: Tensor) -> Classified:
-    """Uncertainty of K draws: (K, B, C) logits -> per-row probabilities and entropies."""
-    tally = ClassTally()
-    tally.add(logits)
-    return tally.summary()
-
-
-def summarise_regression(outputs: Tensor, noise: Tensor) -> Regressed:
-    """Uncertainty of K draws: (K, B, D) means and (D,) standard deviations of the targets."""
-    tally = ValueTally(noise, torch.zeros_like(noise), torch.ones_like(noise))
-    tally.add(outputs)
-    return tally.summary()

@@ -88,8 +88,7 @@ class Bank:
 def drawn(model: Model, K: int, seed: int) -> Stock:
     """The weights of the seed's first K samples."""
     noise = Normals(seed, model.device).rows(K, model.factors.normals)
-    run = model.network.arrange(model.factors, Draws(K, noise, seed), {})
-    return {layer: make() for layer, make in run.operands.items()}
+    return model.factors.stock(model.network, Draws(K, noise, seed))
 
 
 def bytes_of_draws(stock: Stock) -> int:
@@ -100,8 +99,7 @@ def bytes_of_draws(stock: Stock) -> int:
 def bytes_of_sample(model: Model) -> int:
     """Normals and weights of one sample of the whole network."""
     factors = model.factors
-    weights = 0 if factors.subnetwork is not None else bytes_of_draws(drawn(model, 1, 0))
-    return weights + 4 * factors.normals if factors.random else 0
+    return bytes_of_draws(drawn(model, 1, 0)) + 4 * factors.normals if factors.random else 0
 
 
 def _own(operand: Operand) -> list[Tensor]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from dubito.models.predictions.adaptive import CHUNK, answer_each
 from dubito.models.predictions.answers import Columns, Rule, Rulebook, columns_of
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import (
-    Fits,
     Job,
+    Passes,
     bucket_of,
     evaluating,
     nothing_captured,
@@ -202,7 +202,7 @@ class Engine:
             once = job.samples_at_once(rows)
             K = min(samples, once + samples % once)  # whole passes, and what is left over
             asks = [Ask(x, K, None, max(1, K), 0.5)]
-            if self.model.factors.subnetwork is not None:
+            if self.model.factors.closed_form:
                 asks.append(Ask(x, 0, None, 1, 0.5, closed=True))
             with device:
                 if samples and self.model.factors.random:
@@ -236,7 +236,7 @@ class Engine:
             job.outputs(Draws(1, None, 0))
             if self.model.factors.random:
                 job.outputs(job.draws(0, TRIED, job.B))
-            if self.model.factors.subnetwork is not None:
+            if self.model.factors.closed_form:
                 job.moments()
         if checked.fault is not None:
             raise NumericsError(f"this {self.model.device.type} computes the network wrongly: {checked.fault}.")
@@ -327,13 +327,11 @@ class Engine:
         """Passes that every request of the group asks for alike."""
         first, model = asks[0], self.model
         samples = max(1, model.factors.members) if first.samples == "auto" else first.samples
-        same: dict[str, Any] = {"temperature": model.temperature, "buckets": self.buckets, "watch": watch}
-        same["fits"] = self._fits
+        passes = self._passes(watch)
         if first.closed:
-            found = predict_closed(model.network, model.factors, x, **same)
+            found = predict_closed(model.network, model.factors, x, **passes)
         else:
-            same |= {"keep_outputs": first.keep, "plan": self.plans.at}
-            found = predict(model.network, model.factors, x, samples, first.seed, **same)
+            found = predict(model.network, model.factors, x, samples, first.seed, keep_outputs=first.keep, **passes)
         rules = self.rulebook.of(found, first.group)
         columns = columns_of(found.summary, rules)
         outputs = None if found.outputs is None else found.outputs.cpu()  # kept for a request alone
@@ -368,30 +366,21 @@ class Engine:
     def _job(
         self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1, stock: Stock | None = None
     ) -> Job:
-        model, plan, T, buckets = self.model, self.plans.at, self.model.temperature, self.buckets
         captured = None if self.programs is None else self.programs.at
-        job = Job.of(
-            model.network,
-            model.factors,
-            x,
-            seed,
-            plan,
-            None,
-            T,
-            buckets,
-            watch,
-            most,
-            stock,
-            captured,
-            finite=True,
-            fits=self._fits,
-        )
+        more = self._passes(watch)
+        network, factors = self.model.network, self.model.factors
+        job = Job.of(network, factors, x, seed, most=most, stock=stock, captured=captured, finite=True, **more)
         self.draws = max(self.draws, min(most, job.samples_at_once(len(x))))
         return job
 
-    @property
-    def _fits(self) -> Fits | None:
-        return self.share.fits if self.share.limited else None
+    def _passes(self, watch: Stopwatch | None) -> Passes:
+        return {
+            "plan": self.plans.at,
+            "temperature": self.model.temperature,
+            "buckets": self.buckets,
+            "watch": watch,
+            "fits": self.share.fits if self.share.limited else None,
+        }
 
 
 class Launched:

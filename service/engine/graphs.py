@@ -19,7 +19,7 @@ from dubito.models.network.together import gather
 from dubito.models.numerics.normals import counted
 from dubito.models.numerics.streams import stream
 from dubito.models.predictions.model import Model
-from dubito.models.predictions.prediction import Job, evaluating, foldable, sums_of, tempered
+from dubito.models.predictions.prediction import Job, evaluating, sums_of, tempered
 from dubito.models.predictions.uncertainty import Reals, on_host
 from dubito.service.engine.fusion import Unit, fuse
 
@@ -174,11 +174,6 @@ class Program:
         return self._sums.numpy().copy()
 
 
-def capturable(factors: NetworkFactors) -> bool:
-    """Draws must come from normals alone: the order of an ensemble's members is the host's."""
-    return counted(factors.device) and factors.normals > 0 and factors.members == 0 and factors.subnetwork is None
-
-
 class Programs:
     """The captured passes of one model, by size; what cannot be captured is run as it comes."""
 
@@ -193,9 +188,10 @@ class Programs:
 
     def capture(self, job: Job, K: int) -> None:
         """A pass of K samples of the job's inputs, where it is one."""
-        if not capturable(self.factors) or (job.B, K) in self.known or job.max_rows < job.B * K:
+        capturable = counted(self.factors.device) and self.factors.capturable
+        if not capturable or (job.B, K) in self.known or job.max_rows < job.B * K:
             return
-        if K > 1 and not foldable(self.network):
+        if K > 1 and not self.network.learned.folds:
             return
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         plan = job.plan(job.B, K)

@@ -81,7 +81,7 @@ class Plans:
         try:
             with evaluating(job.network), torch.inference_mode(), suppress(FoldError):  # then samples go one by one
                 draws = Draws(K, Normals(0, job.device).rows(K, job.factors.normals), 0)
-                job.network.go(job.x, job.network.arrange(job.factors, draws, self.usual))
+                job.factors.outputs(job.network, job.x, draws, lambda B, K: self.usual, job.B)
         finally:
             for hook in hooks:
                 hook.remove()

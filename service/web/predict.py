@@ -194,7 +194,7 @@ class Predictor:
             self._check_values(x, options, served)
         asked.parsed = time.monotonic()
         closed = not keep and (options.method or served.method) == "probit"
-        if closed and served.model.manifest.subnetwork is None:
+        if closed and not served.model.manifest.closed_form:
             raise Problem(400, "method is 'probit', but this model has no closed form; expected 'sampling', or none.")
         group = options.group
         if group is not None:

@@ -271,14 +271,13 @@ def about(served: Served, state: State) -> dict[str, Any]:
             told["classes"] = [part.coverage for part in calibration.classes]
         if calibration.groups is not None:
             told["groups"] = {name: part.coverage for name, part in calibration.groups.items()}
-    task, chosen, beside = model.manifest.task, model.manifest.subnetwork, model.card.plain
-    plain = "deterministic" if chosen is None else chosen.method
+    task, beside = model.manifest.task, model.card.plain
     return {
         "name": served.name,
         "version": served.version,
         "task": task.kind,
         "architecture": known["architecture"]["name"],
-        "methods": sorted({row["method"] for row in known["layers"]}) or [plain],
+        "methods": model.manifest.methods,
         "method": model.method,
         "input": served.declared.model_dump(mode="json"),
         "labels": known["labels"],

@@ -20,7 +20,7 @@ from dubito.deploy.edge.graph import Graph
 from dubito.deploy.edge.tangents import Moved
 from dubito.models import bayesianize, build
 from dubito.models.manifest import Calibration, Card, Closed, Input, Regression, SubnetworkEntry
-from dubito.models.network.linearised import Subnetwork
+from dubito.models.network.linearised import LinearisedFactors, Subnetwork
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.model import Model
 from tests.deploy.test_edge_export import inputs_for, saved, stir
@@ -80,8 +80,8 @@ def brute(model: Model, x: Tensor) -> tuple[Tensor, Tensor]:
     parameters = {name: p.detach() for name, p in net.named_parameters()}
     with sdpa_kernel(SDPBackend.MATH):  # the fused one cannot be batched
         J = jacrev(lambda w: functional_call(net, w, (x.double(),)))(parameters)
-    assert model.network.subnetwork is not None
-    whole = torch.cat([J[name].flatten(2) for name in parameters], 2)[..., model.network.subnetwork.index.long()]
+    assert isinstance(model.network.joint, Subnetwork)
+    whole = torch.cat([J[name].flatten(2) for name in parameters], 2)[..., model.network.joint.index.long()]
     with torch.no_grad():
         found = net(x.double()), whole
     net.float()
@@ -105,7 +105,7 @@ def test_with_the_same_noise_the_graph_answers_as_torch(chosen: str, tmp_path: P
     a, b = run(path, x, 1, 2)
     assert np.abs(a["probabilities"] - b["probabilities"]).max() > 10 * CLOSE
     with torch.no_grad():
-        model.network.subnetwork.triangle.mul_(1.1)  # type: ignore[union-attr]
+        model.network.joint.triangle.mul_(1.1)  # type: ignore[union-attr, operator]
     assert parity(path, model, x).largest > 10 * CLOSE  # a wrong factor would show
 
 
@@ -121,7 +121,8 @@ def against_brute_force(model: Model, folder: Path) -> float:
     x = inputs_for(model)
     f_k, eps = session.run([logits, "subnetwork:eps"], {"input": x, "seed": np.array(3, np.int64)})
     f, J = brute(model, torch.from_numpy(x))
-    L = model.factors.subnetwork.L.double()  # type: ignore[union-attr]
+    assert isinstance(model.factors, LinearisedFactors)
+    L = model.factors.subnetwork.L.double()
     moves = torch.linalg.solve(L.T, torch.from_numpy(eps).double().T)  # (S, K)
     expected = f + torch.einsum("bcs,sk->kbc", J, moves)
     assert float((expected - f).abs().max()) > 0.1

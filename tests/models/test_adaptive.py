@@ -151,7 +151,7 @@ def test_inputs_with_limits_of_their_own_share_their_draws() -> None:
     factors = network.factors()
     most = np.array([1, 3, 8, 20, 20, 64, 5, 64, 64, 64, 64, 13])
     tolerance = np.array([0.0] * 7 + [0.05, 0.05, 0.02, 0.3, 0.0])
-    summary, drawn = answer_each(Job.of(network, factors, x, SEED, None, 32, 1.0), most, tolerance)
+    summary, drawn = answer_each(Job.of(network, factors, x, SEED, max_rows=32), most, tolerance)
     for i in range(12):
         if tolerance[i] > 0:
             alone = predict_settled(network, factors, x[i : i + 1], SEED, tolerance=float(tolerance[i]), max_samples=64)

@@ -12,7 +12,8 @@ from dubito.models import bayesianize, build, load, predict, save
 from dubito.models.manifest import Calibration, Card
 from dubito.models.predictions.answers import answers
 from dubito.models.predictions.prediction import Prediction
-from dubito.models.predictions.uncertainty import Regressed, summarise
+from dubito.models.predictions.uncertainty import Regressed
+from tests.models.test_uncertainty import summarise
 
 
 def calibrated(**changes: Any) -> Calibration:

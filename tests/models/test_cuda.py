@@ -11,7 +11,7 @@ from torch import nn
 from dubito.models import bayesianize, build, predict
 from dubito.models.manifest import SubnetworkEntry
 from dubito.models.network.geometry import How
-from dubito.models.network.linearised import Subnetwork, by_jvp
+from dubito.models.network.linearised import LinearisedFactors, Subnetwork, by_jvp
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.numerics.hadamard import by_steps, transform
 from dubito.models.numerics.normals import Normals
@@ -159,10 +159,10 @@ def test_a_subnetwork_answers_as_on_the_cpu() -> None:
     torch.testing.assert_close(there.probabilities.cpu(), here.probabilities, rtol=1e-2, atol=1e-2)
     rows = predict(network, factors, x, 8, 0, keep_outputs=True).outputs
     assert rows is not None
+    assert isinstance(factors, LinearisedFactors)
     chosen = factors.subnetwork
-    assert chosen is not None
     noise = Normals(0, torch.device("cuda")).rows(8, 50)
-    forward = by_jvp(network.net, x.cuda(), chosen.index, chosen.draw(noise), 8)
+    forward = by_jvp(network.net, network.learned, x.cuda(), chosen.index, chosen.draw(noise), 8)
     torch.testing.assert_close(rows, forward, rtol=1e-2, atol=1e-2)
 
 
@@ -213,7 +213,7 @@ def forty_thousand(S: int, folder: Path, device: torch.device) -> None:
         found.append(torch.as_tensor(answer.columns["probabilities"]))
     assert found[0].isfinite().all()
     assert (found[0] - found[1]).abs().max() < 0.2
-    assert model.factors.subnetwork is not None
+    assert isinstance(model.factors, LinearisedFactors)
     start = time.perf_counter()
     data = Examples(x, torch.zeros(32, dtype=torch.long))
     H = curvature(model.network, data, declared, model.factors.subnetwork.index, 32)

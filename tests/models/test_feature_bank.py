@@ -88,7 +88,7 @@ def test_the_score_is_the_mean_distance_to_the_nearest_point(method: str) -> Non
     factors = network.factors()
     drawn = K if factors.random else 1
     found = predict(network, factors, x, K, SEED).summary
-    job = Job.of(network, factors, x, SEED, None, None, 1.0, most=drawn)
+    job = Job.of(network, factors, x, SEED, most=drawn)
     draws = job.draws(0, drawn, 8)
     members = draws.member(factors.members).tolist() if factors.members else [0] * drawn
     expected = by_search(features_by_hand(network, x, draws), points, members)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, load, save
-from dubito.models.artifact.artifact import _check_subnetwork
 from dubito.models.errors import ArtifactError, ConversionError, InputError
 from dubito.models.manifest import Regression, SubnetworkEntry
-from dubito.models.network import linearised
+from dubito.models.network.learned import Learned
 from dubito.models.network.linearised import (
+    LinearisedFactors,
     Subnetwork,
     SubnetworkFactors,
     by_jvp,
-    linear_moments,
-    linear_samples,
     pack,
     unpack,
 )
-from dubito.models.network.network import BayesianNetwork
+from dubito.models.network.network import BayesianNetwork, Draws, Plan
 from dubito.models.numerics.parameters import count
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import predict, predict_closed
@@ -51,10 +50,28 @@ def subnetwork(net: nn.Module, H: Tensor | None = None) -> Subnetwork:
     return Subnetwork.of(index, torch.linalg.cholesky(H), entry)
 
 
+def of(network: BayesianNetwork) -> Subnetwork:
+    assert isinstance(network.joint, Subnetwork)
+    return network.joint
+
+
 def network(task: Regression | None = None) -> BayesianNetwork:
     made = bayesianize(mixed().float(), "deterministic", task=task)
     made.subnetwork = subnetwork(made.net)
     return made.eval()
+
+
+def prepared(net: nn.Module, index: Tensor, H: Tensor) -> tuple[BayesianNetwork, LinearisedFactors]:
+    """With the factor in float64, which no artifact holds."""
+    made = bayesianize(net, "deterministic").eval()
+    made.set_joint(subnetwork(net, H))
+    factors = made.factors()
+    assert isinstance(factors, LinearisedFactors)
+    return made, replace(factors, subnetwork=SubnetworkFactors(index, torch.linalg.cholesky(H)))
+
+
+def no_plan(B: int, K: int) -> Plan:
+    return {}
 
 
 @pytest.mark.parametrize("outputs", [None, 3, 1000])
@@ -65,15 +82,14 @@ def test_samples_are_the_linearised_network(outputs: int | None, monkeypatch: py
     """
     net, x = mixed(), torch.randn(5, 2, 9, 9).double()
     J, H = brute(net, x), precision()
-    factors = SubnetworkFactors(chosen(J.shape[2]), torch.linalg.cholesky(H))
-    if outputs is not None:
-        linearised._outputs[net] = outputs
+    made, factors = prepared(net, chosen(J.shape[2]), H)
+    made.learned.outputs = outputs
     eps = torch.randn(6, S).double()
     with torch.inference_mode():
-        found = linear_samples(net, x, factors, factors.draw(eps), 10)
+        found = factors.outputs(made, x, Draws(6, eps, 0), no_plan, 10)
     moves = torch.linalg.solve(torch.linalg.cholesky(H).T, eps.T).T  # δ = L⁻ᵀ ε, densely
-    torch.testing.assert_close(found, net(x) + torch.einsum("bcs,ks->kbc", J[:, :, factors.index], moves))
-    torch.testing.assert_close(linear_samples(net, x, factors, None, 10)[0], net(x))
+    torch.testing.assert_close(found, net(x) + torch.einsum("bcs,ks->kbc", J[:, :, factors.subnetwork.index], moves))
+    torch.testing.assert_close(factors.outputs(made, x, Draws(1, None, 0), no_plan, 10)[0], net(x))
 
 
 def test_draws_have_the_covariance_of_the_precision() -> None:
@@ -89,9 +105,9 @@ def test_draws_have_the_covariance_of_the_precision() -> None:
 def test_moments_are_the_dense_ones() -> None:
     net, x = mixed(), torch.randn(5, 2, 9, 9).double()
     J, H = brute(net, x), precision()
-    factors = SubnetworkFactors(chosen(J.shape[2]), torch.linalg.cholesky(H))
-    f, variance = linear_moments(net, x, factors)
-    J = J[:, :, factors.index]
+    made, factors = prepared(net, chosen(J.shape[2]), H)
+    f, variance = factors.moments(made, x)
+    J = J[:, :, factors.subnetwork.index]
     torch.testing.assert_close(f, net(x))
     torch.testing.assert_close(variance, torch.einsum("bcs,st,bct->bc", J, torch.linalg.inv(H), J))
 
@@ -103,7 +119,7 @@ def test_forward_mode_through_attention(first: bool) -> None:
     J = brute(net, x)
     index, moves = chosen(J.shape[2]), torch.randn(4, S).double()
     expected = net(x) + torch.einsum("bcs,ks->kbc", J[:, :, index], moves)
-    torch.testing.assert_close(by_jvp(net, x, index, moves, 4), expected)
+    torch.testing.assert_close(by_jvp(net, Learned(), x, index, moves, 4), expected)
 
 
 class Cube(torch.autograd.Function):
@@ -143,8 +159,9 @@ def test_what_cannot_be_batched_is_done_draw_by_draw() -> None:
     J = brute(net, x)
     moves = torch.randn(5, 8).double()
     expected = net(x) + torch.einsum("bcs,ks->kbc", J, moves)
-    torch.testing.assert_close(by_jvp(net, x, torch.arange(8), moves, 5), expected)
-    assert net in linearised._not_batched
+    learned = Learned()
+    torch.testing.assert_close(by_jvp(net, learned, x, torch.arange(8), moves, 5), expected)
+    assert not learned.batched
 
 
 def test_probit_and_its_limits() -> None:
@@ -152,7 +169,7 @@ def test_probit_and_its_limits() -> None:
     factors = made.factors()
     found = predict_closed(made, factors, x).summary
     assert isinstance(found, Classified)
-    f, variance = linear_moments(made.net, x, factors.subnetwork)  # type: ignore[arg-type]
+    f, variance = factors.moments(made, x)
     expected = (f / (1 + torch.pi / 8 * variance).sqrt()).softmax(-1)
     torch.testing.assert_close(found.probabilities, expected)
     torch.testing.assert_close(found.entropy, -(expected * expected.log()).sum(-1))
@@ -206,7 +223,7 @@ def test_regression_in_closed_form_is_the_limit_of_draws() -> None:
     assert ((closed.mean - drawn.mean).abs() < 5 * error).all()
     ratio = drawn.epistemic_variance / closed.epistemic_variance
     assert ((ratio - 1).abs() < 5 * (2 / K) ** 0.5).all()
-    _, variance = linear_moments(made.net, x, factors.subnetwork)  # type: ignore[arg-type]
+    _, variance = factors.moments(made, x)
     torch.testing.assert_close(closed.epistemic_variance, variance * torch.tensor(task.scale).square())
 
 
@@ -216,7 +233,7 @@ def test_threads_do_not_meet() -> None:
 
     made, x = network(), torch.randn(3, 2, 9, 9)
     factors = made.factors()
-    linearised._outputs[made.net] = 1000  # forward mode
+    made.learned.outputs = 1000  # forward mode
     alone = predict(made, factors, x, 3, 0, keep_outputs=True).outputs
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: predict(made, factors, x, 3, 0, keep_outputs=True).outputs, range(8)))
@@ -252,7 +269,7 @@ def test_an_artifact_holds_indices_and_a_packed_triangle(stored: str, tmp_path: 
     width = {"float32": 4, "int8": 2}.get(stored, 2)  # an int8 file keeps its triangle in half precision
     assert inside["subnetwork.triangle"].nbytes == width * S * (S + 1) // 2
     model = load(path)
-    assert torch.equal(model.network.subnetwork.index, made.subnetwork.index)  # type: ignore[union-attr]
+    assert torch.equal(of(model.network).index, of(made).index)
     assert model.method == "probit"
     one, other = model.predict(x), Model(made, manifest).predict(x)
     assert one.method == "probit"
@@ -290,14 +307,13 @@ def test_a_file_that_lies_about_its_subnetwork_is_refused(tmp_path: Path) -> Non
     ]
     for change, said in changes:
         bad = copy.deepcopy(good)
-        assert bad.subnetwork is not None
-        change(bad.subnetwork)
+        change(of(bad))
         save(bad, tmp_path / "bad.safetensors")
         with pytest.raises(ArtifactError, match=said):
             load(tmp_path / "bad.safetensors")
-    blank = Subnetwork(torch.arange(3, dtype=torch.int32), torch.ones(6), good.subnetwork.entry)  # type: ignore[union-attr]
+    blank = Subnetwork(torch.arange(3, dtype=torch.int32), torch.ones(6), of(good).entry)
     with pytest.raises(ArtifactError, match="no 3 weights of the 2"):
-        _check_subnetwork(blank, 2)
+        blank.check(nn.Linear(2, 1, bias=False))
 
 
 def test_other_indices_or_triangles_do_not_load(tmp_path: Path) -> None:

@@ -6,10 +6,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from dubito.models.predictions.uncertainty import ClassTally, ValueTally, summarise, summarise_regression, value_sums
+from dubito.models.predictions.uncertainty import Classified, ClassTally, Regressed, ValueTally, value_sums
 
 Array = npt.NDArray[np.float64]
+
+
+def summarise(logits: Tensor) -> Classified:
+    """Uncertainty of K draws: (K, B, C) logits -> per-row probabilities and entropies."""
+    tally = ClassTally()
+    tally.add(logits)
+    return tally.summary()
+
+
+def summarise_regression(outputs: Tensor, noise: Tensor) -> Regressed:
+    """Uncertainty of K draws: (K, B, D) means and (D,) standard deviations of the targets."""
+    tally = ValueTally(noise, torch.zeros_like(noise), torch.ones_like(noise))
+    tally.add(outputs)
+    return tally.summary()
 
 
 def oracle(logits: Array) -> dict[str, Array]:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dubito.models import bayesianize
 from dubito.models.manifest import Input, Regression
+from dubito.models.network.linearised import Subnetwork
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.prediction import predict_closed
 from dubito.models.predictions.uncertainty import Classified, Regressed
@@ -73,8 +74,8 @@ def test_with_all_weights_it_is_the_full_laplace(regression: bool) -> None:
     G = dense(made, data.x)
     D = len(G)
     fitted = linearise(made, data, data, INPUT, Laplace(size=D, prior_precision=2.0)).network
-    assert fitted.subnetwork is not None
-    assert fitted.subnetwork.index.tolist() == list(range(D))
+    assert isinstance(fitted.joint, Subnetwork)
+    assert fitted.joint.index.tolist() == list(range(D))
     Sigma = torch.linalg.inv(G + 2 * torch.eye(D))
     J = brute(mixed(), new.x.double())
     variance = torch.einsum("bcs,st,bct->bc", J, Sigma, J)
@@ -102,7 +103,7 @@ def test_it_is_laplace_torchs_full_subnetwork(regression: bool) -> None:
     made, data, new = bayesianize(net, "deterministic", task=task).eval(), pictures(20), pictures(5, 1)
     settings = Laplace(size=40, prior_precision=3.0, select="random")
     fitted = linearise(made, data, data, INPUT, settings).network
-    assert fitted.subnetwork is not None
+    assert isinstance(fitted.joint, Subnetwork)
     y: Tensor = torch.randn(20, 3) if regression else data.y
     noise = float(made.noise()[0].detach()) if made.noise is not None else 1.0
     with warnings.catch_warnings():
@@ -112,7 +113,7 @@ def test_it_is_laplace_torchs_full_subnetwork(regression: bool) -> None:
             "regression" if regression else "classification",
             subset_of_weights="subnetwork",
             hessian_structure="full",
-            subnetwork_indices=fitted.subnetwork.index.long(),
+            subnetwork_indices=fitted.joint.index.long(),
             prior_precision=3.0,
             sigma_noise=noise,
         )
@@ -121,7 +122,7 @@ def test_it_is_laplace_torchs_full_subnetwork(regression: bool) -> None:
             mean, covariance = peer(new.x, pred_type="glm")
         else:
             p = peer(new.x, pred_type="glm", link_approx="probit")
-    L = fitted.factors().subnetwork.L  # type: ignore[union-attr]
+    L = fitted.joint.factors().L
     torch.testing.assert_close(L @ L.T, peer.posterior_precision.detach(), rtol=1e-3, atol=1e-3)
     found = predict_closed(fitted, fitted.factors(), new.x).summary
     if isinstance(found, Classified):

@@ -238,7 +238,7 @@ def _detection(inside: Summary, outside: Summary, rule: Rule) -> Figures:
 
 def _changed(model: Model, found: Summary, x: Tensor) -> dict[str, float]:
     """The share of inputs that a linearised network names another class for than the network itself does."""
-    if model.manifest.subnetwork is None or not isinstance(found, Classified):
+    if not model.manifest.closed_form or not isinstance(found, Classified):
         return {}
     plain = ask(model, x, [0], 0)[0]
     assert isinstance(plain, Classified)

@@ -85,12 +85,10 @@ def page(e: Evaluation, about: Mapping[str, str]) -> str:
 
 def _heading(e: Evaluation, about: Mapping[str, str], name: str) -> str:
     f, manifest = e.figures, e.model.manifest
-    plain = "deterministic" if manifest.subnetwork is None else manifest.subnetwork.method
-    methods = ", ".join(sorted({layer.method for layer in manifest.layers.values()})) or plain
     draws = f"K = {f['samples']} draws, seed {f['seed']}" if f["samples"] else "the posterior mean"
     draws = "in closed form" if f["method"] == "probit" else draws
     said = [
-        f"{manifest.architecture.name}, {methods}",
+        f"{manifest.architecture.name}, {', '.join(manifest.methods)}",
         f"{about['data']}, {'all of it' if about['part'] == 'all' else about['part'] + ' part'}",
         f"{f['examples']:,} examples",
         draws,
