@@ -35,6 +35,7 @@ from dubito.models.network.layers import MemberLayer
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.network.normalisation import ScaleShift
 from dubito.models.numerics.parameters import count
+from dubito.models.posteriors.inducing import InducingLayer
 from dubito.models.pruning import prune
 from tests import forked
 
@@ -467,7 +468,7 @@ def assert_nothing_dense(content: bytes, network: BayesianNetwork) -> int:
     checked = 0
     for name, layer in network.layers.items():
         d_out, d_in = layer.geometry.shape
-        assert layer.entry.kind == "inducing"
+        assert isinstance(layer.entry, InducingLayer)
         if layer.entry.M_out < min(d_out, d_in) and layer.entry.M_in < min(d_out, d_in):
             mine = {k: n for k, n in sizes.items() if k.startswith(f"net.{name}.")}
             assert mine

@@ -208,6 +208,7 @@ def test_the_kl_is_torchs(covariance: str) -> None:
     torch.manual_seed(0)
     q = posterior_of(stirred(bayesianize(nn.Linear(11, 3), "whvi", covariance=covariance)))
     f = q.factors()
+    assert isinstance(f, WhviFactors)
     expected = torch.zeros(())
     for block, mu in enumerate(f.q_g.mean(None)[0]):
         if covariance == "diagonal":

@@ -49,7 +49,7 @@ def test_the_toy_of_contributing_is_trained_saved_and_served(
     for _ in range(60):
         optimiser.zero_grad()
         loss = F.cross_entropy(network(x), y) + network.kl() / 4096
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.6 * losses[0]
