@@ -56,7 +56,7 @@ def write_inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: st
     d_out, r_out, r = len(f.matheron.B_r), len(p), len(t)
     R = f.B.shape[1] - r
     width, s_r = r + R, _times(g, f.lam * f.sigma, scale)
-    made = Factored(
+    samples = Factored(
         B_T=g.op("Concat", B_c_T, g.weights(array(f.B)[:, r:].T), axis=0) if R else B_c_T,
         width=width,
         left=g.mul(g.op("Transpose", B_r_T), _times(g, f.sigma, scale)),
@@ -69,14 +69,14 @@ def write_inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: st
     unknown = _unknown(g, p, np.concatenate([t, np.zeros(R)]))  # of columns beyond r nothing is known
     if r_out == d_out:  # B_r is a rotation, and one of noise changes nothing: ε is drawn where it is needed
         eta = g.reshape(s.normals(r_out * width, f"{name}:eta"), (K, r_out, width))
-        made.more = g.mul(g.mul(unknown, lam), eta)
+        samples.more = g.mul(g.mul(unknown, lam), eta)
     else:
-        made.E = g.reshape(s.normals(d_out * width, f"{name}:E"), (K, d_out, width))
+        samples.E = g.reshape(s.normals(d_out * width, f"{name}:E"), (K, d_out, width))
         less = g.mul(g.op("Sub", unknown, g.constant(1.0)), lam)
-        made.more = g.mul(less, g.matmul(B_r_T, made.E))
+        samples.more = g.mul(less, g.matmul(B_r_T, samples.E))
     if not f.spans:
-        made.e = g.mul(g.reshape(s.normals(d_out, f"{name}:e"), (K, d_out, 1)), s_r)
-    return made
+        samples.e = g.mul(g.reshape(s.normals(d_out, f"{name}:e"), (K, d_out, 1)), s_r)
+    return samples
 
 
 def _times(g: Graph, number: float, scale: Array) -> str:
@@ -141,8 +141,8 @@ class _Side:
     def turned(self, more: int = 0) -> str:
         """Q diag(√q), and columns of zeros beside it: (M, r + more)"""
         g = self.s.graph
-        found = g.mul(self._rotation(), g.constant(self._signs() * self.root))
-        return g.op("Pad", found, g.constant([0, 0, 0, more])) if more else found
+        turned = g.mul(self._rotation(), g.constant(self._signs() * self.root))
+        return g.op("Pad", turned, g.constant([0, 0, 0, more])) if more else turned
 
     def _rotation(self) -> str:
         if self._turn is None:

@@ -225,9 +225,9 @@ class Inducing(Optional, Posterior):
             B = torch.cat([B.T, outside(B, self.directions.T.double().cpu()).T]).T
         like = self.Z_r.value
         q_V = None if self.law is None else self.law.freeze().settle()
-        made = InducingFactors(f, B, None, self.scale(), self.sigma, self.noise)
-        made = made.to(like.device, torch.promote_types(like.dtype, torch.float32))
-        return replace(made, q_V=q_V)
+        factors = InducingFactors(f, B, None, self.scale(), self.sigma, self.noise)
+        factors = factors.to(like.device, torch.promote_types(like.dtype, torch.float32))
+        return replace(factors, q_V=q_V)
 
     def trainable(self) -> TrainableInducing:
         return self.train_together([[self]])[0]
@@ -250,8 +250,8 @@ class Inducing(Optional, Posterior):
             ]
             D = iter(together([D for half in halves for _, D in half]))
             Zs = [[Z().to(dtype) for Z, _ in half] for half in halves]
-            found = sides(Zs, [[next(D).to(dtype) for _ in half] for half in halves])
-            pairs = iter(zip(found[::2], found[1::2], strict=True))
+            both = sides(Zs, [[next(D).to(dtype) for _ in half] for half in halves])
+            pairs = iter(zip(both[::2], both[1::2], strict=True))
             return [
                 _join(layers, tuple(next(pairs) for _ in of_kind)) for layers, of_kind in zip(kinds, runs, strict=True)
             ]

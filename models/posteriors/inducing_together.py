@@ -81,14 +81,14 @@ class Together:
         pq = self.q * self.p  # with its roots made anew for each draw, which takes less than keeping them would
         inner = both.view(N, K, r_in, r_out) * (self.sigma * pq.sqrt())[:, None]
         changes = None if self.scale is None else self.scale * ((1 - pq).sqrt() - 1)
-        found, at = list[Factored](), 0
+        samples, at = list[Factored](), 0
         for rows in self.rows:
             here = slice(at, at + len(rows.B_r))
             change = None if changes is None else changes[here]
             rest = [z[:, M_out * M_in :] for z in noise[here]]
-            found += self._of_rows(rows, inner[here], change, self.B[here], rest)
+            samples += self._of_rows(rows, inner[here], change, self.B[here], rest)
             at = here.stop
-        return found
+        return samples
 
     def _of_rows(
         self, rows: Rows, inner: Tensor, change: Tensor | None, B: Sequence[Tensor], rest: Sequence[Tensor]
@@ -198,7 +198,7 @@ def stack_whole(names: tuple[str, ...], those: Sequence[InducingFactors], places
     outputs, inputs = [f.shape[0] for f in those], [f.shape[1] for f in those]
     sums = [before(outputs), before(inputs), before([a * b for a, b in zip(outputs, inputs, strict=True)])]
     table = torch.tensor(list(zip(places, outputs, inputs, *sums, strict=True)), dtype=torch.int32, device=like.device)
-    made = Whole(
+    group = Whole(
         names=names,
         layers=tuple(those),
         **_stacked(those),
@@ -211,8 +211,8 @@ def stack_whole(names: tuple[str, ...], those: Sequence[InducingFactors], places
         table=table,
     )
     sides = zip(B_r.split(outputs), B_c.split(inputs), strict=True)
-    own = [_within(f, made, i, r, c) for i, (f, (r, c)) in enumerate(zip(those, sides, strict=True))]
-    return replace(made, layers=tuple(own))
+    own = [_within(f, group, i, r, c) for i, (f, (r, c)) in enumerate(zip(those, sides, strict=True))]
+    return replace(group, layers=tuple(own))
 
 
 def before(sizes: list[int]) -> list[int]:

@@ -207,15 +207,16 @@ def test_the_prior_of_W_has_the_variance_asked_for(layer: nn.Linear, scale: floa
 def test_the_kl_is_torchs(covariance: str) -> None:
     torch.manual_seed(0)
     q = posterior_of(stirred(bayesianize(nn.Linear(11, 3), "whvi", covariance=covariance)))
-    f: Any = q.factors()
+    f = q.factors()
+    assert isinstance(f, WhviFactors)
     expected = torch.zeros(())
     for block, mu in enumerate(f.q_g.mean(None)[0]):
         if covariance == "diagonal":
-            law: Any = MultivariateNormal(mu, scale_tril=torch.diag(f.q_g.spread[block]))
+            law: Any = MultivariateNormal(mu, scale_tril=torch.diag(f.q_g.spread[block]))  # type: ignore[attr-defined]
         else:
-            law = MultivariateNormal(mu, scale_tril=f.q_g.root[block])
+            law = MultivariateNormal(mu, scale_tril=f.q_g.root[block])  # type: ignore[attr-defined]
         expected = expected + kl_divergence(law, MultivariateNormal(torch.zeros(4), torch.eye(4)))
-    bias = Normal(f.q_b.centre, f.q_b.spread)
+    bias = Normal(f.q_b.centre, f.q_b.spread)  # type: ignore[union-attr]
     expected = expected + kl_divergence(bias, Normal(torch.zeros(3), 1 / math.sqrt(12))).sum()
     torch.testing.assert_close(q.kl().detach(), expected, rtol=1e-4, atol=1e-4)
 
