@@ -193,7 +193,7 @@ def forty_thousand(S: int, folder: Path, device: torch.device) -> None:
     """Through the file, and by the engine of the service, both predictives; then the curvature itself."""
     from dubito.models import load, save
     from dubito.models.manifest import Card, Input
-    from dubito.service.engine.engine import Answered, Ask, Engine
+    from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
     from dubito.training.data.data import Examples
     from dubito.training.laplace import curvature, factor
 
@@ -206,9 +206,9 @@ def forty_thousand(S: int, folder: Path, device: torch.device) -> None:
     times, found = {}, []
     for name, closed in (("closed form", True), ("20 draws", False)):
         start = time.perf_counter()
-        (answer,) = engine.answer([Ask(x.numpy(), 20, 0, 20, 0.05, closed=closed)])
+        (answer,) = engine.answer([PredictRequest(x.numpy(), 20, 0, 20, 0.05, closed=closed)])
         times[name] = time.perf_counter() - start
-        assert isinstance(answer, Answered), answer
+        assert isinstance(answer, PredictResult), answer
         assert answer.method == ("probit" if closed else "sampling")
         found.append(torch.as_tensor(answer.columns["probabilities"]))
     assert found[0].isfinite().all()

@@ -16,7 +16,7 @@ from dubito.models.predictions.answers import answers
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import predict
 from dubito.models.predictions.resident import reside
-from dubito.service.engine.engine import Ask, Engine
+from dubito.service.engine.engine import Engine, PredictRequest
 from dubito.service.engine.graphs import for_gpu
 from tests.service.beside import Beside
 from tests.service.conftest import Serve
@@ -78,12 +78,12 @@ def test_captured_passes_carry_distances(tmp_path: Path) -> None:
     engine = Engine(model, (4, 8))
     x = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
     plain = _asked(engine, x)
-    engine.programs = Beside(model, (4, 8), (8, 20))
+    engine.graphs = Beside(model, (4, 8), (8, 20))
     captured = _asked(engine, x)
     assert plain.keys() == captured.keys()
     for name in ("ood_score", "probabilities"):
         assert np.allclose(plain[name], captured[name], atol=1e-5)
-    launched = engine.launch([Ask(x, 20, 3, 20, 0.5)])
+    launched = engine.launch([PredictRequest(x, 20, 3, 20, 0.5)])
     assert launched is not None
     launched.wait()
     (found,) = launched.answers()
@@ -122,7 +122,7 @@ def test_members_are_matched_with_their_points(tmp_path: Path) -> None:
 
 
 def _asked(engine: Engine, x: np.ndarray) -> dict[str, np.ndarray]:
-    (found,) = engine.answer([Ask(x, 20, 3, 20, 0.5)])
+    (found,) = engine.answer([PredictRequest(x, 20, 3, 20, 0.5)])
     assert not isinstance(found, Exception), found
     return dict(found.columns)
 
