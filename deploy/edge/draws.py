@@ -1,7 +1,7 @@
-"""K draws of a layer inside a graph: what each posterior stores and how its samples come of it.
+"""K draws of a layer inside a graph: the constants that each posterior stores, and the operators that draw from it.
 
-The same formulas as in `dubito.models`, operator by operator, from the same (K, normals) standard normals: with equal
-normals, graph and torch give equal outputs.
+The same formulas as in `dubito.models`, with the same (K, normals) standard normals: with equal normals, graph and
+torch give equal outputs.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dubito.deploy.edge.blocks import Blocks, formed
+from dubito.deploy.edge.blocks import BlockDraws, formed
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Array, Graph
 from dubito.deploy.edge.noise import Noise
@@ -32,20 +32,20 @@ from dubito.models.posteriors.protocol import Factors, Frozen, Law
 from dubito.models.posteriors.weight_space import WeightFactors, WeightSpace
 from dubito.models.posteriors.whvi import Whvi, WhviFactors
 
-HIERARCHY = "hierarchy"  # its name among the layers
-SMALLEST_ROOT = 1e-3  # of q or p: below it Z alone does not give its direction back
+HIERARCHY = "hierarchy"  # name of the hierarchy among the layers
+SMALLEST_ROOT = 1e-3  # of √q or √p: a smaller one cannot be recovered from Z
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseDraws:
     W: str  # (K, d_out, d_in)
 
 
 @dataclass
-class Factored:
+class FactoredDraws:
     """W x = G Bᵀx + e ‖x − B Bᵀx‖, as in `dubito.models.posteriors.protocol`; without e, B need not be orthonormal.
 
-    G = left (turn_r V turn_c + more) + s ∘ E: formed where many places need it, else applied factor by factor.
+    G = left (turn_r V turn_c + more) + s ∘ E: formed if it is applied at many positions, else applied by factors.
     """
 
     B_T: str  # (width, d_in)
@@ -61,7 +61,7 @@ class Factored:
     _G: str | None = None
 
     def G(self, g: Graph) -> str:
-        """(K, d_out, width), written once."""
+        """G, (K, d_out, width), written to the graph once."""
         if self._G is None:
             inner = self.V if self.turn_r is None else g.matmul(self.turn_r, self.V)
             inner = inner if self.turn_c is None else g.matmul(inner, self.turn_c)
@@ -70,7 +70,7 @@ class Factored:
         return self._G
 
     def on(self, g: Graph, c: str) -> str:
-        """G c of c (K or 1, B, width, places), without G: (K, B, d_out, places)."""
+        """G c for c (K or 1, B, width, positions), without forming G: (K, B, d_out, positions)."""
 
         def times(samples: str, vectors: str) -> str:
             return g.matmul(g.op("Unsqueeze", samples, g.constant([1])), vectors)
@@ -86,16 +86,16 @@ class Factored:
 
 
 @dataclass(frozen=True)
-class Masked:
+class MaskedDraws:
     W: str  # (d_out, d_in)
     mask: str  # (K, inputs)
 
 
-Operand = Dense | Factored | Masked | Blocks
+Operand = DenseDraws | FactoredDraws | MaskedDraws | BlockDraws
 
 
 class Sampler:
-    """What all layers of a graph share: the normals, the members' order, the rotations."""
+    """Shared by all layers of a graph: normals, order of the members, rotations."""
 
     def __init__(self, graph: Graph, K: int, seed: str | None) -> None:
         self.graph, self.K = graph, K
@@ -117,7 +117,7 @@ class Sampler:
             self.keys = self.noise.keys(most, "member:keys")
 
     def member(self, E: int) -> str:
-        """(K,) each sample's member of E: an order that the seed decides, cycled."""
+        """Member of each draw, (K,): the E members in an order given by the seed, repeated."""
         if E not in self._members:
             g, places = self.graph, np.arange(self.K) % E
             if E == 1 or self.keys is None:
@@ -140,7 +140,7 @@ def array(t: Tensor) -> Array:
 
 
 def draw(s: Sampler, name: str, layer: BayesianLayer, factors: Factors, V: str | None, scale: Array) -> Operand:
-    """K samples of a layer, its outputs scaled by `scale` (d_out,); V where a hierarchy has drawn it already."""
+    """K draws of a layer, its outputs scaled by `scale` (d_out,); V, if a hierarchy has drawn it."""
     for kind, write in WRITERS.items():
         if isinstance(factors, kind):
             return write(s, name, layer.posterior, factors, V, scale)
@@ -156,15 +156,15 @@ def _inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: str | N
     columns = _Side(s, q.Z_c, q.D_c, f.matheron.Q_c, f.matheron.q)
     if f.lam == 0:
         A_r = g.mul(g.op("Transpose", rows.A_T()), _times(g, f.sigma, scale))
-        return Factored(columns.A_T(), len(q.Z_c.value), A_r, V)
+        return FactoredDraws(columns.A_T(), len(q.Z_c.value), A_r, V)
     B_r_T, B_c_T = rows.B_T(f.matheron.B_r), columns.B_T(f.matheron.B_c)
     if f.noise == "exact":
-        return Dense(_way_2(s, name, f, V, rows, columns, B_r_T, B_c_T, scale))
+        return DenseDraws(_exact_law(s, name, f, V, rows, columns, B_r_T, B_c_T, scale))
     p, t = array(f.matheron.p), array(f.matheron.q)
     d_out, r_out, r = len(f.matheron.B_r), len(p), len(t)
     R = f.B.shape[1] - r
     width, s_r = r + R, _times(g, f.lam * f.sigma, scale)
-    made = Factored(
+    draws = FactoredDraws(
         B_T=g.op("Concat", B_c_T, g.weights(array(f.B)[:, r:].T), axis=0) if R else B_c_T,
         width=width,
         left=g.mul(g.op("Transpose", B_r_T), _times(g, f.sigma, scale)),
@@ -174,31 +174,31 @@ def _inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: str | N
         s=s_r,
     )
     lam = g.constant(f.lam)
-    unknown = _unknown(g, p, np.concatenate([t, np.zeros(R)]))  # of columns beyond r nothing is known
-    if r_out == d_out:  # B_r is a rotation, and one of noise changes nothing: ε is drawn where it is needed
+    unknown = _unknown(g, p, np.concatenate([t, np.zeros(R)]))  # V decides nothing about columns beyond r
+    if r_out == d_out:  # B_r is a rotation, which does not change the law of ε: B_rᵀε is drawn directly
         eta = g.reshape(s.normals(r_out * width, f"{name}:eta"), (K, r_out, width))
-        made.more = g.mul(g.mul(unknown, lam), eta)
+        draws.more = g.mul(g.mul(unknown, lam), eta)
     else:
-        made.E = g.reshape(s.normals(d_out * width, f"{name}:E"), (K, d_out, width))
+        draws.E = g.reshape(s.normals(d_out * width, f"{name}:E"), (K, d_out, width))
         less = g.mul(g.op("Sub", unknown, g.constant(1.0)), lam)
-        made.more = g.mul(less, g.matmul(B_r_T, made.E))
+        draws.more = g.mul(less, g.matmul(B_r_T, draws.E))
     if not f.spans:
-        made.e = g.mul(g.reshape(s.normals(d_out, f"{name}:e"), (K, d_out, 1)), s_r)
-    return made
+        draws.e = g.mul(g.reshape(s.normals(d_out, f"{name}:e"), (K, d_out, 1)), s_r)
+    return draws
 
 
 def _times(g: Graph, number: float, scale: Array) -> str:
-    """number · scale, a row each; the vector is stored once."""
+    """number · scale as a column; the vector is stored once."""
     return g.constant(number) if (scale == 1).all() else g.mul(g.constant(scale[:, None]), g.constant(number))
 
 
 def _unknown(g: Graph, p: Array, q: Array) -> str:
-    """√(1 − p qᵀ), from its two vectors."""
+    """√(1 − p qᵀ), from the two vectors."""
     known = g.mul(g.constant(p[:, None]), g.constant(q[None, :]))
     return g.op("Sqrt", g.op("Relu", g.op("Sub", g.constant(1.0), known)))
 
 
-def _way_2(
+def _exact_law(
     s: Sampler,
     name: str,
     f: InducingFactors,
@@ -209,7 +209,7 @@ def _way_2(
     B_c_T: str,
     scale: Array,
 ) -> str:
-    """The exact law: W itself, (K, d_out, d_in)."""
+    """Draws by the exact law: W itself, (K, d_out, d_in)."""
     g, (d_out, d_in), (r_out, r_in) = s.graph, f.shape, f.matheron.known.shape
     E = g.reshape(s.normals(d_out * d_in, f"{name}:E"), (s.K, d_out, d_in))
     eps = g.reshape(s.normals(r_out * r_in, f"{name}:eps"), (s.K, r_out, r_in))
@@ -222,7 +222,7 @@ def _way_2(
 
 
 class _Side:
-    """A and B of the rows or of the columns: stored outright, or as a pruned Z and the inverse of L."""
+    """A and B of the rows or columns: stored directly, or as a pruned Z and the inverse of L."""
 
     def __init__(self, s: Sampler, Z: Free, D: Positive, Q: Tensor, q: Tensor) -> None:
         self.s, self.Q, self.root = s, Q, np.sqrt(array(q))
@@ -232,14 +232,14 @@ class _Side:
         self._turn: tuple[str, Array] | None = None
 
     def A_T(self) -> str:
-        """(M, d)"""
+        """Aᵀ, (M, d)."""
         inverse = self._inverse()
         if self._sparse(len(self.Z)):
             return self._from_Z(inverse)
         return self.s.graph.weights(inverse @ self.Z.numpy())
 
     def B_T(self, B: Tensor) -> str:
-        """(r, d), orthonormal rows."""
+        """Bᵀ, (r, d), with orthonormal rows."""
         if not self._sparse(len(self.root)) or self.root.min() < SMALLEST_ROOT:
             return self.s.graph.weights(array(B).T)
         g = self.s.graph
@@ -247,10 +247,10 @@ class _Side:
         return g.matmul(turn, self._from_Z(self._inverse()))
 
     def turned(self, more: int = 0) -> str:
-        """Q diag(√q), and columns of zeros beside it: (M, r + more)"""
+        """Q diag(√q), followed by `more` columns of zeros: (M, r + more)."""
         g = self.s.graph
-        found = g.mul(self._rotation(), g.constant(self._signs() * self.root))
-        return g.op("Pad", found, g.constant([0, 0, 0, more])) if more else found
+        scaled = g.mul(self._rotation(), g.constant(self._signs() * self.root))
+        return g.op("Pad", scaled, g.constant([0, 0, 0, more])) if more else scaled
 
     def _rotation(self) -> str:
         if self._turn is None:
@@ -270,7 +270,7 @@ class _Side:
         return self.s.graph.matmul(triangle(self.s.graph, inverse), self.s.graph.weights(self.Z.numpy(), self.keep))
 
     def _sparse(self, r: int) -> bool:
-        """Whether a pruned Z, its bits and a triangle take fewer bytes than the matrix that they give."""
+        """Whether a pruned Z, its bit mask and a triangle take fewer bytes than the matrix itself."""
         if self.keep is None:
             return False
         M, d = self.Z.shape
@@ -280,7 +280,7 @@ class _Side:
 
 
 def triangle(g: Graph, L: Array) -> str:
-    """A lower triangular matrix in the entries that it has: the last columns stand, turned, above the first ones."""
+    """A lower triangular matrix stored without its zeros: the last columns are packed, rotated, above the first."""
     n = len(L)
     side = n + n % 2
     half = side // 2
@@ -298,7 +298,7 @@ def triangle(g: Graph, L: Array) -> str:
 
 
 def _law(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
-    """(K, *shape) draws of a distribution over one tensor."""
+    """K draws of a distribution over one tensor: (K, *shape)."""
     g, K = s.graph, s.K
     match frozen:
         case FrozenMeanField():
@@ -326,15 +326,15 @@ def _law(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
 
 
 def _by_row(g: Graph, roots: Tensor, noise: str) -> str:
-    """A root for each row of the noise: (rows, n, n) and (K, rows, n) -> (K, rows, n)."""
-    each = [triangle(g, array(root)) for root in roots]
-    stacked = g.op("Concat", *[g.op("Unsqueeze", one, g.constant([0])) for one in each], axis=0)
+    """Multiply each row of the noise by its own root: (rows, n, n) and (K, rows, n) -> (K, rows, n)."""
+    triangles = [triangle(g, array(root)) for root in roots]
+    stacked = g.op("Concat", *[g.op("Unsqueeze", one, g.constant([0])) for one in triangles], axis=0)
     columns = g.matmul(stacked, g.op("Transpose", noise, perm=[1, 2, 0]))
     return g.op("Transpose", columns, perm=[2, 0, 1])
 
 
 def _bent(g: Graph, f: FrozenPlanar, z: str) -> str:
-    """(K, blocks, D) through all flows."""
+    """(K, blocks, D) through all planar flows."""
     for u, w, b in zip(f.u, f.w, f.b, strict=True):
         along = g.op("ReduceSum", g.mul(z, g.weights(array(w), least="fp16")), g.constant([-1]))
         h = g.op("Tanh", g.add(along, g.constant(array(b)[:, None])))
@@ -344,7 +344,7 @@ def _bent(g: Graph, f: FrozenPlanar, z: str) -> str:
 
 def _weights(s: Sampler, name: str, q: WeightSpace, f: WeightFactors, V: str | None, scale: Array) -> Operand:
     W = _law(s, f.q_W, q.law, s.normals(f.normals, f"{name}:W"))
-    return Dense(_scaled(s.graph, W, scale))
+    return DenseDraws(_scaled(s.graph, W, scale))
 
 
 def _scaled(g: Graph, W: str, scale: Array) -> str:
@@ -355,7 +355,7 @@ def _dropout(s: Sampler, name: str, q: Any, f: DropoutFactors, V: str | None, sc
     g = s.graph
     below = g.op("Less", s.normals(f.normals, f"{name}:z"), g.constant(NormalDist().inv_cdf(1 - f.rate)))
     kept = g.mul(g.op("Cast", below, to=1), g.constant(1 / (1 - f.rate)))
-    return Masked(_scaled(g, g.weights(array(f.W)), scale), kept)
+    return MaskedDraws(_scaled(g, g.weights(array(f.W)), scale), kept)
 
 
 def _whvi(s: Sampler, name: str, q: Whvi, f: WhviFactors, V: str | None, scale: Array) -> Operand:
@@ -365,14 +365,14 @@ def _whvi(s: Sampler, name: str, q: Whvi, f: WhviFactors, V: str | None, scale: 
     bias = None if f.q_b is None else _law(s, f.q_b, q.bias, s.normals(f.q_b.normals, f"{name}:b"))
     if grid.folded:  # one row or column, no longer than an input or output
         S_1, S_2 = (g.weights(array(t), least="fp16") for t in (f.S_1, f.S_2))
-        return Dense(_scaled(g, formed(g, Blocks(grid, S_1, S_2, g_of_all, bias), s.K), scale))
+        return DenseDraws(_scaled(g, formed(g, BlockDraws(grid, S_1, S_2, g_of_all, bias), s.K), scale))
     if bias is not None and (scale != 1).any():
         bias = g.mul(bias, g.constant(scale))
-    return Blocks(grid, _spread_rows(g, grid, f.S_1, scale), _spread_columns(g, grid, f.S_2), g_of_all, bias)
+    return BlockDraws(grid, _spread_rows(g, grid, f.S_1, scale), _spread_columns(g, grid, f.S_2), g_of_all, bias)
 
 
 def _spread_rows(g: Graph, grid: Grid, S_1: Tensor, scale: Array) -> str:
-    """S_1 by block, as a grid spreads it; the file holds what W has rows for."""
+    """S_1 by block; the file stores only the entries for which W has rows."""
     kept = array(S_1).swapaxes(0, 1).reshape(grid.columns, -1)[:, : grid.d_out] * scale
     more = grid.rows * grid.D - grid.d_out
     padded = g.op("Pad", g.weights(kept, least="fp16"), g.constant([0, 0, 0, more]))
@@ -394,20 +394,20 @@ WRITERS: Mapping[type, Callable[..., Operand]] = {
 
 
 def V_of_all(s: Sampler, above: BayesianLayer, factors: Factors) -> str:
-    """What a hierarchy draws: (K, M_out, Σ M_in)."""
+    """Inducing weights of all layers, drawn by a hierarchy: (K, M_out, Σ M_in)."""
     match drawn := draw(s, HIERARCHY, above, factors, None, np.ones(above.geometry.shape[0])):
-        case Dense():
+        case DenseDraws():
             return drawn.W
-        case Factored():
-            assert drawn.e is None  # a hierarchy's own noise is exact
+        case FactoredDraws():
+            assert drawn.e is None  # a hierarchy has the exact law
             return s.graph.matmul(drawn.G(s.graph), drawn.B_T)
     raise ExportError("a hierarchy draws inducing weights only.")
 
 
-def normals_in_order(f: Factors, K: int, name: str, found: Mapping[str, Array]) -> Tensor:
-    """What the graph drew for a layer, as torch's layer takes it: (K, normals); zeros where it is never reached."""
+def normals_in_order(f: Factors, K: int, name: str, values: Mapping[str, Array]) -> Tensor:
+    """The graph's normals of a layer in torch's order, (K, normals); zeros for a layer that the graph does not call."""
     order = ("V", "eta", "E", "eps", "e", "W", "z", "g", "b")
-    kinds = {kind: found[f"{name}:{kind}"] for kind in order if f"{name}:{kind}" in found}
+    kinds = {kind: values[f"{name}:{kind}"] for kind in order if f"{name}:{kind}" in values}
     if not kinds:
         return torch.zeros(K, f.normals)
     if isinstance(f, InducingFactors) and "eta" in kinds:  # torch's ε, of which this is B_rᵀε

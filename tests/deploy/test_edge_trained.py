@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from dubito.cli import app
 from dubito.deploy.edge.check import parity
 from dubito.deploy.edge.errors import ExportError
-from dubito.deploy.edge.export import Exported, export, save
+from dubito.deploy.edge.export import ExportedModel, export, save
 from dubito.models import bayesianize, build, ensemble, load
 from dubito.models import save as save_artifact
 from dubito.models.embedded import embedded
@@ -29,7 +29,7 @@ from dubito.models.pruning import prune
 from dubito.training.config import Fit, Laplace
 from dubito.training.data.data import Examples, Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
-from dubito.training.fit.fit import Run
+from dubito.training.fit.fit import FitRun
 from dubito.training.laplace import linearise
 
 CLOSE = 1e-4  # of every output, in float32
@@ -61,7 +61,7 @@ def trained(network: BayesianNetwork, epochs: int, lr: float = 1e-2) -> Bayesian
     """Ten steps an epoch."""
     parts = digits()
     fit = Fit(epochs=epochs, batch=32, lr=lr, warmup_epochs=epochs)
-    run = Run(network, parts.train[:320], parts.validation, input_of(parts.train), fit, 0, torch.device("cpu"))
+    run = FitRun(network, parts.train[:320], parts.validation, input_of(parts.train), fit, 0, torch.device("cpu"))
     while not run.done:
         run.epoch()
     return run.finish()
@@ -96,7 +96,7 @@ def posterior(architecture: str, method: str) -> BayesianNetwork:
     return trained(bayesianize(net, method, start="network", **options), 3)
 
 
-def written(architecture: str, method: str, folder: Path, **options: Any) -> tuple[Model, Exported, Path]:
+def written(architecture: str, method: str, folder: Path, **options: Any) -> tuple[Model, ExportedModel, Path]:
     artifact = folder / "model.safetensors"
     save_artifact(posterior(architecture, method), artifact, card=Card(input=input_of(digits().train)))
     model = load(artifact)

@@ -170,13 +170,15 @@ def test_walsh_hadamard_convolutions_train_as_a_captured_step() -> None:
     from dubito.models.manifest import Input
     from dubito.training.config import Fit
     from dubito.training.data.data import Examples
-    from dubito.training.fit.fit import Run
+    from dubito.training.fit.fit import FitRun
 
     torch.manual_seed(0)
     x, y = torch.randn(64, 3, 16, 16), torch.randint(10, (64,))
     network = bayesianize(small(), "whvi", layers={"0": "ffg-u"}, inducing=8).cuda()
     data, declared = Examples(x, y), Input(shape=(3, 16, 16))
-    run = Run(network, data, data, declared, Fit(epochs=8, batch=16, lr=1e-2, kl=1e-3), 0, torch.device("cuda"), None)
+    run = FitRun(
+        network, data, data, declared, Fit(epochs=8, batch=16, lr=1e-2, kl=1e-3), 0, torch.device("cuda"), None
+    )
     while not run.done:
         run.epoch()
     assert run.log[-1].nll < run.log[0].nll

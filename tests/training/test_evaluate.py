@@ -26,7 +26,8 @@ from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.data.data import DataError, DataSet, Examples, Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
-from dubito.training.evaluation.evaluate import GRID, REQUESTS, evaluate, measure
+from dubito.training.evaluation.evaluate import evaluate, measure
+from dubito.training.evaluation.predicting import GRID, REQUESTS
 from dubito.training.evaluation.shift import corrupt, families
 from dubito.training.seeds import stream
 

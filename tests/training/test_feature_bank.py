@@ -18,7 +18,7 @@ from dubito.models.predictions.model import Model
 from dubito.training.calibrate import CLEARLY, CalibrationError, calibrate, choose_measure, spoil, to_spoil, try_bank
 from dubito.training.config import Calibrate
 from dubito.training.data.data import Examples
-from dubito.training.evaluation.evaluate import GRID, Way
+from dubito.training.evaluation.predicting import GRID, ChosenPredictive
 from dubito.training.feature_bank import centres, find_layer, make_bank
 from dubito.training.metrics import auroc, placements
 
@@ -92,9 +92,9 @@ def test_energy_and_distances_are_chosen_only_where_they_are_clearly_better(mode
     chosen, found = choose_measure(banked, held, 0)
     rng = torch.Generator().manual_seed(0)
     x = to_spoil(held.x, rng)
-    way = Way.of(banked, 20, "sampling")
-    inside = scores(way.ask(banked, x, 0))
-    outside = [scores(way.ask(banked, spoiled, 0)) for spoiled in spoil(x, rng)]
+    predictive = ChosenPredictive.of(banked, 20, "sampling")
+    inside = scores(predictive.predict(banked, x, 0))
+    outside = [scores(predictive.predict(banked, spoiled, 0)) for spoiled in spoil(x, rng)]
     pairs = {m: [(inside[m].numpy(), far[m].numpy()) for far in outside] for m in inside}
     by_hand = {m: np.mean([_auroc(*pair) for pair in each]) for m, each in pairs.items()}
     assert found.keys() == by_hand.keys() >= {"entropy", "energy", "knn"}
@@ -106,9 +106,9 @@ def test_energy_and_distances_are_chosen_only_where_they_are_clearly_better(mode
         assert found[chosen] > found[usual]
     assert CLEARLY == 2
     # a measure that is asked for is taken, whatever it is worth
-    assert choose_measure(banked, held, 0, asked="max_probability") == ("max_probability", found)
+    assert choose_measure(banked, held, 0, given="max_probability") == ("max_probability", found)
     with pytest.raises(CalibrationError, match="measure is 'epistemic_variance'; this model has entropy"):
-        choose_measure(banked, held, 0, asked="epistemic_variance")
+        choose_measure(banked, held, 0, given="epistemic_variance")
 
 
 def _auroc(inside: np.ndarray, outside: np.ndarray) -> float:

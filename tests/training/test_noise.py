@@ -18,8 +18,8 @@ from dubito.models.predictions.uncertainty import Regressed
 from dubito.training.calibrate import outer_quantile, strangeness
 from dubito.training.config import Fit
 from dubito.training.data.data import Examples
-from dubito.training.fit.fit import Run
-from dubito.training.fit.noise import BELIEF, DRAWS, fit_noise, said
+from dubito.training.fit.fit import FitRun
+from dubito.training.fit.noise import BELIEF, DRAWS, describe_noise, fit_noise
 from dubito.training.laplace import LaplaceError, linearise
 from dubito.training.seeds import stream
 
@@ -46,7 +46,7 @@ def test_training_finds_noise_that_grows_with_the_input() -> None:
     net = build("mlp", inputs=1, outputs=2, hidden=[16], activation="tanh")
     network = bayesianize(net, "deterministic", task=task)
     fit = Fit(epochs=30, batch=100, lr=2e-2, noise_epochs=5)
-    run = Run(network, train, validation, ONE, fit, 0, CPU)
+    run = FitRun(network, train, validation, ONE, fit, 0, CPU)
     while not run.done:
         run.epoch()
     fitted = fit_noise(run.finish(), validation, ONE, choose=True)
@@ -124,7 +124,7 @@ def test_the_gain_is_chosen_by_the_nll_and_never_worse_than_constant_noise(follo
     assert (network.gain - gain).abs().max() <= 0.25  # a step of the grid: the bound on log σ bends large ones
     assert fitted.nll <= min(fitted.constant, fitted.before)
     assert (fitted.nll < fitted.constant - 0.05) == (follows > 0)
-    assert ("does not follow the input" in said(fitted)) == (not network.gain.any())
+    assert ("does not follow the input" in describe_noise(fitted)) == (not network.gain.any())
 
 
 @pytest.mark.parametrize("gain", [0.0, 1.0])

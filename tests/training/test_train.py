@@ -29,7 +29,7 @@ from dubito.training.config import Recipe, read_recipe
 from dubito.training.data.augment import augmentation
 from dubito.training.data.data import Examples, Parts, divide, input_of
 from dubito.training.data.sources import read_data
-from dubito.training.fit.fit import Epoch, Run, Told
+from dubito.training.fit.fit import Epoch, FitRun, Progress
 from dubito.training.names import shipped
 from dubito.training.recipe import build_network, make_bayesian, task_of
 
@@ -299,8 +299,8 @@ def test_a_shipped_recipe_builds_its_network_and_takes_a_step(name: str) -> None
         return
     network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
     augment = augmentation(recipe.data, parts.train)
-    told: list[Told] = []
-    one = Run(network, parts.train, parts.validation, declared, recipe.fit, 0, torch.device("cpu"), augment)
+    told: list[Progress] = []
+    one = FitRun(network, parts.train, parts.validation, declared, recipe.fit, 0, torch.device("cpu"), augment)
     one.epoch(told.append, lambda: True)
     assert one.step == 1
     assert np.isfinite([told[0].loss, told[0].kl]).all()
@@ -315,7 +315,7 @@ def test_a_residual_network_trains_by_whvi() -> None:
     declared = input_of(few)
     network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
     before = {name: p.detach().clone() for name, p in network.named_parameters()}
-    one = Run(network, few, few, declared, recipe.fit, 0, torch.device("cpu"), augmentation(recipe.data, few))
+    one = FitRun(network, few, few, declared, recipe.fit, 0, torch.device("cpu"), augmentation(recipe.data, few))
     one.epoch()
     assert one.step == 2
     assert np.isfinite([one.log[0].loss, one.log[0].kl, one.log[0].validation_nll]).all()

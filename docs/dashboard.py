@@ -1,6 +1,6 @@
-"""The dashboard as one page of our own: each panel's queries, asked of a Prometheus, drawn as SVG in the same grid.
+"""Draws the Grafana dashboard without Grafana: runs its queries on a Prometheus, and writes one HTML page of SVG.
 
-Try: python deploy/grafana/picture.py --prometheus http://localhost:9090 --out dashboard.html
+Try: python docs/dashboard.py --prometheus http://localhost:9090 --out dashboard.html
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-DASHBOARD = Path(__file__).with_name("dashboards") / "dubito.json"
+DASHBOARD = Path(__file__).parents[1] / "deploy" / "grafana" / "dashboards" / "dubito.json"
 WIDTH, CELL, GAP = 1680, 38, 8  # pixels: the page, a row of the grid, between panels
 SCRAPE = 5  # seconds, as in provisioning/datasources
 CLASSIC = ("#73BF69", "#F2CC0C", "#8AB8FF", "#FF780A", "#F2495C", "#5794F2", "#B877D9", "#705DA0", "#37872D", "#FADE2A")
@@ -32,10 +32,10 @@ class Query:
 
 @dataclass(frozen=True)
 class Line:
-    """One series as it is drawn."""
+    """One series with its style."""
 
     name: str
-    points: list[tuple[float, float]]  # seconds, value; what is no number is left out
+    points: list[tuple[float, float]]  # seconds, value; without NaN
     color: str
     custom: dict[str, Any] = field(default_factory=dict)  # widths, fills and dashes
 
@@ -59,53 +59,53 @@ def panels(dashboard: Panel) -> list[Panel]:
 
 
 def queries(panel: Panel, step: float = SCRAPE) -> list[Query]:
-    """With Grafana's variables filled in: all models, and a rate over four scrapes or more."""
+    """The panel's queries with values for Grafana's variables: all models, and a rate over at least four scrapes."""
     values = {"model": ".+", "__rate_interval": f"{int(max(step + SCRAPE, 4 * SCRAPE))}s"}
-    found = []
+    filled = []
     for target in panel["targets"]:
         expr = re.sub(r"\$(\w+)", lambda name: values[name[1]], target["expr"])
-        found.append(Query(expr, target["legendFormat"]))
-    return found
+        filled.append(Query(expr, target["legendFormat"]))
+    return filled
 
 
-def ask(client: httpx.Client, query: Query, span: Span) -> list[tuple[str, list[tuple[float, float]]]]:
+def run_query(client: httpx.Client, query: Query, span: Span) -> list[tuple[str, list[tuple[float, float]]]]:
     """Names and points of the query's series."""
-    asked = {"query": query.expr, "start": str(span.start), "end": str(span.end), "step": str(span.step)}
-    reply = client.post("/api/v1/query_range", data=asked)
-    told = reply.json()
-    if told["status"] != "success":
-        raise SystemExit(f"Prometheus refuses {query.expr!r}: {told['error']}")
-    found = []
-    for series in told["data"]["result"]:
-        points = [(float(at), float(value)) for at, value in series["values"]]
-        found.append((named(query.legend, series["metric"]), [point for point in points if math.isfinite(point[1])]))
-    return sorted(found)
+    parameters = {"query": query.expr, "start": str(span.start), "end": str(span.end), "step": str(span.step)}
+    reply = client.post("/api/v1/query_range", data=parameters).json()
+    if reply["status"] != "success":
+        raise SystemExit(f"Prometheus refuses {query.expr!r}: {reply['error']}")
+    named_series = []
+    for series in reply["data"]["result"]:
+        points = [(float(seconds), float(value)) for seconds, value in series["values"]]
+        finite = [point for point in points if math.isfinite(point[1])]
+        named_series.append((named(query.legend, series["metric"]), finite))
+    return sorted(named_series)
 
 
 def named(legend: str, labels: dict[str, str]) -> str:
-    """`{{model}} p99` with the labels filled in."""
+    """A legend such as `{{model}} p99` with the labels' values."""
     return re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda label: labels.get(label[1], ""), legend).strip()
 
 
 def lines(client: httpx.Client, panel: Panel, span: Span) -> list[Line]:
-    """Every series of the panel, with the colours and styles that it says."""
+    """All series of the panel, with its colours and styles."""
     config = panel["fieldConfig"]
-    found: list[Line] = []
+    series: list[Line] = []
     for query in queries(panel, span.step):
-        for name, points in ask(client, query, span):
-            color, custom = CLASSIC[len(found) % len(CLASSIC)], dict(config["defaults"].get("custom", {}))
+        for name, points in run_query(client, query, span):
+            color, custom = CLASSIC[len(series) % len(CLASSIC)], dict(config["defaults"].get("custom", {}))
             for override in config["overrides"]:
                 if re.search(override["matcher"]["options"].strip("/"), name):
                     for change in override["properties"]:
                         if change["id"] == "color":
                             color = change["value"]["fixedColor"]
                         custom[change["id"].removeprefix("custom.")] = change["value"]
-            found.append(Line(name, points, color, custom))
-    return found
+            series.append(Line(name, points, color, custom))
+    return series
 
 
 def text_of(value: float, unit: str, decimals: int | None = None) -> str:
-    """A number with its unit, in three digits or so."""
+    """A number with its unit, in about three digits."""
     if not math.isfinite(value):
         return "–"
     match unit:
@@ -129,7 +129,7 @@ def _scaled(value: float, base: int, names: tuple[str, ...]) -> str:
 
 
 def ticks(low: float, high: float, base: float = 10) -> list[float]:
-    """Four or so round numbers; of bytes, round in powers of 1024."""
+    """About four round numbers; for bytes, powers of 2."""
     rough = (high - low) / 4
     if base == 1024:
         unit = 2.0 ** math.floor(math.log2(rough))
@@ -147,16 +147,16 @@ def threshold_color(panel: Panel, value: float) -> str:
     return str(passed[-1]) if math.isfinite(value) else QUIET
 
 
-def stat(panel: Panel, found: list[Line], span: Span, width: float, height: float) -> str:
-    """One number, and its course as a shadow below it."""
+def stat(panel: Panel, series: list[Line], span: Span, width: float, height: float) -> str:
+    """One number, and its history as an area below it."""
     defaults = panel["fieldConfig"]["defaults"]
-    line = found[0] if found else Line("", [], QUIET)
+    line = series[0] if series else Line("", [], QUIET)
     color = threshold_color(panel, line.last)
     shadow = ""
     if panel["options"]["graphMode"] == "area" and len(line.points) > 1:
         top = max(value for _, value in line.points) or 1.0
         x, y = _scales(span, 0, top, 0, width, 0.62 * height, height)
-        course = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in line.points)
+        course = " ".join(f"{x(t):.1f},{y(value):.1f}" for t, value in line.points)
         left, right = x(line.points[0][0]), x(line.points[-1][0])
         shadow = (
             f'<polygon points="{left:.1f},{height} {course} {right:.1f},{height}" fill="{color}" fill-opacity=".16"/>'
@@ -174,15 +174,15 @@ def stat(panel: Panel, found: list[Line], span: Span, width: float, height: floa
     )
 
 
-def bargauge(panel: Panel, found: list[Line], span: Span, width: float, height: float) -> str:
+def bargauge(panel: Panel, series: list[Line], span: Span, width: float, height: float) -> str:
     """A bar for each series, as long as its last value."""
     defaults = panel["fieldConfig"]["defaults"]
-    top = max((line.last for line in found if line.points), default=0.0) or 1.0
-    each = min(60.0, height / max(1, len(found)))
-    names = min(0.5 * width, 7 * max((len(line.name) for line in found), default=0) + 10)
+    top = max((line.last for line in series if line.points), default=0.0) or 1.0
+    each = min(60.0, height / max(1, len(series)))
+    names = min(0.5 * width, 7 * max((len(line.name) for line in series), default=0) + 10)
     room = width - names - 76
     drawn = []
-    for i, line in enumerate(found):
+    for i, line in enumerate(series):
         by_threshold = defaults["color"]["mode"] == "thresholds"
         color = threshold_color(panel, line.last) if by_threshold else line.color
         y, long = i * each, room * line.last / top
@@ -196,22 +196,22 @@ def bargauge(panel: Panel, found: list[Line], span: Span, width: float, height: 
     return _svg(width, height, "".join(drawn))
 
 
-def timeseries(panel: Panel, found: list[Line], span: Span, width: float, height: float) -> str:
-    """Lines over time, or areas on top of each other; the legend below says the last values."""
+def timeseries(panel: Panel, series: list[Line], span: Span, width: float, height: float) -> str:
+    """Lines over time, or stacked areas; the legend shows the last values."""
     unit = panel["fieldConfig"]["defaults"]["unit"]
     legend = "".join(
         f'<span><i style="background:{line.color}"></i>{escape(line.name)} '
         f"<b>{escape(text_of(line.last, unit))}</b></span>"
-        for line in found
+        for line in series
     )
     room, rows = 0.0, 1
-    for line in found:
+    for line in series:
         need = 6.4 * (len(line.name) + len(text_of(line.last, unit))) + 34
         room, rows = (need, rows + 1) if room + need > width else (room + need, rows)
     height -= 18 * rows + 4
     stacked = panel["fieldConfig"]["defaults"]["custom"]["stacking"]["mode"] == "normal"
     bands = list(
-        _stacked(found) if stacked else ((line, [(at, 0.0, value) for at, value in line.points]) for line in found)
+        _stacked(series) if stacked else ((line, [(t, 0.0, value) for t, value in line.points]) for line in series)
     )
     top = max((above for _, band in bands for _, _, above in band), default=0.0)
     top = 1.05 * top or 1.0
@@ -221,13 +221,13 @@ def timeseries(panel: Panel, found: list[Line], span: Span, width: float, height
     return _svg(width, height, "".join(drawn)) + f'<div class="legend">{legend}</div>'
 
 
-def _stacked(found: list[Line]) -> Iterator[tuple[Line, list[tuple[float, float, float]]]]:
+def _stacked(series: list[Line]) -> Iterator[tuple[Line, list[tuple[float, float, float]]]]:
     below: dict[float, float] = {}
-    for line in found:
+    for line in series:
         band = []
-        for at, value in line.points:
-            band.append((at, below.get(at, 0.0), below.get(at, 0.0) + value))
-            below[at] = band[-1][2]
+        for t, value in line.points:
+            band.append((t, below.get(t, 0.0), below.get(t, 0.0) + value))
+            below[t] = band[-1][2]
         yield line, band
 
 
@@ -235,7 +235,7 @@ def _scales(
     span: Span, low: float, high: float, left: float, right: float, top: float, bottom: float
 ) -> tuple[Callable[[float], float], Callable[[float], float]]:
     return (
-        lambda at: left + (right - left) * (at - span.start) / (span.end - span.start),
+        lambda seconds: left + (right - left) * (seconds - span.start) / (span.end - span.start),
         lambda value: bottom - (bottom - top) * (value - low) / (high - low),
     )
 
@@ -249,18 +249,18 @@ def _axes(
             f'<line x1="64" x2="{width - 8:.0f}" y1="{y(value):.1f}" y2="{y(value):.1f}" class="grid"/>'
             f'<text x="58" y="{y(value):.1f}" class="end small">{escape(text_of(value, unit))}</text>'
         )
-    seconds = span.end - span.start
-    step = next((s for s in (10, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 86400) if seconds / s <= 6), 86400 * 7)
+    length = span.end - span.start
+    step = next((s for s in (10, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 86400) if length / s <= 6), 86400 * 7)
     shape = "%H:%M:%S" if step < 60 else "%H:%M" if step < 86400 else "%d %b"
-    at = math.ceil(span.start / step) * step
-    while at <= span.end:
-        if 70 < x(at) < width - 20:
-            label = time.strftime(shape, time.localtime(at))
+    tick = math.ceil(span.start / step) * step
+    while tick <= span.end:
+        if 70 < x(tick) < width - 20:
+            label = time.strftime(shape, time.localtime(tick))
             drawn.append(
-                f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{y(top):.1f}" y2="{y(0):.1f}" class="grid"/>'
-                f'<text x="{x(at):.1f}" y="{y(0) + 13:.0f}" class="middle small">{label}</text>'
+                f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{y(top):.1f}" y2="{y(0):.1f}" class="grid"/>'
+                f'<text x="{x(tick):.1f}" y="{y(0) + 13:.0f}" class="middle small">{label}</text>'
             )
-        at += step
+        tick += step
     return "".join(drawn)
 
 
@@ -271,7 +271,7 @@ def _band(
     x: Callable[[float], float],
     y: Callable[[float], float],
 ) -> str:
-    """A line and what is filled below it, broken where points are missing."""
+    """A line and the area below it, interrupted where points are missing."""
     runs: list[list[tuple[float, float, float]]] = []
     for point in band:
         if not runs or point[0] - runs[-1][-1][0] > 1.5 * span.step:
@@ -280,8 +280,8 @@ def _band(
     custom, drawn = line.custom, []
     dash = " ".join(str(length) for length in custom.get("lineStyle", {}).get("dash", []))
     for run in runs:
-        above = " ".join(f"{x(at):.1f},{y(high):.1f}" for at, _, high in run)
-        below = " ".join(f"{x(at):.1f},{y(low):.1f}" for at, low, _ in reversed(run))
+        above = " ".join(f"{x(t):.1f},{y(high):.1f}" for t, _, high in run)
+        below = " ".join(f"{x(t):.1f},{y(low):.1f}" for t, low, _ in reversed(run))
         if opacity := custom.get("fillOpacity", 0):
             drawn.append(f'<polygon points="{above} {below}" fill="{line.color}" fill-opacity="{opacity / 100}"/>')
         drawn.append(
@@ -329,25 +329,25 @@ text {{ fill: currentColor; dominant-baseline: middle; }}
 
 
 def page(dashboard: Panel, prometheus: str, span: Span) -> str:
-    """The whole of it, with no other file."""
+    """The dashboard as one self-contained HTML page."""
     column = (WIDTH + GAP) / 24
     drawn, bottom = [], 0
     with httpx.Client(base_url=prometheus, timeout=30) as client:
         for panel in dashboard["panels"]:
-            at = panel["gridPos"]
-            left, top = at["x"] * column, at["y"] * CELL
-            width, height = at["w"] * column - GAP, at["h"] * CELL - GAP
-            bottom = max(bottom, (at["y"] + at["h"]) * CELL)
+            grid = panel["gridPos"]
+            left, top = grid["x"] * column, grid["y"] * CELL
+            width, height = grid["w"] * column - GAP, grid["h"] * CELL - GAP
+            bottom = max(bottom, (grid["y"] + grid["h"]) * CELL)
             place = f"left:{left:.0f}px;top:{top}px;width:{width:.0f}px;height:{height}px"
             title = escape(panel["title"])
             if panel["type"] == "row":
                 drawn.append(f'<div class="row" style="{place}">{title}</div>')
                 continue
-            found = lines(client, panel, span)
-            body = DRAW[panel["type"]](panel, found, span, width - 18, height - 36)
+            series = lines(client, panel, span)
+            body = DRAW[panel["type"]](panel, series, span, width - 18, height - 36)
             drawn.append(
                 f'<section style="{place}" title="{escape(panel["description"])}"><h2>{title}</h2>'
-                f'<div class="body">{body if found else "<div class=none>no data</div>"}</div></section>'
+                f'<div class="body">{body if series else "<div class=none>no data</div>"}</div></section>'
             )
     first, last = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t)) for t in (span.start, span.end))
     name = escape(dashboard["title"])
