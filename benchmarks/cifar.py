@@ -139,7 +139,7 @@ class Bench:
         return self.keep / f"answers-{seed}.safetensors"
 
     def measure_ensemble(self, first: int) -> Row:
-        """Of five plain networks, by their answers."""
+        """Figures of an ensemble of five plain networks."""
         started, members = time.perf_counter(), range(first, first + MEMBERS)
         rows = [self.measure("plain", seed) for seed in members if not self.answers(seed).exists()]
         kept = [load_file(self.answers(seed)) for seed in members]

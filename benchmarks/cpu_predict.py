@@ -1,4 +1,4 @@
-"""K posterior samples of a CIFAR ResNet-18 on a CPU, against a loop over K deterministic networks.
+"""K posterior draws of a CIFAR ResNet-18 on a CPU, against a loop over K deterministic networks.
 
 The rival is an ensemble of K plain networks in the memory layout that is fastest for it; BatchNorm stays unfolded on
 both sides. Ours is the cheapest execution per layer, with λ = 0 and with λ > 0 (the exact law where forming W is as

@@ -1,8 +1,8 @@
-"""K posterior samples on a GPU: our plans beside an ensemble of K networks, and the paper's rule looped over samples.
+"""K posterior draws on a GPU: our plans beside an ensemble of K networks, and the paper's rule looped over draws.
 
     python -m benchmarks.gpu_predict [--architectures …] [--inducing 64] [--samples 20] [--batches 1 8 64 500]
 
-bfloat16, channels last, logits of K samples for B inputs, drawing included, the same random weights' sizes on all
+bfloat16, channels last, logits of K draws for B inputs, drawing included, the same random weights' sizes on all
 sides; the inputs lie on the device, ours on the host, from where each pass fetches them. The ensemble is given the best
 of three: eager, captured as a CUDA graph, and compiled and captured; its BatchNorm is folded into its convolutions.
 Ours is what `dubito serve` runs: plans measured by the engine, captured. Answers are compared in the same run: ours

@@ -52,12 +52,12 @@ class Answer:
 
     @property
     def near(self) -> float:
-        """The same where the data lies."""
+        """Mean epistemic standard deviation at the clusters."""
         return float(self.epistemic[self._seen].mean())
 
     @property
     def rmse(self) -> float:
-        """Of the mean, against the function without noise, where the data lies."""
+        """RMSE of the mean against the noiseless function, at the clusters."""
         return float((self.mean - truth(self.x))[self._seen].square().mean().sqrt())
 
     @property

@@ -208,7 +208,7 @@ def main() -> None:
 
 
 def published_for(method: str | None, figure: str) -> dict[str, dict[str, str]]:
-    """By rival, each set's figure."""
+    """Published figures by rival and set."""
     if method == "whvi":
         return {"WHVI, two layers of 128 (Rossi et al. 2020)": OF_128[figure]}
     rows = PUBLISHED[figure].items()
@@ -233,7 +233,7 @@ def table_of(
 
 
 def counted(results: dict[str, list[dict[str, float]]]) -> str:
-    """How many sets have an NLL that is no worse, to the two decimals that were published."""
+    """Number of sets whose NLL is no worse than the published one, to its two decimals."""
     means = {data.partition("/")[2]: mean_and_error([r["nll"] for r in rows])[0] for data, rows in results.items()}
     said = []
     for i, rival in enumerate(RIVALS):

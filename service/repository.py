@@ -60,7 +60,7 @@ class ServedModel:
     def __post_init__(self) -> None:
         self.name, self.version = self.source.name, self.source.version
         self.model = self.engine.model
-        self.method = self.model.method  # predictive of requests that do not choose one
+        self.predictive = self.model.method  # predictive of requests that do not choose one
 
 
 def find(paths: Sequence[Path]) -> dict[tuple[str, str], Source]:

@@ -203,11 +203,3 @@ def as_toml(settings: Settings) -> str:
         else:
             lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}"]
     return "\n".join(lines)
-
-
-def as_table() -> str:
-    """The table of settings in docs/operations.md: name, default and description."""
-    rows = ["| setting | default | |", "|---|---|---|"]
-    for name, value in Settings.model_construct().model_dump(mode="json").items():
-        rows.append(f"| `{name}` | `{json.dumps(value)}` | {Settings.model_fields[name].description} |")
-    return "\n".join(rows)

@@ -79,7 +79,7 @@ class PredictResult:
     seconds: Mapping[str, float]  # of the passes, by stage
     settled: bool = False  # by "auto": inputs differ in their number of draws
     outputs: Tensor | None = None  # (K, B, ...), each draw's outputs, with `keep`
-    method: Predictive = "sampling"
+    predictive: Predictive = "sampling"
 
 
 Answer = PredictResult | Exception
@@ -353,7 +353,7 @@ class Engine:
         seed: int,
         watch: Stopwatch,
         outputs: Tensor | None = None,
-        method: Predictive = "sampling",
+        predictive: Predictive = "sampling",
         settles: bool = True,
     ) -> list[PredictResult]:
         """Split batch results per request; without `settles`, "auto" is answered like a number of draws."""
@@ -366,7 +366,7 @@ class Engine:
             mine = {name: column[start:end] for name, column in columns.items()}
             settled = settles and request.samples == "auto"
             most = max(drawn[start:end])
-            results.append(PredictResult(mine, rules[start:end], most, seed, seconds, settled, outputs, method))
+            results.append(PredictResult(mine, rules[start:end], most, seed, seconds, settled, outputs, predictive))
             start = end
         return results
 
@@ -466,5 +466,5 @@ def joined(parts: Sequence[PredictResult]) -> PredictResult:
         {stage: sum(part.seconds.get(stage, 0.0) for part in parts) for stage in first.seconds},
         first.settled,
         None if first.outputs is None else torch.cat([part.outputs for part in parts if part.outputs is not None], 1),
-        first.method,
+        first.predictive,
     )

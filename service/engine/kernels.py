@@ -151,7 +151,7 @@ def _factored_kernel(
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0) * BM  # of the sample
+    row = tl.program_id(0) * BM  # within the draw
     live = row + tl.arange(0, BM) < rows
     begin, place, top, left = _tile(row, H, W, C, Ho, Wo, stride, padding, POINT, BM)
     x += k * (rows // (Ho * Wo) * H * W) * C + begin
@@ -198,7 +198,7 @@ def _mix_kernel(
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0) * BM  # of the sample
+    row = tl.program_id(0) * BM  # within the draw
     local = tl.arange(0, BM)
     live = row + local < rows
     y += (k * rows + row) * d_out
@@ -231,7 +231,7 @@ def _dense_kernel(
 ):  # fmt: skip
     k = tl.program_id(1).to(tl.int64)
     across = tl.cdiv(d_out, BN)
-    row = tl.program_id(0) // across * BM  # of the sample
+    row = tl.program_id(0) // across * BM  # within the draw
     n = tl.program_id(0) % across * BN + tl.arange(0, BN)
     live = row + tl.arange(0, BM) < rows
     begin, place, top, left = _tile(row, H, W, C, Ho, Wo, stride, padding, POINT, BM)

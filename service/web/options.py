@@ -41,7 +41,7 @@ class PredictOptions:
     timeout_ms: int
     returns: tuple[str, ...]
     version: str | None
-    method: Predictive | None  # None: the predictive that the model was calibrated for
+    predictive: Predictive | None  # None: the one that the model was calibrated for
     group: str | None  # of a model calibrated by group; None: all inputs together
 
 
@@ -56,12 +56,12 @@ def read_options(given: Mapping[str, Any], settings: Settings) -> PredictOptions
     returns = given.get("return", ["probabilities"])
     wanted = returns.split(",") if isinstance(returns, str) else returns
     if not isinstance(wanted, list) or any(word not in RETURNS for word in wanted):
-        raise Problem(400, f"return is {said(returns)}; expected a list of some of: {', '.join(RETURNS)}.")
+        raise Problem(400, f"return is {shown(returns)}; expected a list of some of: {', '.join(RETURNS)}.")
     if "samples" in wanted and samples == "auto":
         raise Problem(400, 'return asks for samples, but samples is "auto": give a number.')
     version = given.get("version")
     if version is not None and not isinstance(version, str):
-        raise Problem(400, f'version is {said(version)}; expected a string such as "1".')
+        raise Problem(400, f'version is {shown(version)}; expected a string such as "1".')
     return PredictOptions(
         samples,
         None if given.get("seed") is None else _whole(given, "seed", 0, 0, MOST_SEED),
@@ -70,15 +70,15 @@ def read_options(given: Mapping[str, Any], settings: Settings) -> PredictOptions
         _whole(given, "timeout_ms", min(settings.deadline_ms, settings.max_deadline_ms), 1, settings.max_deadline_ms),
         tuple(wanted),
         version,
-        _method(given, "samples" in wanted),
+        _predictive(given, "samples" in wanted),
         _group(given.get("group")),
     )
 
 
-def _method(given: Mapping[str, Any], draws: bool) -> Predictive | None:
+def _predictive(given: Mapping[str, Any], draws: bool) -> Predictive | None:
     """The predictive: sampling if any option needs draws, since the closed form (probit) has none."""
     predictive = given.get("method")
-    needs_draws = [f"`{predictive}`" for predictive in DRAWN if predictive in given] + (["the draws"] if draws else [])
+    needs_draws = [f"`{option}`" for option in DRAWN if option in given] + (["the draws"] if draws else [])
     match predictive:
         case "sampling":
             return "sampling"
@@ -88,12 +88,12 @@ def _method(given: Mapping[str, Any], draws: bool) -> Predictive | None:
             return "probit"
         case None:
             return "sampling" if needs_draws else None
-    raise Problem(400, f"method is {said(predictive)}; expected 'probit' or 'sampling'.")
+    raise Problem(400, f"method is {shown(predictive)}; expected 'probit' or 'sampling'.")
 
 
 def _group(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise Problem(400, f"group is {said(value)}; expected the name of one, as text.")
+        raise Problem(400, f"group is {shown(value)}; expected the name of one, as text.")
     return value
 
 
@@ -105,7 +105,7 @@ def _tolerance(value: Any) -> float:
             number = -1.0
         if 0 < number < 1:
             return number
-    raise Problem(400, f"tolerance is {said(value)}; expected a number between 0 and 1.")
+    raise Problem(400, f"tolerance is {shown(value)}; expected a number between 0 and 1.")
 
 
 def _whole(given: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
@@ -114,11 +114,11 @@ def _whole(given: Mapping[str, Any], name: str, default: int, low: int, high: in
         value = int(value)
     if type(value) is not int or not low <= value <= high:
         also = ' or "auto"' if name == "samples" else ""
-        raise Problem(400, f"{name} is {said(value)}; expected a whole number from {low} to {high}{also}.")
+        raise Problem(400, f"{name} is {shown(value)}; expected a whole number from {low} to {high}{also}.")
     return value
 
 
-def said(value: object) -> str:
+def shown(value: object) -> str:
     """repr of a value, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

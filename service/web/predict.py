@@ -34,7 +34,7 @@ from dubito.service.web.http import (
     read_body,
 )
 from dubito.service.web.oip import DRAWS
-from dubito.service.web.options import PARAMETERS, PredictOptions, read_options, said
+from dubito.service.web.options import PARAMETERS, PredictOptions, read_options, shown
 
 V1 = re.compile(r"/v1/models/([^/]+)/predict")
 V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
@@ -114,7 +114,7 @@ class Predictor:
             "version": served.version,
             "samples": result.samples,
             "seed": result.seed,
-            "method": result.method,
+            "method": result.predictive,
             "predictions": rows,
             "timing_ms": context.milliseconds(),
         }
@@ -145,12 +145,12 @@ class Predictor:
             if output not in declared:
                 raise Problem(400, f"this model has no output {output[:40]!r}; it has {', '.join(declared)}.")
         result = await self._answer(context, served, x, parsed.options, parsed.keep)
-        parameters = {"samples": result.samples, "seed": str(result.seed), "method": result.method}
+        parameters = {"samples": result.samples, "seed": str(result.seed), "method": result.predictive}
         columns = columns_of(result, served)
         outputs = {output: columns[output] for output in declared if output in columns}
         for output in header.outputs or ():
             if output not in outputs:
-                why = f"{result.samples} samples by {result.method}"
+                why = f"{result.samples} samples by {result.predictive}"
                 raise Problem(400, f"the output {output!r} was not calibrated for {why}; it has {', '.join(outputs)}.")
         content, headers = oip.write(served.name, served.version, header, outputs, parameters)
         return await self._packed(context, served, result, content, headers)
@@ -162,7 +162,7 @@ class Predictor:
             given["timeout_ms"] = _milliseconds(header.parameters["timeout"])
         options = read_options(given, self.settings) if given else self.usual
         keep = header.outputs is not None and DRAWS in header.outputs
-        if keep and options.method == "probit":
+        if keep and options.predictive == "probit":
             raise Problem(400, f"the output {DRAWS!r} is asked for, but method is 'probit', which takes no draws.")
         if keep and options.samples == "auto":
             raise Problem(400, f'the output {DRAWS!r} is asked for, but samples is "auto": give a number.')
@@ -198,7 +198,7 @@ class Predictor:
         if keep:
             self._check_values(x, options, served)
         context.parsed = time.monotonic()
-        closed = not keep and (options.method or served.method) == "probit"
+        closed = not keep and (options.predictive or served.predictive) == "probit"
         if closed and served.model.manifest.subnetwork is None:
             raise Problem(400, "method is 'probit', but this model has no closed form; expected 'sampling', or none.")
         group = options.group
@@ -253,7 +253,7 @@ class Predictor:
 def _milliseconds(microseconds: object) -> int:
     text = str(microseconds)
     if isinstance(microseconds, bool) or not text.isascii() or not text.isdigit() or len(text) > 15:
-        raise Problem(400, f"timeout is {said(microseconds)}; expected a whole number of microseconds.")
+        raise Problem(400, f"timeout is {shown(microseconds)}; expected a whole number of microseconds.")
     return max(1, int(text) // 1000)
 
 

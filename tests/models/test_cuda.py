@@ -211,7 +211,7 @@ def forty_thousand(S: int, folder: Path, device: torch.device) -> None:
         (answer,) = engine.answer([PredictRequest(x.numpy(), 20, 0, 20, 0.05, closed=closed)])
         times[name] = time.perf_counter() - start
         assert isinstance(answer, PredictResult), answer
-        assert answer.method == ("probit" if closed else "sampling")
+        assert answer.predictive == ("probit" if closed else "sampling")
         found.append(torch.as_tensor(answer.columns["probabilities"]))
     assert found[0].isfinite().all()
     assert (found[0] - found[1]).abs().max() < 0.2

@@ -80,7 +80,7 @@ def page(e: Evaluation, about: Mapping[str, str]) -> str:
     )
 
 
-# what stands at the top
+# heading
 
 
 def _heading(e: Evaluation, about: Mapping[str, str], name: str) -> str:
