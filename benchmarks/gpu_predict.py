@@ -191,7 +191,7 @@ def parts_of(engine: Engine, B: int, K: int) -> list[tuple[int, int]]:
     return [(start, min(once, K - start)) for start in range(0, K, once)]
 
 
-def program_of(engine: Engine, x: Tensor, k: int) -> PassGraph:
+def graph_of(engine: Engine, x: Tensor, k: int) -> PassGraph:
     """The graph of k draws, with these inputs in its buffer."""
     assert engine.graphs is not None
     graph = engine.graphs.at(len(x), k)
@@ -202,7 +202,7 @@ def program_of(engine: Engine, x: Tensor, k: int) -> PassGraph:
 
 def ours(engine: Engine, x: Tensor, K: int) -> Callable[[], Tensor]:
     """The graphs that answer a request, with a new seed each time; they copy the inputs from the host."""
-    parts = [(program_of(engine, x, k), start) for start, k in parts_of(engine, len(x), K)]
+    parts = [(graph_of(engine, x, k), start) for start, k in parts_of(engine, len(x), K)]
 
     def run() -> Tensor:
         seed = secrets.randbits(48)
@@ -226,7 +226,7 @@ def check(engine: Engine, network: BayesianNetwork, factors: NetworkFactors, x: 
     with torch.inference_mode():
         expected = network.run(some.float(), factors, Draws(k, noise, 7), cheapest(factors))
         _, first = parts_of(engine, len(x), K)[0]
-        outputs = program_of(engine, x, first).go(7, 0)[:k, : len(some)].float()
+        outputs = graph_of(engine, x, first).go(7, 0)[:k, : len(some)].float()
     return float((outputs - expected[: len(outputs)]).norm() / expected.norm())
 
 

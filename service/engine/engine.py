@@ -409,28 +409,28 @@ class LaunchedBatch:
 
         `fit`: all inputs are finite. If not, each request whose inputs are not gets an InputError.
         """
-        self.engine, self.asks, self.job, self.program, self.fit = engine, requests, job, graph, fit
+        self.engine, self.requests, self.job, self.graph, self.fit = engine, requests, job, graph, fit
         self.sums: Reals
         self.completed: list[Answer] | None = None  # answers that were computed without the graph
 
     def wait(self) -> None:
         self.job.watch.go_on()  # the time since the launch was spent on other requests
         try:
-            sums = self.program.fetch()[: self.job.B]
+            sums = self.graph.fetch()[: self.job.B]
         except torch.AcceleratorError as error:
             raise Broken from error
         self.job.watch.lap("forward")
         if self.fit and np.isfinite(sums).all():
             self.sums = sums
         else:  # computing each request alone shows which one fails
-            self.completed = self.engine.answer(self.asks)
+            self.completed = self.engine.answer(self.requests)
 
     def answers(self) -> list[Answer]:
         if self.completed is not None:
             return self.completed
         self.job.watch.go_on()
         known = HostResults(self.sums)
-        return list(self.engine.conclude(self.asks, replace(self.job, captured=lambda B, K: known)))
+        return list(self.engine.conclude(self.requests, replace(self.job, captured=lambda B, K: known)))
 
 
 @dataclass(frozen=True)

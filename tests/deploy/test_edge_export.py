@@ -32,6 +32,7 @@ from dubito.models.network.network import BayesianNetwork
 from dubito.models.posteriors.inducing import Inducing
 from dubito.models.predictions.model import Model
 from dubito.models.pruning import prune
+from tests.small_models import bayesian_mlp, mlp
 
 CLOSE = 1e-4  # of every output, in float32
 Arrays = dict[str, NDArray[Any]]
@@ -161,7 +162,7 @@ def test_pruned_factors_are_unpacked_in_the_graph(options: dict[str, Any], tmp_p
 
 def test_pruned_weights_and_a_full_covariance_over_them(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    net = build("mlp", inputs=5, hidden=[8], outputs=3)
+    net = mlp(5, 8, 3)
     network = bayesianize(net, "ffg-w", layers={"3": "fcg-w"})
     prune(network, 0.5)
     model = saved(network, tmp_path)
@@ -231,7 +232,7 @@ def test_networks_trained_apart_keep_their_own_batchnorm(tmp_path: Path) -> None
 def test_regression_answers_mean_variances_and_interval(noise: Literal["constant", "input"], tmp_path: Path) -> None:
     torch.manual_seed(0)
     task = Regression(outputs=2, noise=noise, shift=(1.0, -2.0), scale=(3.0, 0.5))
-    net = build("mlp", inputs=4, hidden=[10], outputs=task.numbers)
+    net = mlp(4, 10, task.numbers)
     measure: Any = "epistemic_variance"
     calibration = Calibration(
         false_positive_rate=0.05, coverage=0.9, measure=measure, thresholds={measure: {1: 0.01}}, quantiles={1: 1.7}
@@ -389,7 +390,7 @@ def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path) -> None:
 def test_own_noise_has_the_mean_of_torch_s(tmp_path: Path) -> None:
     """Predictive means over 4,096 draws of each agree within 4 standard errors."""
     torch.manual_seed(0)
-    model = saved(lively(bayesianize(build("mlp", inputs=5, hidden=[8], outputs=3), "ffg-u", inducing=4)), tmp_path)
+    model = saved(lively(bayesian_mlp((5, 8, 3), "ffg-u", inducing=4)), tmp_path)
     path = written(exported(model, samples=512, law="artifact"), tmp_path)
     x = inputs_for(model)
     ours = np.stack([run(path, x, seed)["probabilities"] for seed in range(8)]).mean(0)
@@ -489,7 +490,7 @@ def test_a_rotation_is_the_exponential_of_its_logarithm() -> None:
 def test_members_come_in_an_order_of_the_seed(tmp_path: Path) -> None:
     """K = members: each once whatever the seed; K = 1: different seeds ask different members."""
     torch.manual_seed(0)
-    net = build("mlp", inputs=5, hidden=[8], outputs=3)
+    net = mlp(5, 8, 3)
     model = saved(bayesianize(net, "ensemble-w", members=4, start="prior"), tmp_path)
     x = inputs_for(model)
     whole = written(exported(model, samples=4), tmp_path)

@@ -13,15 +13,15 @@ from dubito.deploy.edge.check import parity
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.export import export, save
 from dubito.deploy.edge.features import features_in
-from dubito.models import bayesianize, build, load
-from dubito.models import save as save_artifact
+from dubito.models import bayesianize, build
 from dubito.models.conversion.conversion import ensemble
-from dubito.models.manifest import Calibration, Card, Input, SubnetworkEntry
+from dubito.models.manifest import Calibration, Input, SubnetworkEntry
 from dubito.models.names import Measure
 from dubito.models.network.feature_bank import FeatureBank
 from dubito.models.network.linearised import Subnetwork
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.model import Model
+from tests.small_models import stored
 
 D, K = 8, 4
 CLOSE = 1e-4
@@ -63,8 +63,7 @@ def model_of(kind: str, measure: Measure, path: Path) -> Model:
         quantiles={0: 0.5},
         temperature=1.3,
     )
-    save_artifact(network, path, card=Card(input=Input(shape=(5,)), calibration=calibration))
-    return load(path)
+    return stored(network, path, input=Input(shape=(5,)), calibration=calibration)
 
 
 KINDS = (

@@ -21,10 +21,11 @@ from dubito.cli import app
 from dubito.deploy.edge.errors import OnnxError
 from dubito.deploy.edge.export import export, save
 from dubito.deploy.edge.runtime import EdgeError, EdgeModel, decode_png
-from dubito.models import bayesianize, build, load
+from dubito.models import load
 from dubito.models import save as save_artifact
 from dubito.models.embedded import embedded
 from dubito.models.errors import DubitoError, InputError
+from tests.small_models import bayesian_mlp
 
 RUNTIME = Path(__file__).parents[2] / "deploy/edge/runtime.py"
 WITHOUT_TORCH = "import sys; sys.modules.update(torch=None, onnx=None, dubito=None, PIL=None); import runpy; "
@@ -212,7 +213,7 @@ def test_data_that_do_not_fit_are_refused(digits: Path, tmp_path: Path) -> None:
 def test_a_file_of_another_artifact_is_refused(digits: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     torch.manual_seed(0)
-    save_artifact(bayesianize(build("mlp", inputs=4, hidden=[3], outputs=2), "ffg-u", inducing=2), other)
+    save_artifact(bayesian_mlp((4, 3, 2), "ffg-u", inducing=2), other)
     with pytest.raises(OnnxError, match="was exported from another artifact"):
         dubito("check-onnx", digits, "--against", other)
 

@@ -21,12 +21,13 @@ from dubito.deploy.edge.export import export, save
 from dubito.deploy.edge.graph import OPSET, Graph
 from dubito.deploy.edge.runtime import EdgeModel
 from dubito.deploy.edge.summary import prediction_sets
-from dubito.models import bayesianize, build, load
+from dubito.models import load
 from dubito.models import save as save_artifact
 from dubito.models.errors import InputError
 from dubito.models.manifest import Calibration, Card, Input, Part, Sets
 from dubito.models.predictions.answers import Rule, columns_of
 from dubito.models.predictions.uncertainty import Classified
+from tests.small_models import bayesian_mlp
 
 C = 6
 RULES = {
@@ -112,7 +113,7 @@ def test_webassembly_decides_as_python_does(tmp_path: Path) -> None:
 def artifact(tmp_path: Path) -> Path:
     """Calibrated by group, with sets of several sizes."""
     torch.manual_seed(0)
-    network = bayesianize(build("mlp", inputs=4, hidden=[8], outputs=C), "ffg-u", inducing=4, start="prior")
+    network = bayesian_mlp((4, 8, C), "ffg-u", inducing=4, start="prior")
     groups = {
         name: Part(examples=99, coverage=0.9, quantiles={1: quantile}) for name, quantile in (("a", 0.2), ("b", 0.8))
     }

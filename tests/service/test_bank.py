@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from dubito.models import bayesianize, build, load
+from dubito.models import load
 from dubito.models.embedded import embedded
 from dubito.models.manifest import Manifest
 from dubito.models.predictions.model import Model
 from dubito.service.engine.bank import Bank, bytes_of_draws, drawn
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
+from tests.small_models import bayesian_mlp
 
 X = np.random.default_rng(0).normal(size=(3, 1, 8, 8)).astype(np.float32)
 METHODS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def model_of(method: str) -> Model:
     torch.manual_seed(0)
-    network = bayesianize(build("mlp", inputs=5, hidden=[6], outputs=3), method, **METHODS[method]).eval()
+    network = bayesian_mlp((5, 6, 3), method, **METHODS[method]).eval()
     return Model(network, Manifest.model_construct(card=load(embedded()).card.model_copy(update={"input": None})))
 
 

@@ -36,6 +36,7 @@ from dubito.service.settings import Settings
 from tests.models import test_agreement as agreement
 from tests.service import interpreted
 from tests.service.test_repository import nothing_collected
+from tests.small_models import stored
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the GPU's engine is not tested")
 
@@ -47,8 +48,7 @@ x = agreement.x
 def kept(path: Path, method: str, lam_max: float) -> Model:
     torch.manual_seed(0)
     network = bayesianize(build("resnet18-cifar"), method, inducing=16, lam_max=lam_max, members=3)
-    save(network.eval(), path, card=Card(input=Input(shape=SHAPE)))
-    return load(path)
+    return stored(network.eval(), path, input=Input(shape=SHAPE))
 
 
 LARGE = (8, 16, 14, 64, 96, 3, 1, 1, 68, True, True, True)  # enough programs to get in each other's way

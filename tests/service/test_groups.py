@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from dubito.models import bayesianize, build, load, save
+from dubito.models import load, save
 from dubito.models.manifest import Calibration, Card, Input, Part, Sets
 from dubito.models.predictions.answers import answers
 from dubito.service.client import Client, ServiceError
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
+from tests.small_models import bayesian_mlp
 
 Fixture = Any  # the types of conftest.py
 GRID = (0, 1, 20)
@@ -21,7 +22,7 @@ X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 
 def write(path: Path, **parts: Any) -> Path:
     torch.manual_seed(0)
-    network = bayesianize(build("mlp", inputs=4, hidden=[16], outputs=3), "ffg-u", inducing=4)
+    network = bayesian_mlp((4, 16, 3), "ffg-u", inducing=4)
     calibration = Calibration(
         false_positive_rate=0.05,
         coverage=0.9,

@@ -20,6 +20,7 @@ from dubito.service.engine.engine import Engine, PredictRequest
 from dubito.service.engine.graphs import for_gpu
 from tests.service.beside import Beside
 from tests.service.conftest import Serve
+from tests.small_models import mlp
 
 GRID = (0, 1, 8, 20)
 D = 16
@@ -28,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"ffg-u": {"sigma_max": 0.6, "spread": 0.4}
 
 def written(path: Path, measure: Measure, method: str = "ffg-u") -> Path:
     torch.manual_seed(0)
-    net = build("mlp", inputs=4, hidden=[D], outputs=3)
+    net = mlp(4, D, 3)
     network = bayesianize(net, method, inducing=4, **OPTIONS[method])
     calibration = Calibration(
         false_positive_rate=0.05,

@@ -13,7 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from dubito.cli import app
-from dubito.models import bayesianize, build, load, save
+from dubito.models import bayesianize, load, save
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Card, Input, Provenance, Regression
 from dubito.models.posteriors.inducing import Inducing
@@ -36,6 +36,7 @@ from dubito.training.evaluation.evaluate import evaluate
 from dubito.training.evaluation.predicting import GRID, REQUESTS, predict_auto, predict_grid
 from dubito.training.fit.fit import FitRun
 from dubito.training.seeds import stream
+from tests.small_models import bayesian_mlp, mlp, stored
 
 CLASSES = 4
 DECLARED = Input(shape=(5,))
@@ -54,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Few training examples and wide caps, so that the draws disagree."""
     torch.manual_seed(0)
     train = clusters(300, 1)
-    net = build("mlp", inputs=5, hidden=[32], outputs=CLASSES)
+    net = mlp(5, 32, CLASSES)
     network = bayesianize(net, "ffg-u", inducing=8, start="prior", sigma_max=0.5)
     fit = Fit(epochs=30, likelihood_epochs=10, warmup_epochs=10, batch=64, lr=1e-2)
     run = FitRun(network, train, clusters(100, 2), DECLARED, fit, 0, torch.device("cpu"))
@@ -62,8 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Model:
         run.epoch()
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
     sample = tuple(train.fingerprints())
-    save(run.finish(), path, card=Card(input=DECLARED, provenance=Provenance(train_sample=sample)))
-    return load(path)
+    return stored(run.finish(), path, input=DECLARED, provenance=Provenance(train_sample=sample))
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +246,7 @@ def test_what_was_known_before_is_left_alone_and_not_believed(trained: Model) ->
 
 
 def test_a_plain_network_can_be_calibrated(tmp_path: Path) -> None:
-    network = bayesianize(build("mlp", inputs=5, hidden=[8], outputs=CLASSES), "deterministic")
+    network = bayesian_mlp((5, 8, CLASSES), "deterministic")
     save(network, tmp_path / "m.safetensors", card=Card(input=DECLARED))
     made = calibrate(load(tmp_path / "m.safetensors"), clusters(200, 3))
     assert made.card.calibration is not None
@@ -263,7 +263,7 @@ def test_regression_intervals_cover_as_asked(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     task = Regression(outputs=2, shift=(0.0, 0.0), scale=(2.0, 10.0))
-    network = bayesianize(build("mlp", inputs=5, hidden=[16], outputs=2), "ffg-u", inducing=8, start="prior", task=task)
+    network = bayesian_mlp((5, 16, 2), "ffg-u", inducing=8, start="prior", task=task)
     run = FitRun(network, line(500, 1), line(100, 2), DECLARED, Fit(epochs=10, lr=1e-2, kl=0.1), 0, torch.device("cpu"))
     while not run.done:
         run.epoch()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from dubito.cli import app
-from dubito.models import bayesianize, build, load, save
+from dubito.models import bayesianize, load, save
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import NEW_MEASURES, Card, Input
 from dubito.models.predictions.answers import scores
@@ -21,6 +21,7 @@ from dubito.training.data.data import Examples
 from dubito.training.evaluation.predicting import GRID, ChosenPredictive
 from dubito.training.feature_bank import centres, find_layer, make_bank
 from dubito.training.metrics import auroc, placements
+from tests.small_models import mlp, stored
 
 D = 16
 
@@ -34,9 +35,8 @@ def blobs(n: int, seed: int) -> Examples:
 
 def model_of(path: Path, method: str = "ffg-u", **options: object) -> Model:
     torch.manual_seed(2)
-    net = build("mlp", inputs=6, hidden=[24, D], outputs=3)
-    save(bayesianize(net, method, **options), path, card=Card(input=Input(shape=(6,))))  # type: ignore[arg-type]
-    return load(path)
+    net = mlp(6, 24, D, 3)
+    return stored(bayesianize(net, method, **options), path, input=Input(shape=(6,)))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

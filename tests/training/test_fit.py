@@ -22,6 +22,7 @@ from dubito.training.fit.fit import FitError, FitRun, Progress, same_every_step
 from dubito.training.fit.objective import rate
 from dubito.training.fit.ranks import Ranks
 from dubito.training.seeds import stream
+from tests.small_models import bayesian_mlp
 
 CPU = torch.device("cpu")
 
@@ -330,7 +331,7 @@ def test_regression_learns_the_noise_in_the_targets_units() -> None:
     shift, scale = float(train.y.mean()), float(train.y.std())
     task = Regression(shift=(shift,), scale=(scale,))
     torch.manual_seed(0)
-    network = bayesianize(build("mlp", inputs=1, outputs=1, hidden=[8]), "ffg-u", inducing=4, task=task)
+    network = bayesian_mlp((1, 8, 1), "ffg-u", inducing=4, task=task)
     assert network.noise is not None
     with torch.no_grad():
         network.noise.raw.fill_(0.5)
@@ -467,7 +468,7 @@ def test_bad_data_is_named(parts: Parts, bad: float, look: int) -> None:
 def test_bad_targets_are_named() -> None:
     train = line(0.1, 60)
     train.y[7] = math.nan
-    network = bayesianize(build("mlp", inputs=1, outputs=1, hidden=[4]), "deterministic", task=Regression())
+    network = bayesian_mlp((1, 4, 1), "deterministic", task=Regression())
     run = FitRun(network, train, line(0.1, 20), Input(shape=(1,)), Fit(epochs=1, batch=60), 0, CPU)
     assert "a target is the first that is not" in fails(run)
 

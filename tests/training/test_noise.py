@@ -9,7 +9,7 @@ import torch
 from scipy import optimize, stats
 from torch import Tensor, nn
 
-from dubito.models import bayesianize, build
+from dubito.models import bayesianize
 from dubito.models.manifest import Input, Regression
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.answers import Rule, columns_of
@@ -22,6 +22,7 @@ from dubito.training.fit.fit import FitRun
 from dubito.training.fit.noise import BELIEF, DRAWS, describe_noise, fit_noise
 from dubito.training.laplace import LaplaceError, linearise
 from dubito.training.seeds import stream
+from tests.small_models import bayesian_mlp, mlp
 
 CPU = torch.device("cpu")
 ONE = Input(shape=(1,))
@@ -43,7 +44,7 @@ def test_training_finds_noise_that_grows_with_the_input() -> None:
     train, validation = fan(1500, 0), fan(300, 1)
     task = Regression(noise="input", shift=(float(train.y.mean()),), scale=(float(train.y.std()),))
     torch.manual_seed(0)
-    net = build("mlp", inputs=1, outputs=2, hidden=[16], activation="tanh")
+    net = mlp(1, 16, 2, activation="tanh")
     network = bayesianize(net, "deterministic", task=task)
     fit = Fit(epochs=30, batch=100, lr=2e-2, noise_epochs=5)
     run = FitRun(network, train, validation, ONE, fit, 0, CPU)
@@ -174,9 +175,7 @@ def test_doubt_about_the_weights_is_not_counted_twice() -> None:
 
 
 def test_a_laplace_approximation_refuses_noise_by_input() -> None:
-    network = bayesianize(
-        build("mlp", inputs=1, outputs=2, hidden=[4]), "deterministic", task=Regression(noise="input")
-    )
+    network = bayesian_mlp((1, 4, 2), "deterministic", task=Regression(noise="input"))
     few = fan(20, 0)
     with pytest.raises(LaplaceError, match=r'depends on the input; .* Train the network with noise = "constant"'):
         linearise(network, few, few, ONE)

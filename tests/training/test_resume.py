@@ -26,6 +26,7 @@ from dubito.training.fit.fit import FitError, FitRun
 from dubito.training.fit.stop import stoppable
 from dubito.training.recipe import TrainingStopped, train
 from tests import forked
+from tests.small_models import bayesian_mlp
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 CPU = torch.device("cpu")
@@ -93,9 +94,7 @@ def test_a_checkpoint_goes_on_to_the_same_bits(parts: Parts, tmp_path: Path, kin
     go(broken, steps)
     save_checkpoint(broken, RECIPE, path)
     torch.manual_seed(99)
-    other = start(
-        parts, bayesianize(build("mlp", inputs=64, outputs=10, hidden=[8]), "ffg-u", inducing=4), **KINDS[kind]
-    )
+    other = start(parts, bayesian_mlp((64, 8, 10), "ffg-u", inducing=4), **KINDS[kind])
     resume(other, RECIPE, path)
     assert other.step == steps
     same(finish(other), finish(start(parts, **KINDS[kind])))
