@@ -1,7 +1,7 @@
 """Subnetwork Laplace [Daxberger21]: a Gaussian over S weights of a trained network.
 
-The S weights are chosen by the diagonal of the generalised Gauss-Newton matrix over all weights. The precision of the
-Gaussian is the Gauss-Newton matrix H_S over those S, plus the prior precision on its diagonal.
+The S weights are chosen by the diagonal of the generalised Gauss-Newton matrix over all weights. The precision H_S of
+the Gaussian is the Gauss-Newton matrix H over those S, plus the prior precision on its diagonal.
 """
 
 import copy

@@ -151,7 +151,7 @@ def _inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: str | N
     g, K = s.graph, s.K
     if V is None:
         assert f.q_V is not None
-        V = _law(s, f.q_V, q.law, s.normals(f.normals_of_V, f"{name}:V"))
+        V = _draw_tensor(s, f.q_V, q.law, s.normals(f.normals_of_V, f"{name}:V"))
     rows = _Side(s, q.Z_r, q.D_r, f.matheron.Q_r, f.matheron.p)
     columns = _Side(s, q.Z_c, q.D_c, f.matheron.Q_c, f.matheron.q)
     if f.lam == 0:
@@ -297,7 +297,7 @@ def triangle(g: Graph, L: Array) -> str:
     return full if side == n else g.part(g.part(full, 0, 0, n), 1, 0, n)
 
 
-def _law(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
+def _draw_tensor(s: Sampler, frozen: Frozen, law: Law | Any, normals: str) -> str:
     """K draws of a distribution over one tensor: (K, *shape)."""
     g, K = s.graph, s.K
     match frozen:
@@ -308,16 +308,16 @@ def _law(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
                 g.weights(array(t), None if part.keep is None else part.keep.cpu().numpy())
                 for t, part in ((frozen.centre, law.centre), (frozen.spread, law.spread))
             )
-            return g.add(centre, g.mul(spread, g.reshape(noise, (K, *shape))))
+            return g.add(centre, g.mul(spread, g.reshape(normals, (K, *shape))))
         case FrozenFullCovariance():
             shape = tuple(frozen.centre.shape)
             if frozen.root.dim() == 3:  # of each row
-                return g.add(g.weights(array(frozen.centre)), _by_row(g, frozen.root, g.reshape(noise, (K, *shape))))
+                return g.add(g.weights(array(frozen.centre)), _by_row(g, frozen.root, g.reshape(normals, (K, *shape))))
             root = g.op("Transpose", triangle(g, array(frozen.root)))
-            return g.add(g.weights(array(frozen.centre)), g.reshape(g.matmul(noise, root), (K, *shape)))
+            return g.add(g.weights(array(frozen.centre)), g.reshape(g.matmul(normals, root), (K, *shape)))
         case FrozenPlanar():
             assert isinstance(law, Planar)
-            return _bent(g, frozen, _law(s, frozen.q_0, law.law, noise))
+            return _bent(g, frozen, _draw_tensor(s, frozen.q_0, law.law, normals))
         case FrozenMixture():
             points = array(frozen.points)
             rows = g.weights(points.reshape(-1, points.shape[-1]))
@@ -325,11 +325,11 @@ def _law(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
     raise ExportError(f"no export of {type(frozen).__name__} is known.")
 
 
-def _by_row(g: Graph, roots: Tensor, noise: str) -> str:
-    """Multiply each row of the noise by its own root: (rows, n, n) and (K, rows, n) -> (K, rows, n)."""
+def _by_row(g: Graph, roots: Tensor, normals: str) -> str:
+    """Multiply each row of the normals by its own root: (rows, n, n) and (K, rows, n) -> (K, rows, n)."""
     triangles = [triangle(g, array(root)) for root in roots]
     stacked = g.op("Concat", *[g.op("Unsqueeze", one, g.constant([0])) for one in triangles], axis=0)
-    columns = g.matmul(stacked, g.op("Transpose", noise, perm=[1, 2, 0]))
+    columns = g.matmul(stacked, g.op("Transpose", normals, perm=[1, 2, 0]))
     return g.op("Transpose", columns, perm=[2, 0, 1])
 
 
@@ -343,7 +343,7 @@ def _bent(g: Graph, f: FrozenPlanar, z: str) -> str:
 
 
 def _weights(s: Sampler, name: str, q: WeightSpace, f: WeightFactors, V: str | None, scale: Array) -> Operand:
-    W = _law(s, f.q_W, q.law, s.normals(f.normals, f"{name}:W"))
+    W = _draw_tensor(s, f.q_W, q.law, s.normals(f.normals, f"{name}:W"))
     return DenseDraws(_scaled(s.graph, W, scale))
 
 
@@ -360,9 +360,9 @@ def _dropout(s: Sampler, name: str, q: Any, f: DropoutFactors, V: str | None, sc
 
 def _whvi(s: Sampler, name: str, q: Whvi, f: WhviFactors, V: str | None, scale: Array) -> Operand:
     g, grid = s.graph, f.grid
-    drawn = _law(s, f.q_g, q.law, s.normals(f.q_g.normals, f"{name}:g"))
+    drawn = _draw_tensor(s, f.q_g, q.law, s.normals(f.q_g.normals, f"{name}:g"))
     g_of_all = g.reshape(drawn, (s.K, grid.rows, grid.columns, grid.D))
-    bias = None if f.q_b is None else _law(s, f.q_b, q.bias, s.normals(f.q_b.normals, f"{name}:b"))
+    bias = None if f.q_b is None else _draw_tensor(s, f.q_b, q.bias, s.normals(f.q_b.normals, f"{name}:b"))
     if grid.folded:  # one row or column, no longer than an input or output
         S_1, S_2 = (g.weights(array(t), least="fp16") for t in (f.S_1, f.S_2))
         return DenseDraws(_scaled(g, formed(g, BlockDraws(grid, S_1, S_2, g_of_all, bias), s.K), scale))

@@ -36,8 +36,8 @@ CALIBRATED = 256  # inputs from which the ranges of activations are found
 KEY = "dubito"  # of the metadata, which is a JSON object
 FORMAT = 1
 
-Law = Literal["factored", "artifact"]
-Taken = Literal["tensor", "image"]
+LambdaLaw = Literal["factored", "artifact"]
+InputKind = Literal["tensor", "image"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def export(
     *,
     samples: int = 20,
     precision: Precision = "fp32",
-    law: Law = "factored",
-    take: Taken = "tensor",
+    law: LambdaLaw = "factored",
+    take: InputKind = "tensor",
     skeleton: onnx.ModelProto | None = None,
     data: NDArray[Any] | None = None,
     group: str | None = None,
@@ -115,7 +115,7 @@ def _laws(network: BayesianNetwork) -> dict[str, str]:
     return {name: q.noise for name, q in posteriors.items() if isinstance(q, Inducing) and q.lam is not None}
 
 
-def with_law(network: BayesianNetwork, law: Law) -> BayesianNetwork:
+def with_law(network: BayesianNetwork, law: LambdaLaw) -> BayesianNetwork:
     """The network that the graph computes; `factored` gives every layer the factored law."""
     exact = [
         q for layer in network.layers.values() if isinstance(q := layer.posterior, Inducing) and q.noise == "exact"
@@ -415,7 +415,9 @@ def _model(writer: _Writer, inputs: list[onnx.ValueInfoProto], outputs: dict[str
     )
 
 
-def _facts(model: Model, writer: _Writer, rule: Rule, precision: Precision, law: Law, take: Taken) -> dict[str, Any]:
+def _facts(
+    model: Model, writer: _Writer, rule: Rule, precision: Precision, law: LambdaLaw, take: InputKind
+) -> dict[str, Any]:
     """Metadata of the file, as JSON."""
     card, K = model.card, writer.K
     assert card.input is not None
