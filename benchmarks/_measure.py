@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 
 def take_turns(rivals: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each; all run once unmeasured, then in turn, so that a noisy moment hits everybody."""
+    """Median seconds of each; all run once unmeasured, then in turn, so that noise on the machine affects all."""
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("measuring", total=(rounds + 1) * len(rivals))
@@ -31,12 +31,12 @@ def take_turns(rivals: Mapping[str, Callable[[], object]], rounds: int) -> dict[
 
 
 def kept_rows(file: Path | None) -> list[dict[str, Any]]:
-    """What earlier runs have left in a file, one line each."""
+    """Rows that earlier runs have written to a file, one per line."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file is not None and file.exists() else []
 
 
 def keep_row(file: Path | None, row: dict[str, Any]) -> None:
-    """One more line, where there is a file."""
+    """Append a row to the file, if there is one."""
     if file is not None:
         with file.open("a") as out:
             out.write(json.dumps(row) + "\n")

@@ -30,11 +30,11 @@ class Server:
         return sum(t.user + t.system for t in times)
 
     def metrics(self) -> dict[str, float]:
-        """What it says of itself, for one model: each series by its name, a stage's by the stage's."""
+        """Metrics of the server, for one model: series by name, those of stages by the stage."""
         lines = httpx.get(self.url + "/metrics").text.splitlines()
         series = [line.rpartition(" ") for line in lines if not line.startswith("#")]
-        told = {name.partition("{")[0]: float(value) for name, _, value in series}
-        return told | {stage[1]: float(value) for name, _, value in series if (stage := STAGE.match(name))}
+        values = {name.partition("{")[0]: float(value) for name, _, value in series}
+        return values | {stage[1]: float(value) for name, _, value in series if (stage := STAGE.match(name))}
 
 
 @contextmanager

@@ -18,5 +18,5 @@ def network() -> nn.Module:
 
 @torch.inference_mode()
 def answer(net: nn.Module, x: Tensor) -> list[list[float]]:
-    found: list[list[float]] = net(x).softmax(-1).tolist()
-    return found
+    probabilities: list[list[float]] = net(x).softmax(-1).tolist()
+    return probabilities

@@ -72,8 +72,10 @@ def main() -> None:
     for name, model in models().items():
         for kind, x in inputs(model).items():
             for tolerance in (0.05, 0.02):
-                found = measure(model, x, tolerance, seed=0)
-                table.add_row(name, kind, str(tolerance), f"{found.within:.1%}", f"{found.mean:.1f}", str(found.most))
+                result = measure(model, x, tolerance, seed=0)
+                table.add_row(
+                    name, kind, str(tolerance), f"{result.within:.1%}", f"{result.mean:.1f}", str(result.most)
+                )
     console = Console(width=120)
     console.print(table)
     console.print(machine())

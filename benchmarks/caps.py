@@ -25,7 +25,7 @@ from dubito.training.config import Fit, Recipe, read_recipe
 from dubito.training.data.augment import augmentation
 from dubito.training.data.data import Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
-from dubito.training.fit.fit import Run
+from dubito.training.fit.fit import FitRun
 from dubito.training.recipe import build_network, task_of
 
 HELD, CALIBRATION = 0.1, 0.04  # shares of the training data: judged by, and for the temperature
@@ -64,7 +64,7 @@ class Setting:
     def fit(self, network: BayesianNetwork, fit: Fit) -> BayesianNetwork:
         declared, augment = input_of(self.parts.train), augmentation(self.recipe.data, self.parts.train)
         few = self.parts.validation[:ROWS]  # for the log alone
-        run = Run(network, self.parts.train, few, declared, fit, self.recipe.seed, self.device, augment)
+        run = FitRun(network, self.parts.train, few, declared, fit, self.recipe.seed, self.device, augment)
         while not run.done:
             run.epoch()
         return run.finish()
@@ -73,8 +73,8 @@ class Setting:
     def logits(self, network: BayesianNetwork, x: Tensor, K: int) -> Tensor:
         torch.manual_seed(0)
         declared = input_of(self.parts.train)
-        found = [network.eval().sample(enter(some.to(self.device), declared), K).float() for some in x.split(ROWS)]
-        return torch.cat(found, 1).cpu()
+        parts = [network.eval().sample(enter(some.to(self.device), declared), K).float() for some in x.split(ROWS)]
+        return torch.cat(parts, 1).cpu()
 
     def measure(self, network: BayesianNetwork, K: int) -> dict[str, float]:
         calibrating, held = (

@@ -38,9 +38,10 @@ from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified, ClassTally
 from dubito.training.config import Recipe, read_recipe
 from dubito.training.data.data import Parts, input_of
-from dubito.training.evaluation.evaluate import Summary, Way, default_measure, quality
+from dubito.training.evaluation.evaluate import default_measure, quality
+from dubito.training.evaluation.predicting import ChosenPredictive, Summary
 from dubito.training.metrics import auroc
-from dubito.training.recipe import Fitting, build_network, finish, read_parts, task_of, train
+from dubito.training.recipe import Phases, build_network, finish, read_parts, task_of, train
 
 RECIPES = {"resnet18": "cifar10", "resnet50": "cifar10-resnet50"}
 SAMPLES = 20  # K
@@ -80,7 +81,7 @@ class Bench:
             recipe = self.read(seed, [])
             parts = read_parts(recipe, self.root)
             network = bayesianize(self.untrained(recipe, parts), "deterministic", task=task_of(parts, recipe))
-            fitting = Fitting(recipe, parts, input_of(parts.train), path, self.device)
+            fitting = Phases(recipe, parts, input_of(parts.train), path, self.device)
             trained = fitting.fit(network, recipe.pretraining, "plain").finish().cpu()
             save_file({name: t.contiguous() for name, t in trained.net.state_dict().items()}, path)
             fitting.clean()
@@ -115,9 +116,9 @@ class Bench:
         model = self.model(method, seed, chosen).to(self.device)
         seconds = time.perf_counter() - started
         test = read_parts(self.read(seed, []), self.root).test
-        way = Way.of(model, SAMPLES, None)
-        inside = way.ask(model, test.x, seed)
-        outside = {name: way.ask(model, x, seed) for name, x in self.outside.items()}
+        predictive = ChosenPredictive.of(model, SAMPLES, None)
+        inside = predictive.predict(model, test.x, seed)
+        outside = {name: predictive.predict(model, x, seed) for name, x in self.outside.items()}
         near = scores(inside)
         plain = model.card.plain
         if method == "plain":
@@ -134,7 +135,7 @@ class Bench:
             **quality(inside, test.y),
             "mutual_information": float(near["mutual_information"].mean()) if "mutual_information" in near else 0.0,
             "temperature": model.temperature,
-            "measure": default_measure(inside, way.rule(model)),
+            "measure": default_measure(inside, predictive.rule(model)),
             "aurocs": {name: aurocs(near, scores(far)) for name, far in outside.items()},
             "options": (model.card.provenance.recipe or {}).get("posterior"),
             "plain": None if plain is None else plain.model_dump(mode="json"),
@@ -145,7 +146,7 @@ class Bench:
         return self.keep / f"answers-{seed}.safetensors"
 
     def measure_ensemble(self, first: int) -> Row:
-        """Of five plain networks, by their answers."""
+        """Figures of an ensemble of five plain networks."""
         started, members = time.perf_counter(), range(first, first + MEMBERS)
         rows = [self.measure("plain", seed) for seed in members if not self.answers(seed).exists()]
         kept = [load_file(self.answers(seed)) for seed in members]

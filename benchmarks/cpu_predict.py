@@ -1,9 +1,9 @@
-"""K posterior samples of a CIFAR ResNet-18 on a CPU, against a loop over K deterministic networks.
+"""K posterior draws of a CIFAR ResNet-18 on a CPU, against a loop over K deterministic networks.
 
 The rival is an ensemble of K plain networks in the memory layout that is fastest for it; BatchNorm stays unfolded on
-both sides. Ours is the cheapest choice per layer of dense weights and way 3, with λ = 0 and with λ > 0 (noise exact
-where forming W is as cheap, else factored with R directions); way 2 alone (exact noise, W formed for every layer) is
-shown beside them. Each path's answers to the first input are checked against those it gives to that input alone.
+both sides. Ours is the cheapest execution per layer, with λ = 0 and with λ > 0 (the exact law where forming W is as
+cheap, else the factored law with R directions); the exact law in every layer, which forms every W, is shown beside
+them. Each path's predictions for the first input are checked against those for that input alone.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
     ours = {
         "λ = 0": bayesianize(net, "ffg-u", inducing=M, start="prior", lam_max=0.0),
         f"λ > 0, factored noise, R = {args.directions}": bayesianize(net, "ffg-u", inducing=M, start="prior"),
-        "λ > 0, way 2 alone": bayesianize(net, "ffg-u", inducing=M, start="prior", noise="exact"),
+        "λ > 0, exact law": bayesianize(net, "ffg-u", inducing=M, start="prior", noise="exact"),
     }
     for network in ours.values():
         set_directions(network, x, args.directions)

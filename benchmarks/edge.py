@@ -2,8 +2,8 @@
 
 The rival is torch's own ONNX export of the plain network; its time is that of K passes of one session, its memory that
 of K sessions, one for each network of an ensemble, passing in turn. Ours is the edge runtime with the file that
-`dubito export` writes, for λ = 0 and λ > 0 (way 3 in every layer), the draws included. Memory is the peak of a process
-that does nothing else, less that of one which has imported onnxruntime alone.
+`dubito export` writes, for λ = 0 and λ > 0 (factored law in every layer), draws included. Memory is the peak of a
+process that does nothing else, less that of one which has imported onnxruntime alone.
 """
 
 import argparse
@@ -77,13 +77,13 @@ def _files(folder: Path, architecture: str, K: int, M: int) -> dict[str, Path]:
     )
     assert program is not None
     plain.write_bytes(program.model_proto.SerializeToString())
-    found = {"deterministic": plain}
+    files = {"deterministic": plain}
     for name, lam_max in (("λ = 0", 0.0), ("λ > 0", None)):
         artifact = folder / "model.safetensors"
         save_artifact(bayesianize(net, "ffg-u", inducing=M, start="prior", lam_max=lam_max), artifact)
-        found[name] = folder / f"{len(found)}.onnx"
-        save(export(load(artifact), samples=K), found[name])
-    return found
+        files[name] = folder / f"{len(files)}.onnx"
+        save(export(load(artifact), samples=K), files[name])
+    return files
 
 
 def _measure(paths: dict[str, Path], args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: what each method knows, what it stores, and whether it notices that digits are no clothes.
+"""Fashion-MNIST: accuracy, calibration, size, and OOD detection against MNIST, for each method.
 
     python -m benchmarks.fashion --data-root DIR [--download]
 
@@ -77,18 +77,18 @@ def one(method: str, seed: int, changes: Sequence[str], args: argparse.Namespace
     model = trained.model.to(device)
     _, test = part_of(fashion, model.card)
     assert mnist.test is not None
-    found = evaluate(model, test, {"mnist": mnist.test}, samples=SAMPLES, seed=seed).figures
-    by_measure = {m: row["auroc"] for m, row in found["ood"]["mnist"]["measures"].items()}
-    curve = {row["samples"]: {k: row[k] for k in ("coverage", "ood_rate")} for row in found["curve"]}
+    figures = evaluate(model, test, {"mnist": mnist.test}, samples=SAMPLES, seed=seed).figures
+    by_measure = {m: row["auroc"] for m, row in figures["ood"]["mnist"]["measures"].items()}
+    curve = {row["samples"]: {k: row[k] for k in ("coverage", "ood_rate")} for row in figures["curve"]}
     return {
         "method": method,
         "seed": seed,
         "set": changes,
         "parameters": count(model.network),
         "bytes": size,
-        **{name: found[name] for name in ("accuracy", "ece", "nll", "auroc", "measure", "coverage", "ood_rate")},
+        **{name: figures[name] for name in ("accuracy", "ece", "nll", "auroc", "measure", "coverage", "ood_rate")},
         **by_measure,
-        "promises": curve | {"auto": found.get("auto")},
+        "promises": curve | {"auto": figures.get("auto")},
         "seconds": sum(e.seconds for e in trained.log),
     }
 

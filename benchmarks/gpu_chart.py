@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-WAYS = {"one pass": "one plain network", "ours, 0": "dubito, λ = 0", "ours, +": "dubito, λ > 0"}
+RIVALS = {"one pass": "one plain network", "ours, 0": "dubito, λ = 0", "ours, +": "dubito, λ > 0"}
 COLOURS = {"one pass": "#b8bec7", "ours, 0": "#1f6f5c", "ours, +": "#7fb8a6"}
 
 
@@ -31,12 +31,12 @@ def main() -> None:
     if missing := [B for B in args.batches if B not in rows]:
         raise SystemExit(f"{args.file} has no cell for {wanted} and batches of {missing}; measure these first.")
     figure, axes = plt.subplots(figsize=(7.2, 2.9), layout="constrained")
-    for at, B in enumerate(args.batches):
+    for group, B in enumerate(args.batches):
         best = rows[B]["best ensemble"]
-        for offset, (way, name) in enumerate(WAYS.items()):
-            ms = rows[B]["ms"][way]
-            y = at + 0.27 * (offset - 1)
-            axes.barh(y, ms / best, height=0.24, color=COLOURS[way], label=name if at == 0 else None)
+        for offset, (rival, name) in enumerate(RIVALS.items()):
+            ms = rows[B]["ms"][rival]
+            y = group + 0.27 * (offset - 1)
+            axes.barh(y, ms / best, height=0.24, color=COLOURS[rival], label=name if group == 0 else None)
             axes.text(ms / best + 0.01, y, f"{ms:.2g} ms" if ms < 1 else f"{ms:.1f} ms", va="center", fontsize=8)
     axes.axvline(1, color="#444", linewidth=1)
     axes.set_xlim(0, 1.1)

@@ -1,8 +1,8 @@
-"""What a request costs beyond the device: `dubito serve` on a GPU, asked for K samples through HTTP.
+"""Cost of a request beyond the device time: `dubito serve` on a GPU, asked for K draws over HTTP.
 
     python -m benchmarks.gpu_http [--architecture resnet50-cifar] [--inducing 64] [--samples 20]
 
-Device time is that of one captured pass with its draws, in this process, by the device's clock. Then a server of the
+Device time is that of one graph with its draws, in this process, by the device's clock. Then a server of the
 same artifact gets OIP binary requests from clients in processes of their own: one at a time (p50 beside the device time
 of one input), and from 64 connections that each send their next request when they have a reply, with one input and
 with several in each (inputs a second beside back-to-back full batches of the largest bucket). Beside each: the mean
@@ -32,7 +32,7 @@ from dubito.models.manifest import Card, Input
 from dubito.models.predictions.resident import reside
 from dubito.service.client import infer_body
 from dubito.service.engine.engine import Engine
-from dubito.service.engine.plans import Memory, plan_file
+from dubito.service.engine.plans import PlanCache, plan_file
 from dubito.service.load import Target, post
 from dubito.service.metrics import STAGES
 from dubito.service.settings import Settings
@@ -41,8 +41,8 @@ CONNECTIONS = 64
 
 
 def device_ms(artifact: Path, batches: list[int], K: int) -> dict[int, float]:
-    """Of one pass of each size."""
-    engine = Engine(reside(load(artifact), DEVICE, HALF), batches, Memory(plan_file(), DEVICE), 120.0)
+    """Milliseconds of one pass of each size."""
+    engine = Engine(reside(load(artifact), DEVICE, HALF), batches, PlanCache(plan_file(), DEVICE), 120.0)
     engine.warm(K, nullcontext())
     with torch.inference_mode():
         runs = {str(B): ours(engine, torch.randn(B, *SHAPE, device=DEVICE, dtype=HALF), K) for B in batches}
@@ -50,8 +50,8 @@ def device_ms(artifact: Path, batches: list[int], K: int) -> dict[int, float]:
 
 
 def ask(clients: list[ProcessPoolExecutor], target: Target, requests: int, connections: int) -> tuple[float, float]:
-    """p50 in milliseconds, and replies a second, of connections divided among processes: one alone would be slower than
-    the server."""
+    """p50 in milliseconds and replies per second, of connections divided among processes: a single one would be slower
+    than the server."""
     some = clients[: min(len(clients), connections)]
     share = max(1, requests // len(some))
     began = time.monotonic()
@@ -64,16 +64,16 @@ def ask(clients: list[ProcessPoolExecutor], target: Target, requests: int, conne
     return 1000 * float(np.median(np.concatenate([one.ended - one.sent for one in loads]))), rate
 
 
-def told_by(server: Server) -> dict[str, float]:
+def counters_of(server: Server) -> dict[str, float]:
     return {**server.metrics(), "cpu": server.cpu(), "wall": time.monotonic()}
 
 
 def between(before: dict[str, float], after: dict[str, float]) -> str:
     more = {name: after[name] - before.get(name, 0.0) for name in after}
     each = {stage: 1000 * more[stage] / more["dubito_samples_count"] for stage in STAGES}
-    told = ", ".join(f"{stage} {ms:.2f}" for stage, ms in each.items())
+    stages = ", ".join(f"{stage} {ms:.2f}" for stage, ms in each.items())
     rows = more["dubito_batch_size_sum"] / more["dubito_batch_size_count"]
-    return f"{told}; {rows:.1f} inputs a batch; {more['cpu'] / more['wall']:.2f} processors"
+    return f"{stages}; {rows:.1f} inputs a batch; {more['cpu'] / more['wall']:.2f} processors"
 
 
 def main() -> None:
@@ -111,17 +111,17 @@ def main() -> None:
                 busy = most / rows if connections > 1 else 1000 / (device[1] + 1)
                 requests = max(connections, round(args.seconds * busy))
                 ask(clients, target, min(requests, 200), connections)
-                before = told_by(server)
-                found = [ask(clients, target, requests, connections) for _ in range(args.rounds)]
-                stages = between(before, told_by(server))
+                before = counters_of(server)
+                runs = [ask(clients, target, requests, connections) for _ in range(args.rounds)]
+                stages = between(before, counters_of(server))
                 if connections == 1:
-                    ms = statistics.median(ms for ms, _ in found)
-                    told = (f"{device[1]:.3f} ms", f"{ms:.3f} ms", f"+ {ms - device[1]:.3f} ms")
+                    ms = statistics.median(ms for ms, _ in runs)
+                    cells = (f"{device[1]:.3f} ms", f"{ms:.3f} ms", f"+ {ms - device[1]:.3f} ms")
                 else:
-                    rate = rows * statistics.median(rate for _, rate in found)
-                    told = (f"{most:,.0f} /s", f"{rate:,.0f} /s", f"{rate / most:.2f}")
-                table.add_row(str(connections), str(rows), *told)
-                print(connections, rows, *told, stages, sep="  ", flush=True)
+                    rate = rows * statistics.median(rate for _, rate in runs)
+                    cells = (f"{most:,.0f} /s", f"{rate:,.0f} /s", f"{rate / most:.2f}")
+                table.add_row(str(connections), str(rows), *cells)
+                print(connections, rows, *cells, stages, sep="  ", flush=True)
     Console(width=100).print(table)
     print(machine(), torch.cuda.get_device_name(), sep=", ")
 

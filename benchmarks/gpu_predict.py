@@ -1,15 +1,15 @@
-"""K posterior samples on a GPU: our plans beside an ensemble of K networks, and the paper's rule looped over samples.
+"""K posterior draws on a GPU: our plans beside an ensemble of K networks, and the paper's rule looped over draws.
 
     python -m benchmarks.gpu_predict [--architectures …] [--inducing 64] [--samples 20] [--batches 1 8 64 500]
 
-bfloat16, channels last, logits of K samples for B inputs, drawing included, the same random weights' sizes on all
+bfloat16, channels last, logits of K draws for B inputs, drawing included, the same random weights' sizes on all
 sides; the inputs lie on the device, ours on the host, from where each pass fetches them. The ensemble is given the best
 of three: eager, captured as a CUDA graph, and compiled and captured; its BatchNorm is folded into its convolutions.
 Ours is what `dubito serve` runs: plans measured by the engine, captured. Answers are compared in the same run: ours
-with float32 without plans from the same normals, the ensemble's two captured ways with each other, the rule's mean
-logits with those of our exact law, in standard errors. Medians of rounds in which all take turns, the rule's for one
-sample, times K; peak memory is that of a path's own tensors, beside the weights, ours and the ensemble's; resident
-memory is the allocator's difference before and after a model is put on the device.
+with float32 without plans from the same normals, the ensemble's two graphs with each other, the rule's mean logits with
+those of our exact law, in standard errors. Medians of rounds in which all take turns, the rule's for one draw, times K;
+peak memory is that of a path's own tensors, beside the weights, ours and the ensemble's; resident memory is the
+allocator's difference before and after a model is put on the device.
 """
 
 import argparse
@@ -47,8 +47,8 @@ from dubito.models.predictions.prediction import nothing_captured
 from dubito.models.predictions.resident import reside
 from dubito.service.engine.budget import peak_of
 from dubito.service.engine.engine import Engine
-from dubito.service.engine.graphs import Program, for_gpu
-from dubito.service.engine.plans import Memory
+from dubito.service.engine.graphs import PassGraph, for_gpu
+from dubito.service.engine.plans import PlanCache
 
 SHAPE = (3, 32, 32)
 DEVICE = torch.device("cuda")
@@ -74,7 +74,7 @@ COLUMNS = (
 
 
 def plain(architecture: str) -> nn.Module:
-    """With BatchNorm as after some training: not the identity."""
+    """A plain network whose BatchNorms are not the identity, as after some training."""
     torch.manual_seed(0)
     net = build(architecture).eval()
     for m in net.modules():
@@ -85,7 +85,7 @@ def plain(architecture: str) -> nn.Module:
 
 
 def folded(net: nn.Module) -> nn.Module:
-    """Each BatchNorm inside the convolution before it."""
+    """The network with each BatchNorm folded into the convolution before it."""
     traced = torch.fx.symbolic_trace(copy.deepcopy(net))
     modules = dict(traced.named_modules())
     for node in list(traced.graph.nodes):
@@ -101,7 +101,7 @@ def folded(net: nn.Module) -> nn.Module:
 
 
 def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same as one launch."""
+    """The function as a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -120,7 +120,7 @@ def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 class Ensemble:
-    """K deterministic networks of one compiled program."""
+    """K deterministic networks with one compiled forward pass."""
 
     def __init__(self, net: nn.Module, most: int) -> None:
         self.net = net
@@ -147,17 +147,17 @@ class Ensemble:
 
 
 def network_of(architecture: str, M: int, noisy: bool) -> BayesianNetwork:
-    made = bayesianize(plain(architecture), "ffg-u", inducing=M, lam_max=0.1 if noisy else 0.0)
-    for layer in made.layers.values():
+    network = bayesianize(plain(architecture), "ffg-u", inducing=M, lam_max=0.1 if noisy else 0.0)
+    for layer in network.layers.values():
         if noisy and isinstance(layer.posterior, Inducing) and layer.posterior.lam is not None:
             layer.posterior.lam.raw.data.zero_()  # halfway to its cap
     if noisy:
-        set_directions(made, torch.randn(4, *SHAPE), 4)
-    return made.eval().to(DEVICE)
+        set_directions(network, torch.randn(4, *SHAPE), 4)
+    return network.eval().to(DEVICE)
 
 
 def model_of(network: BayesianNetwork) -> Model:
-    """As a server has it."""
+    """The model as a server loads it."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.safetensors"
         save(network, file, card=Card(input=Input(shape=SHAPE)))
@@ -165,74 +165,74 @@ def model_of(network: BayesianNetwork) -> Model:
 
 
 def resident_bytes(network: BayesianNetwork) -> int:
-    """What the device's allocator gives out for a model as it is served."""
+    """Bytes that the device's allocator gives out for a served model."""
     gc.collect()
     before = torch.cuda.memory_allocated()
-    made = for_gpu(model_of(network))
+    model = for_gpu(model_of(network))
     gc.collect()
     after = torch.cuda.memory_allocated()
-    del made
+    del model
     return after - before
 
 
-def engine_of(model: Model, B: int, samples: Sequence[int], memory: Memory, seconds: float) -> Engine:
-    """Planned for the usual K, as a server is; passes of every K captured."""
+def engine_of(model: Model, B: int, samples: Sequence[int], memory: PlanCache, seconds: float) -> Engine:
+    """An engine with plans for the usual K, as in a server, and graphs for every K."""
     engine = Engine(model, [B], memory, seconds)
     engine.warm(USUAL if USUAL in samples else samples[0], nullcontext())
     job = engine._job(torch.zeros(B, *SHAPE), 0, None)
-    assert engine.programs is not None
+    assert engine.graphs is not None
     for _, k in (part for K in samples for part in parts_of(engine, B, K)):
-        engine.programs.capture(job, k)
+        engine.graphs.capture(job, k)
     return engine
 
 
 def parts_of(engine: Engine, B: int, K: int) -> list[tuple[int, int]]:
-    """The passes that answer a request: first sample, and how many."""
+    """The passes of a request: first draw, and number of draws."""
     once = engine._job(torch.zeros(B, *SHAPE), 0, None, K).samples_at_once(B)
     return [(start, min(once, K - start)) for start in range(0, K, once)]
 
 
-def program_of(engine: Engine, x: Tensor, k: int) -> Program:
-    """The captured pass of k samples, with these inputs where it fetches them."""
-    assert engine.programs is not None
-    program = engine.programs.at(len(x), k)
-    assert program is not None
-    program.put([x.float().cpu().numpy()])
-    return program
+def graph_of(engine: Engine, x: Tensor, k: int) -> PassGraph:
+    """The graph of k draws, with these inputs in its buffer."""
+    assert engine.graphs is not None
+    graph = engine.graphs.at(len(x), k)
+    assert graph is not None
+    graph.put([x.float().cpu().numpy()])
+    return graph
 
 
 def ours(engine: Engine, x: Tensor, K: int) -> Callable[[], Tensor]:
-    """The captured passes that answer a request, with a new seed each time; they fetch the inputs from the host."""
-    parts = [(program_of(engine, x, k), start) for start, k in parts_of(engine, len(x), K)]
+    """The graphs that answer a request, with a new seed each time; they copy the inputs from the host."""
+    parts = [(graph_of(engine, x, k), start) for start, k in parts_of(engine, len(x), K)]
 
     def run() -> Tensor:
         seed = secrets.randbits(48)
-        found = [program.go(seed, start).clone() for program, start in parts]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        outputs = [graph.go(seed, start).clone() for graph, start in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     return run
 
 
 def peak_of_ours(engine: Engine, x: Tensor, K: int) -> float:
-    """MB of the same passes where the allocator sees them: not captured."""
+    """Peak MB of the same passes without graphs, which the allocator sees."""
     job = replace(engine._job(x, 0, None, K), captured=nothing_captured)
     start, k = parts_of(engine, len(x), K)[0]
     return peak_of(lambda: job.outputs(job.draws(start, k, len(x))), DEVICE) / 1e6
 
 
 def check(engine: Engine, network: BayesianNetwork, factors: NetworkFactors, x: Tensor, K: int) -> float:
-    """How far ours is from float32 by no plan at all, with the same normals: relative to the answers' size."""
+    """Relative difference between ours and float32 without plans, with the same normals."""
     some, k = x[:8], min(K, 4)
     noise = Normals(7, DEVICE).rows(k, factors.normals)
     with torch.inference_mode():
         expected = network.run(some.float(), factors, Draws(k, noise, 7), cheapest(factors))
         _, first = parts_of(engine, len(x), K)[0]
-        found = program_of(engine, x, first).go(7, 0)[:k, : len(some)].float()
-    return float((found - expected[: len(found)]).norm() / expected.norm())
+        outputs = graph_of(engine, x, first).go(7, 0)[:k, : len(some)].float()
+    return float((outputs - expected[: len(outputs)]).norm() / expected.norm())
 
 
 def by_rule(network: BayesianNetwork, net: nn.Module, x: Tensor, K: int) -> Callable[[], Tensor]:
-    """The paper's rule: W of every layer drawn anew for each sample, then a plain pass."""
+    """The paper's rule: draws W of every layer for each draw, then runs a plain pass."""
     rng = torch.Generator(DEVICE).manual_seed(0)
     layers = {name: layer.posterior for name, layer in network.layers.items()}
     shapes = {name: p.shape for name, p in net.named_parameters()}
@@ -260,7 +260,7 @@ def by_rule(network: BayesianNetwork, net: nn.Module, x: Tensor, K: int) -> Call
 
 
 def check_rule(network: BayesianNetwork, net: nn.Module) -> float:
-    """How far the rule's mean logits are from those of our exact law, in float32: the most, in standard errors."""
+    """Largest difference between mean logits of the rule and of our exact law in float32, in standard errors."""
     exact = copy.deepcopy(network)
     for layer in exact.layers.values():
         assert isinstance(layer.posterior, Inducing)
@@ -283,7 +283,7 @@ def check_rule(network: BayesianNetwork, net: nn.Module) -> float:
 
 
 def median_ms(runs: dict[str, Callable[[], Tensor]], rounds: int, budget: float = 0.25) -> dict[str, float]:
-    """By the device's clock; all in turn."""
+    """Median milliseconds by the device's clock, all in turn."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
         for name, run in runs.items():
@@ -316,7 +316,7 @@ def main() -> None:
         raise SystemExit("there is no GPU here; this benchmark measures one.")
     torch._dynamo.config.recompile_limit = 64  # each network and batch is a program of its own; and none is left out:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    memory = Memory(None, DEVICE)
+    memory = PlanCache(None, DEVICE)
     table = Table(title="median ms of K samples of B inputs, bfloat16, drawing included")
     for column in COLUMNS:
         table.add_column(column, justify="right")
@@ -330,12 +330,12 @@ def main() -> None:
             networks[case] = network_of(architecture, case[0], case[1] == "+")
             shares[case] = resident_bytes(networks[case]) / plain_bytes
             models[case], wide[case] = model_of(networks[case]), networks[case].factors()
-            told = (
+            text = (
                 f"{architecture}, M = {case[0]}, λ {case[1]}: resident {shares[case]:.3f} of the plain network's bytes"
             )
             if not args.no_rule:
-                told += f"; the rule within {check_rule(networks[case], net):.1f} standard errors of ours"
-            print(told, flush=True)
+                text += f"; the rule within {check_rule(networks[case], net):.1f} standard errors of ours"
+            print(text, flush=True)
         for B in args.batches:
             x = torch.randn(B, *SHAPE, device=DEVICE, dtype=HALF).contiguous(memory_format=torch.channels_last)
             with torch.inference_mode():
@@ -346,17 +346,17 @@ def main() -> None:
                     runs = {"one pass": ensemble.one(x), **ensemble.ways(x, K)}
                     same = list(runs)
                     runs |= {ours_of(case): ours(engine, x, K) for case, engine in engines.items()}
-                    found = median_ms(runs, args.rounds)
+                    times = median_ms(runs, args.rounds)
                     peaks = {ours_of(case): peak_of_ours(engine, x, K) for case, engine in engines.items()}
                     peaks["ensemble"] = peak_of(ensemble.loop(x, K, compiled=True), DEVICE) / 1e6
                     for M in () if args.no_rule else args.inducing:
                         rule = by_rule(networks[M, args.noise[-1]], half, x, 1)
-                        found[f"rule, {M}"] = K * median_ms({"rule": rule}, 2)["rule"]
+                        times[f"rule, {M}"] = K * median_ms({"rule": rule}, 2)["rule"]
                         peaks[f"rule, {M}"] = peak_of(rule, DEVICE) / 1e6
                 for M in args.inducing:
                     cell = {"network": architecture, "M": M, "K": K, "B": B}
-                    cell["ms"] = {name: found[name] for name in same} | _own(found, M, args.noise)
-                    cell["best ensemble"] = min(found[name] for name in same if name.startswith("ensemble"))
+                    cell["ms"] = {name: times[name] for name in same} | _own(times, M, args.noise)
+                    cell["best ensemble"] = min(times[name] for name in same if name.startswith("ensemble"))
                     cell["peak MB"] = {"ensemble": peaks["ensemble"]} | _own(peaks, M, args.noise)
                     cell["errors"] = [errors[M, kind] for kind in args.noise]
                     cell["plans"] = {kind: dict(engines[M, kind].plans.at(B, USUAL)) for kind in args.noise}
@@ -379,7 +379,7 @@ def ours_of(case: tuple[int, str]) -> str:
 
 
 def _own(values: dict[str, float], M: int, kinds: Sequence[str]) -> dict[str, float]:
-    """Those of one M, by names that do not say it."""
+    """The figures of one M, by names without M."""
     mine = {f"ours, {kind}": values[ours_of((M, kind))] for kind in kinds}
     return mine | ({"rule": values[f"rule, {M}"]} if f"rule, {M}" in values else {})
 

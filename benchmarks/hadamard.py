@@ -25,7 +25,7 @@ ROWS = {"cpu": [512], "cuda": [512, 65_536]}
 
 def rivals(x: Tensor) -> dict[str, Callable[[], object]]:
     H = matrix(x.shape[-1], x.dtype, x.device)
-    found: dict[str, Callable[[], object]] = {
+    functions: dict[str, Callable[[], object]] = {
         "copy": x.clone,
         "product": lambda: x @ H,
         "steps": lambda: by_steps(x),
@@ -34,19 +34,19 @@ def rivals(x: Tensor) -> dict[str, Callable[[], object]]:
     if x.is_cuda and x.shape[-1] <= LARGEST_KERNEL:
         from dubito.models.numerics.hadamard_kernel import transform_on_gpu
 
-        found["kernel"] = lambda: transform_on_gpu(x)
-    return found
+        functions["kernel"] = lambda: transform_on_gpu(x)
+    return functions
 
 
 def repeated(run: Callable[[], object], times: int, cuda: bool) -> Callable[[], object]:
     """Many calls in a row; on a GPU captured as a CUDA graph, like a training step: the host is not measured."""
     if not cuda:
 
-        def here() -> None:
+        def many() -> None:
             for _ in range(times):
                 run()
 
-        return here
+        return many
     run()  # compiles, and makes what libraries need
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -86,8 +86,8 @@ def _table(device: str, dtype: torch.dtype, rows: int, args: argparse.Namespace)
     for D in [D for D in SIDES if args.largest >= D]:
         x = torch.randn(rows, D, device=device).to(dtype)
         times = max(1, min(100, (1 << 22 if device == "cpu" else 1 << 28) // (rows * D)))
-        found = take_turns({n: repeated(r, times, x.is_cuda) for n, r in rivals(x).items()}, args.rounds)
-        micro = {name: 1e6 * seconds / times for name, seconds in found.items()}
+        seconds_by = take_turns({n: repeated(r, times, x.is_cuda) for n, r in rivals(x).items()}, args.rounds)
+        micro = {name: 1e6 * seconds / times for name, seconds in seconds_by.items()}
         cells = [f"{micro[name]:,.1f}" if name in micro else "" for name in names]
         ratios = (micro["product"] / micro["chosen"], micro["chosen"] / micro["copy"])
         table.add_row(str(D), *cells, *(f"{ratio:.2f}" for ratio in ratios))

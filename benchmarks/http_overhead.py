@@ -40,7 +40,7 @@ JSON = {"content-type": "application/json"}
 
 @dataclass
 class Rival:
-    """One way of asking one server."""
+    """One server and one kind of request."""
 
     name: str
     server: Server
@@ -93,7 +93,7 @@ def flat(x: NDArray[np.float32]) -> bytes:
 
 
 def measure(rivals: list[Rival], requests: int, rounds: int, concurrency: int) -> None:
-    """In turn, so that a noisy moment hits everybody; the first round is not counted."""
+    """Measure all in turn, so that noise on the machine affects all; the first round is not counted."""
     spawn = multiprocessing.get_context("spawn")
     plain = network_cpu()
     with (
@@ -103,14 +103,14 @@ def measure(rivals: list[Rival], requests: int, rounds: int, concurrency: int) -
         task = bar.add_task("measuring", total=(rounds + 1) * len(rivals))
         for turn in range(rounds + 1):
             for rival in rivals:
-                met, before = told_by(rival), rival.server.cpu()
-                found: Load = client.submit(drive, rival.target, requests, concurrency).result()
+                met, before = counters_of(rival), rival.server.cpu()
+                load: Load = client.submit(drive, rival.target, requests, concurrency).result()
                 spent = rival.server.cpu() - before
-                if not (found.status == 200).all():
-                    raise SystemExit(f"{rival.name}: not every request was answered: {found.summary()['statuses']}")
+                if not (load.status == 200).all():
+                    raise SystemExit(f"{rival.name}: not every request was answered: {load.summary()['statuses']}")
                 if turn:
                     rival.cpu.append(spent / requests)
-                    count, rows, engine = (after - b for after, b in zip(told_by(rival), met, strict=True))
+                    count, rows, engine = (after - b for after, b in zip(counters_of(rival), met, strict=True))
                     rival.rows.append(rows / count if count else 1.0)
                     rival.model.append(engine / requests if rival.ours else plain)
                 bar.advance(task)
@@ -121,13 +121,13 @@ def drive(target: Target, requests: int, concurrency: int) -> Load:
     return put(target, np.zeros(requests), connections=concurrency)
 
 
-def told_by(rival: Rival) -> tuple[float, ...]:
+def counters_of(rival: Rival) -> tuple[float, ...]:
     """Batches, rows and seconds of the engine that our server has counted."""
     names = ("dubito_batch_size_count", "dubito_batch_size_sum", "dubito_engine_cpu_seconds_total")
     if not rival.ours:
         return (0.0, 0.0, 0.0)
-    told = rival.server.metrics()
-    return tuple(told[name] for name in names)
+    metrics = rival.server.metrics()
+    return tuple(metrics[name] for name in names)
 
 
 def compare(rivals: list[Rival], concurrency: int) -> Table:
@@ -148,14 +148,14 @@ def network_cpu() -> float:
 
 
 def processor_time(run: Callable[[], object], rounds: int = 7, times: int = 200) -> float:
-    """Of one call, all threads; the median of several rounds after one that is not counted."""
-    found = []
+    """Processor time of one call, over all threads: the median of several rounds after one that is not counted."""
+    seconds = []
     for _ in range(rounds + 1):
         before = time.process_time()
         for _ in range(times):
             run()
-        found.append((time.process_time() - before) / times)
-    return statistics.median(found[1:])
+        seconds.append((time.process_time() - before) / times)
+    return statistics.median(seconds[1:])
 
 
 def write_artifact(path: Path) -> Path:

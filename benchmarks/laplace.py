@@ -66,8 +66,8 @@ def peer_of(net: nn.Module, network: BayesianNetwork) -> Callable[[Tensor], Tens
     peer.H, peer._posterior_scale = L @ L.T - torch.eye(len(L)), None
 
     def answer(x: Tensor) -> Tensor:
-        found: Tensor = peer(x, pred_type="glm", link_approx="probit")
-        return found
+        probabilities: Tensor = peer(x, pred_type="glm", link_approx="probit")
+        return probabilities
 
     return answer
 

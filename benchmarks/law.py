@@ -1,4 +1,4 @@
-"""What way 3 changes end to end: the factored law of the λ-noise against the exact law, on a trained artifact.
+"""The factored law of the λ-noise against the exact law, end to end, on a trained artifact.
 
     python -m benchmarks.law ARTIFACT --data NAME --data-root DIR --ood mnist [--test 2000]
 
@@ -52,7 +52,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Task:
-    """On the model's own inputs."""
+    """Data for the model."""
 
     x: Tensor
     y: Tensor
@@ -72,7 +72,7 @@ def with_law(model: Model, noise: Noise, held: Tensor, R: int = 0) -> Model:
 
 
 class Paired(Normals):
-    """Of each seed the same V's whatever the law, and other noise."""
+    """For each seed, the same draws of V for all laws, and different λ-noise."""
 
     def __init__(self, seed: int, factors: NetworkFactors, law: int) -> None:
         super().__init__(seed, factors.device)
@@ -112,11 +112,11 @@ def figures(model: Model, task: Task, seed: int, law: int) -> Figures:
     }
 
 
-def changes(found: list[Figures], exact: list[Figures], name: str) -> tuple[float, float]:
+def changes(rows: list[Figures], exact: list[Figures], name: str) -> tuple[float, float]:
     """Mean over seeds of the difference to the exact law, and its standard error: relative for NLL and entropies."""
-    differences = [a[name] - b[name] for a, b in zip(found, exact, strict=True)]
+    differences = [a[name] - b[name] for a, b in zip(rows, exact, strict=True)]
     scale = statistics.mean(row[name] for row in exact) if name in (*RELATIVE, "mutual information") else 1.0
-    error = statistics.stdev(differences) / math.sqrt(len(found)) if len(found) > 1 else math.inf
+    error = statistics.stdev(differences) / math.sqrt(len(rows)) if len(rows) > 1 else math.inf
     return statistics.mean(differences) / scale, error / scale
 
 
@@ -144,14 +144,16 @@ def main() -> None:
     laws = {"exact": with_law(model, "exact", patches)}
     laws |= {f"factored, R = {R}": with_law(model, "factored", patches, R) for R in DIRECTIONS}
     laws = {name: one.to(device) for name, one in laws.items()}
-    found: dict[str, list[Figures]] = {}
+    results: dict[str, list[Figures]] = {}
     for seed in range(args.seeds):
         for law, (name, one) in enumerate(laws.items()):
-            found.setdefault(name, []).append(figures(one, task, seed, law))
-            print(name, seed, found[name][-1], file=sys.stderr, flush=True)
-    Console(width=160).print(table(found, args))
+            results.setdefault(name, []).append(figures(one, task, seed, law))
+            print(name, seed, results[name][-1], file=sys.stderr, flush=True)
+    Console(width=160).print(table(results, args))
     print(machine(), torch.cuda.get_device_name() if device.type == "cuda" else "no GPU", sep=", ")
-    verdicts = {name: verdict(*changes(found[f"factored, R = {USUAL}"], found["exact"], name), name) for name in LIMITS}
+    verdicts = {
+        name: verdict(*changes(results[f"factored, R = {USUAL}"], results["exact"], name), name) for name in LIMITS
+    }
     print(f"R = {USUAL}: " + ", ".join(f"{name} {said}" for name, said in verdicts.items()))
     sys.exit("missed" in verdicts.values())
 
@@ -162,22 +164,22 @@ def verdict(change: float, error: float, name: str) -> str:
     return "missed" if abs(change) - 2 * error > LIMITS[name] else "not decided"
 
 
-def table(found: dict[str, list[Figures]], args: argparse.Namespace) -> Table:
-    made = Table(title=f"{args.artifact.name}, K = {args.samples}, {args.seeds} seeds, at most {args.test:,} inputs")
-    made.add_column("law of the λ-noise")
-    for name in found["exact"][0]:
-        made.add_column(name)
-    for law, rows in found.items():
+def table(results: dict[str, list[Figures]], args: argparse.Namespace) -> Table:
+    grid = Table(title=f"{args.artifact.name}, K = {args.samples}, {args.seeds} seeds, at most {args.test:,} inputs")
+    grid.add_column("law of the λ-noise")
+    for name in results["exact"][0]:
+        grid.add_column(name)
+    for law, rows in results.items():
         cells = []
         for name in rows[0]:
             cell = f"{statistics.mean(row[name] for row in rows):.4f}"
             if law != "exact":
-                change, error = changes(rows, found["exact"], name)
+                change, error = changes(rows, results["exact"], name)
                 relative = name in (*RELATIVE, "mutual information")
                 cell += f" ({change:+.2%} ± {error:.2%})" if relative else f" ({change:+.3f} ± {error:.3f})"
             cells.append(cell)
-        made.add_row(law, *cells)
-    return made
+        grid.add_row(law, *cells)
+    return grid
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Peak memory of K = 20 samples of a CIFAR ResNet-50 on a CPU, against one deterministic pass of the same batch.
+"""Peak memory of K = 20 draws of a CIFAR ResNet-50 on a CPU, against one deterministic pass of the same batch.
 
 Each side runs in a process of its own; what counts is the peak resident memory of the prediction above what the process
 held before it, network, factors and inputs included in the latter.

@@ -30,7 +30,7 @@ from dubito.models.predictions.model import Model
 from dubito.training.calibrate import spoil, to_spoil
 from dubito.training.data.data import Examples, data_recipe, enter, part_of
 from dubito.training.data.sources import read_data, read_for
-from dubito.training.evaluation.evaluate import declared_by, drawn
+from dubito.training.evaluation.predicting import declared_by, draws_for
 from dubito.training.feature_bank import FeatureReader, centres, find_layer, unit_features
 from dubito.training.metrics import auroc
 from dubito.training.seeds import stream
@@ -51,15 +51,15 @@ class Points:
     bytes: int
 
     def distances(self, z: Tensor, members: Tensor) -> Tensor:
-        """Of features of length 1, or means of such, (K, B, d), of K samples of these members: (K, B)."""
-        found = z.new_empty(z.shape[:2])
+        """Distances (K, B) of unit features, or means of such, (K, B, d), of K draws with these members."""
+        nearest = z.new_empty(z.shape[:2])
         for m, points in enumerate(self.points):
             mine = (members % len(self.points) == m).to(z.device)
             some = z[mine].flatten(0, 1)
             if len(some):
                 parts = [self._kth(rows, points, self.lengths[m]) for rows in some.split(ROWS)]
-                found[mine] = torch.cat(parts).view(-1, z.shape[1])
-        return found
+                nearest[mine] = torch.cat(parts).view(-1, z.shape[1])
+        return nearest
 
     def _kth(self, rows: Tensor, points: Tensor, lengths: Tensor) -> Tensor:
         squares = torch.addmm(lengths, rows, points.T, alpha=-2)
@@ -125,19 +125,19 @@ class Setting:
 def banks_of(reader: FeatureReader, train: Examples, most: int, seed: int) -> dict[str, Points]:
     whole = unit_features(reader, train, most, seed)  # (E, n, d)
     E, n, d = whole.shape
-    found = {"kNN, all": Points(whole, max(1, n // 1000), whole.numel() * 4)}
+    banks = {"kNN, all": Points(whole, max(1, n // 1000), whole.numel() * 4)}
     for N in SIZES:
         points = torch.stack([centres(each, N, seed) for each in whole])
         stored = FeatureBank.of(points, "").to(whole.device)
-        found[f"kNN, {N} centres int8"] = Points(stored.reading().points, 1, points.numel() + 4 * E * N)
-    found["kNN, 256 centres float32"] = Points(
+        banks[f"kNN, {N} centres int8"] = Points(stored.reading().points, 1, points.numel() + 4 * E * N)
+    banks["kNN, 256 centres float32"] = Points(
         torch.stack([centres(each, 256, seed) for each in whole]), 1, 256 * E * d * 4
     )
     if reader.factors.normals and E == 1:  # of each input, the features under one draw
         drawn_ = unit_features(reader, train, most, seed, samples=1)[0]
-        found["kNN, 512 centres of draws float32"] = Points(centres(drawn_, 512, seed)[None], 1, 512 * d * 4)
-    found[f"kNN, {SUBSET} at random"] = Points(whole[:, :SUBSET], max(1, SUBSET // 1000), SUBSET * E * d * 4)
-    return found
+        banks["kNN, 512 centres of draws float32"] = Points(centres(drawn_, 512, seed)[None], 1, 512 * d * 4)
+    banks[f"kNN, {SUBSET} at random"] = Points(whole[:, :SUBSET], max(1, SUBSET // 1000), SUBSET * E * d * 4)
+    return banks
 
 
 def one(file: Path, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def one(file: Path, args: argparse.Namespace, device: torch.device) -> dict[str,
     reader = FeatureReader(model, *layer)
     began = time.perf_counter()
     banks = banks_of(reader, parts["train"], args.train, args.seed)
-    setting = Setting(model, reader, banks, drawn(model, args.samples))
+    setting = Setting(model, reader, banks, draws_for(model, args.samples))
     rng = torch.Generator().manual_seed(args.seed)
     held = to_spoil(parts["calibration"].x, rng)
     clean = setting.scores(held, args.seed)
@@ -181,12 +181,12 @@ def one(file: Path, args: argparse.Namespace, device: torch.device) -> dict[str,
 
 def read_outside(wanted: list[str], root: Path | None) -> dict[str, Tensor]:
     """The inputs of each set's test part, or of all of it, by NAME of NAME or NAME=SOURCE."""
-    found = {}
+    inputs = {}
     for one in wanted:
         name, _, source = one.partition("=")
         data = read_data(source or name, root)
-        found[name] = (data.train if data.test is None else data.test).x
-    return found
+        inputs[name] = (data.train if data.test is None else data.test).x
+    return inputs
 
 
 def main() -> None:
@@ -207,8 +207,8 @@ def main() -> None:
     rows = kept_rows(args.json)
     key = ("sha256", "seed", "samples", "train", "test", "outside")
     for file in args.files:
-        asked = (load(file).manifest.sha256[:12], args.seed, args.samples, args.train, args.test, args.outside)
-        known = [row for row in rows if tuple(row[name] for name in key) in (asked, (*asked[:2], 1, *asked[3:]))]
+        wanted = (load(file).manifest.sha256[:12], args.seed, args.samples, args.train, args.test, args.outside)
+        known = [row for row in rows if tuple(row[name] for name in key) in (wanted, (*wanted[:2], 1, *wanted[3:]))]
         row = known[0] if known else one(file, args, device)
         if not known:
             keep_row(args.json, row)
@@ -222,7 +222,7 @@ def show(row: dict[str, Any]) -> None:
     for measure in row["auroc"]["spoiled"]:
         bank = measure.rpartition(", mean ")[0]
         size = f"{row['bytes'][bank]:,}" if bank in row["bytes"] else ""
-        table.add_row(measure, *(f"{found[measure]:.4f}" for found in row["auroc"].values()), size)
+        table.add_row(measure, *(f"{aurocs[measure]:.4f}" for aurocs in row["auroc"].values()), size)
     Console(width=140).print(table)
 
 

@@ -1,4 +1,4 @@
-"""Twice what the server can do: how many requests are refused, how fast, and what those who are accepted wait.
+"""Load of twice the server's capacity: share and speed of refusals, and latency of accepted requests.
 
 The capacity is measured first, by a closed loop. The queue is then made as long as the sizing rule of
 docs/operations.md says for a latency that is wanted (two fifths of what the node does in that time), and requests come
@@ -42,22 +42,22 @@ def main() -> None:
         put(target, np.zeros(200), connections=min(queue, args.batch))
         seen = len(server.log.read_text())
         rate = round(args.times * capacity)
-        found = put(target, poisson(rate, args.seconds), rate=rate)
+        load = put(target, poisson(rate, args.seconds), rate=rate)
         logged = log_lines(server, seen)
     console.print(f"capacity: {capacity:.0f} requests a second (closed loop, K = {K}); room for {queue} under way")
-    console.print(report(found, logged, f"{args.times:g} times the capacity, {rate}/s for {args.seconds:g} s"))
-    refused = float((found.status == 429).mean())
-    in_time = float((found.latency[found.status == 200] <= args.bound / 1000).mean())
-    console.print(f"refused: {100 * refused:.1f} % of {len(found.due)}; answered: {found.achieved():.0f} a second")
+    console.print(report(load, logged, f"{args.times:g} times the capacity, {rate}/s for {args.seconds:g} s"))
+    refused = float((load.status == 429).mean())
+    in_time = float((load.latency[load.status == 200] <= args.bound / 1000).mean())
+    console.print(f"refused: {100 * refused:.1f} % of {len(load.due)}; answered: {load.achieved():.0f} a second")
     console.print(f"accepted and answered within {args.bound:g} ms, as the client sees it: {100 * in_time:.2f} %")
-    for doubt in doubts([found]):
+    for doubt in doubts([load]):
         console.print(doubt)
     console.print(machine())
 
 
 @contextmanager
 def serving(K: int, batch: int, queue: int) -> Iterator[Server]:
-    """The embedded model; `batch` requests go together, `queue` may be under way."""
+    """A server of the embedded model; `batch` and `queue` are its limits, in rows × draws."""
     flags = (f"queue_work={queue * K}", f"batch_work={batch * K}")
     command = ["dubito", "serve", *(word for flag in flags for word in ("--set", flag))]
     with tempfile.TemporaryDirectory() as folder, running(command, Path(folder) / "log", "/readyz") as server:
@@ -73,24 +73,24 @@ def closed_loop(server: Server, K: int, seconds: float, connections: int) -> flo
 
 
 def log_lines(server: Server, seen: int) -> dict[int, Floats]:
-    """Seconds of each request by status, as the server measured them."""
-    found: dict[int, list[float]] = {}
+    """Seconds of each request by status, from the server's log."""
+    by_status: dict[int, list[float]] = {}
     for line in server.log.read_text()[seen:].splitlines():
-        told = json.loads(line) if line.startswith("{") else {}
-        if told.get("message") == "request":
-            found.setdefault(told["status"], []).append(told["ms"] / 1000)
-    return {status: np.array(values) for status, values in found.items()}
+        fields = json.loads(line) if line.startswith("{") else {}
+        if fields.get("message") == "request":
+            by_status.setdefault(fields["status"], []).append(fields["ms"] / 1000)
+    return {status: np.array(values) for status, values in by_status.items()}
 
 
-def report(found: Load, logged: dict[int, Floats], title: str) -> Table:
+def report(load: Load, logged: dict[int, Floats], title: str) -> Table:
     table = Table(title=title)
     for column in ("reply", "measured by", "count", "p50, ms", "p99, ms", "max, ms"):
         table.add_column(column, justify="left" if column in ("reply", "measured by") else "right")
     for status in sorted(logged):
-        mine = found.latency[found.status == status]
+        mine = load.latency[load.status == status]
         for who, values in (("server", logged[status]), ("client", mine)):
-            told = spread(values)
-            shown = [short(told[name]) if told else "" for name in ("p50", "p99", "max")]
+            percentiles = spread(values)
+            shown = [short(percentiles[name]) if percentiles else "" for name in ("p50", "p99", "max")]
             table.add_row(str(status), who, str(len(values)), *shown)
     return table
 

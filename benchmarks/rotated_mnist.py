@@ -36,7 +36,7 @@ from dubito.training.config import Fit, Laplace
 from dubito.training.data.data import DataSet, Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
 from dubito.training.evaluation.shift import corrupt
-from dubito.training.fit.fit import Run
+from dubito.training.fit.fit import FitRun
 from dubito.training.laplace import COARSE, FINE, closed_nll, diagonal, linearise
 from dubito.training.metrics import accuracy, nll
 from dubito.training.terminal import remark
@@ -78,37 +78,37 @@ def trained(args: argparse.Namespace, parts: Parts, seed: int) -> BayesianNetwor
         fit = Fit(epochs=args.epochs, batch=256, lr=2e-3)
     device = torch.device(args.device)
     network = bayesianize(net, "deterministic")
-    run = Run(network, parts.train, parts.validation, input_of(parts.train), fit, seed, device)
+    run = FitRun(network, parts.train, parts.validation, input_of(parts.train), fit, seed, device)
     while not run.done:
         run.epoch()
-    told = run.log[-1]
-    remark(f"{sum(p.numel() for p in net.parameters()):,} weights, validation accuracy {told.validation_accuracy:.2%}")
+    last = run.log[-1]
+    remark(f"{sum(p.numel() for p in net.parameters()):,} weights, validation accuracy {last.validation_accuracy:.2%}")
     return run.finish()
 
 
 def answers(
     network: BayesianNetwork, parts: Parts, size: int, selections: Sequence[Selection], seed: int
 ) -> tuple[dict[str, Answer], dict[str, float]]:
-    """Each way to answer, and the prior precision that it was given."""
+    """Predictive functions by name, and their prior precisions."""
     declared = input_of(parts.train)
-    found: dict[str, Answer] = {"MAP": lambda x: network.net(x).softmax(-1)}
+    functions: dict[str, Answer] = {"MAP": lambda x: network.net(x).softmax(-1)}
     precisions: dict[str, float] = {}
     for select in selections:
         settings = Laplace(size=None if select == "last-layer" else size, select=select)
         name = "last layer" if select == "last-layer" else f"S = {size:,}, {select}"
-        made = linearise(network, parts.train, parts.validation, declared, settings, seed).network
-        assert isinstance(made.joint, Subnetwork)
-        precisions[name] = made.joint.entry.prior_precision
-        found[name] = closed(made)
-    found["diagonal, all weights"], precisions["diagonal, all weights"] = diagonal_laplace(network, parts)
-    return found, precisions
+        linearised = linearise(network, parts.train, parts.validation, declared, settings, seed).network
+        assert isinstance(linearised.joint, Subnetwork)
+        precisions[name] = linearised.joint.entry.prior_precision
+        functions[name] = closed(linearised)
+    functions["diagonal, all weights"], precisions["diagonal, all weights"] = diagonal_laplace(network, parts)
+    return functions, precisions
 
 
-def closed(made: BayesianNetwork) -> Answer:
-    factors = made.factors()
+def closed(linearised: BayesianNetwork) -> Answer:
+    factors = linearised.factors()
 
     def answer(x: Tensor) -> Tensor:
-        summary = predict_closed(made, factors, x).summary
+        summary = predict_closed(linearised, factors, x).summary
         assert isinstance(summary, Classified)
         return summary.probabilities
 
@@ -116,7 +116,7 @@ def closed(made: BayesianNetwork) -> Answer:
 
 
 def diagonal_laplace(network: BayesianNetwork, parts: Parts) -> tuple[Answer, float]:
-    """A variance for each weight, none between them; linearised and in closed form like the others."""
+    """Diagonal Laplace over all weights, linearised and in closed form like the others."""
     declared = input_of(parts.train)
     h = diagonal(network, parts.train, declared, 128)
     every, held = torch.arange(len(h), device=h.device), parts.validation
@@ -134,10 +134,10 @@ def diagonal_laplace(network: BayesianNetwork, parts: Parts) -> tuple[Answer, fl
         f, variances = moments(enter(held.x.to(h.device), declared), precisions)
         return {p: -closed_nll(network, f, v, held.y) for p, v in zip(precisions, variances, strict=True)}
 
-    found = scores(list(COARSE))
-    best = max(found, key=found.__getitem__)
-    found |= scores([best * 10 ** (n / FINE) for n in range(-FINE + 1, FINE) if n])
-    best = max(found, key=found.__getitem__)
+    scores_by = scores(list(COARSE))
+    best = max(scores_by, key=scores_by.__getitem__)
+    scores_by |= scores([best * 10 ** (n / FINE) for n in range(-FINE + 1, FINE) if n])
+    best = max(scores_by, key=scores_by.__getitem__)
 
     def answer(x: Tensor) -> Tensor:
         f, (v,) = moments(x, [best])
@@ -192,16 +192,16 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    data, found = some(args), []
+    data, results = some(args), []
     for seed in args.seeds:
         parts = divide(data, HELD / len(data.train), 1 / len(data.train), 0.1, seed)
-        found.append(measure(trained(args, parts, seed), parts, args, seed))
+        results.append(measure(trained(args, parts, seed), parts, args, seed))
         if args.json:
-            print(json.dumps({"seed": seed, "rows": found[-1]}), flush=True)
+            print(json.dumps({"seed": seed, "rows": results[-1]}), flush=True)
     table = Table("way", "prior precision", *map(str, args.angles), title=f"log-likelihood by angle; {machine()}")
-    for name in found[0]:
-        columns = zip(*(rows[name]["log-likelihood"] for rows in found), strict=True)
-        precisions = ", ".join(f"{p:.3g}" for rows in found for p in rows[name]["precision"])
+    for name in results[0]:
+        columns = zip(*(rows[name]["log-likelihood"] for rows in results), strict=True)
+        precisions = ", ".join(f"{p:.3g}" for rows in results for p in rows[name]["precision"])
         table.add_row(name, precisions, *(f"{sum(values) / len(values):.3f}" for values in columns))
     Console(width=200).print(table)
 

@@ -24,11 +24,11 @@ from dubito.models.predictions.model import Model
 from dubito.models.predictions.sets import Probabilities, Scores, class_scores
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.calibrate import choose_sets, outer_quantile
-from dubito.training.config import Calibrate, Data, Fit, Network, Posterior, Recipe
+from dubito.training.config import Calibrate, Data, Fit, Network, PosteriorOptions, Recipe
 from dubito.training.data.data import Parts, divide, input_of
 from dubito.training.data.sources import read_data
-from dubito.training.evaluation.evaluate import ask, drawn
-from dubito.training.fit.fit import Run
+from dubito.training.evaluation.predicting import draws_for, predict_grid
+from dubito.training.fit.fit import FitRun
 from dubito.training.recipe import build_network, task_of
 
 HELD = 1000  # calibration examples, or half of what there is
@@ -49,8 +49,8 @@ def main() -> None:
         model, parts = made(name, args.data_root)
         held = [parts.calibration, parts.test]
         x, y = (torch.cat(some)[:MOST] for some in ([part.x for part in held], [part.y for part in held]))
-        K = drawn(model, 20)
-        summary = ask(model, x, [K], 0)[K]
+        K = draws_for(model, 20)
+        summary = predict_grid(model, x, [K], 0)[K]
         assert isinstance(summary, Classified)
         p = summary.probabilities.numpy()
         right = float((p.argmax(1) == y.numpy()).mean())
@@ -91,9 +91,9 @@ def figures(p: Probabilities, y: NDArray[np.int64], scores: Scores, coverage: fl
         hit, size = fits[np.arange(len(rest)), y[rest]], fits.sum(1)
         hardest = p[rest].max(1).argsort()[: len(rest) // 5]
         per_division.append((hit.mean(), size.mean(), (size == 0).mean(), hit[hardest].mean()))
-        for at in range(1, 4):
-            mine = size == at if at < 3 else size >= 3
-            sizes_hits[at] += mine.sum(), hit[mine].sum()
+        for n in range(1, 4):
+            mine = size == n if n < 3 else size >= 3
+            sizes_hits[n] += mine.sum(), hit[mine].sum()
     means, error = np.mean(per_division, 0), np.std(per_division, 0)[0] / np.sqrt(divisions)
     by_size = [f"{hits / n:.1%}" if n >= 10 * divisions else "" for n, hits in sizes_hits[1:]]  # of ten a division
     return [f"{means[0]:.2%} ± {error:.2%}", f"{means[1]:.3f}", f"{means[2]:.1%}", *by_size, f"{means[3]:.1%}"]
@@ -116,14 +116,14 @@ def made(name: str, root: Path | None) -> tuple[Model, Parts]:
 
 
 def fitted(data: Data, network: Network, fit: Fit, root: Path, folder: Path) -> tuple[Model, Parts]:
-    recipe = Recipe(data=data, network=network, posterior=Posterior(method="deterministic"), fit=fit)
+    recipe = Recipe(data=data, network=network, posterior=PosteriorOptions(method="deterministic"), fit=fit)
     source = read_data(data.name, root, target=data.target)
     parts = divide(source, data.validation, data.calibration, data.test, 0)
     declared = input_of(parts.train)
     torch.manual_seed(0)
     net = build_network(recipe, parts, declared)
     plain = bayesianize(net, "deterministic", task=task_of(parts))
-    run = Run(plain, parts.train[:TRAINED_ON], parts.validation, declared, fit, 0, torch.device("cpu"))
+    run = FitRun(plain, parts.train[:TRAINED_ON], parts.validation, declared, fit, 0, torch.device("cpu"))
     began = time.perf_counter()
     while not run.done:
         run.epoch()

@@ -27,7 +27,7 @@ from dubito.models.predictions.prediction import predict
 from dubito.models.predictions.uncertainty import Regressed
 from dubito.training.config import Fit
 from dubito.training.data.data import Examples, input_of
-from dubito.training.fit.fit import Run
+from dubito.training.fit.fit import FitRun
 
 METHODS = {"ffg-w": "FFG-W", "ffg-u": "FFG-U", "fcg-u": "FCG-U", "ensemble-u": "Ensemble-U"}
 CLUSTERS = ((-1.0, -0.7), (0.5, 1.0))
@@ -52,12 +52,12 @@ class Answer:
 
     @property
     def near(self) -> float:
-        """The same where the data lies."""
+        """Mean epistemic standard deviation at the clusters."""
         return float(self.epistemic[self._seen].mean())
 
     @property
     def rmse(self) -> float:
-        """Of the mean, against the function without noise, where the data lies."""
+        """RMSE of the mean against the noiseless function, at the clusters."""
         return float((self.mean - truth(self.x))[self._seen].square().mean().sqrt())
 
     @property
@@ -76,7 +76,7 @@ def examples(seed: int) -> Examples:
 
 
 def answer(method: str, steps: int, *, seed: int = 0, tell: Callable[[], None] = lambda: None) -> Answer:
-    """Train one method, then ask it along the axis; `tell` is called after each step."""
+    """Train one method, then predict along the axis; `tell` is called after each step."""
     data = examples(seed)
     torch.manual_seed(seed)
     network = bayesianize(
@@ -96,31 +96,31 @@ def answer(method: str, steps: int, *, seed: int = 0, tell: Callable[[], None] =
     often = max(1, steps // ROUNDS)  # validation ends an epoch, which so holds the data, and the KL, many times
     train = Examples(data.x.repeat(often, 1), data.y.repeat(often, 1))
     fit = Fit(epochs=ROUNDS, batch=len(data), samples=4, lr=2e-2, kl=float(often))
-    run = Run(network, train, data, input_of(data), fit, seed, torch.device("cpu"))
+    run = FitRun(network, train, data, input_of(data), fit, seed, torch.device("cpu"))
     while not run.done:
         run.epoch(lambda _: tell())
     trained, x = run.finish(), torch.linspace(-1.5, 1.5, 151)
-    found = predict(trained, trained.factors(), x[:, None], K, seed).summary
-    assert isinstance(found, Regressed)
-    epistemic, aleatoric = found.epistemic_variance[:, 0], found.aleatoric_variance[:, 0]
-    return Answer(x, found.mean[:, 0], epistemic.sqrt(), (epistemic + aleatoric).sqrt())
+    summary = predict(trained, trained.factors(), x[:, None], K, seed).summary
+    assert isinstance(summary, Regressed)
+    epistemic, aleatoric = summary.epistemic_variance[:, 0], summary.aleatoric_variance[:, 0]
+    return Answer(x, summary.mean[:, 0], epistemic.sqrt(), (epistemic + aleatoric).sqrt())
 
 
 def draw(answers: Mapping[str, Answer], data: Examples, out: Path) -> None:
     """One panel a method on the same axes: darker where the draws agree, the noise of the targets around them."""
     figure = Figure(figsize=(11, 3), layout="constrained")
     panels: list[Axes] = list(figure.subplots(1, len(answers), sharex=True, sharey=True))
-    for axes, (method, found) in zip(panels, answers.items(), strict=True):
+    for axes, (method, result) in zip(panels, answers.items(), strict=True):
         for width in (3, 2, 1):
-            low, high = found.mean - width * found.epistemic, found.mean + width * found.epistemic
+            low, high = result.mean - width * result.epistemic, result.mean + width * result.epistemic
             label = "±1, 2, 3 std of the draws" if width == 1 else None
-            axes.fill_between(found.x, low, high, color="#2f81c7", alpha=0.22, linewidth=0, label=label)
+            axes.fill_between(result.x, low, high, color="#2f81c7", alpha=0.22, linewidth=0, label=label)
         for sign in (-3, 3):
             label = "±3 std with the noise" if sign == 3 else None
-            edge = found.mean + sign * found.total
-            axes.plot(found.x, edge, color="#2f81c7", linewidth=0.8, linestyle=":", label=label)
-        axes.plot(found.x, truth(found.x), color="black", linewidth=1, linestyle="--", label="cos(4x + 0.8)")
-        axes.plot(found.x, found.mean, color="#174a78", linewidth=1.5, label="mean")
+            edge = result.mean + sign * result.total
+            axes.plot(result.x, edge, color="#2f81c7", linewidth=0.8, linestyle=":", label=label)
+        axes.plot(result.x, truth(result.x), color="black", linewidth=1, linestyle="--", label="cos(4x + 0.8)")
+        axes.plot(result.x, result.mean, color="#174a78", linewidth=1.5, label="mean")
         axes.scatter(data.x, data.y, s=5, color="#d1495b", linewidth=0, zorder=3, label="data")
         axes.set(title=METHODS[method], xlabel="x", xlim=(-1.5, 1.5), ylim=(-2.5, 2.5), xticks=(-1, 0, 1))
         axes.spines[["top", "right"]].set_visible(False)

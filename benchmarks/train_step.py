@@ -17,7 +17,7 @@ from benchmarks._measure import machine, take_turns
 from dubito.models import bayesianize, build
 from dubito.training.config import Fit
 from dubito.training.data.data import Examples, input_of
-from dubito.training.fit.fit import Run
+from dubito.training.fit.fit import FitRun
 
 STEPS = 20  # of one measurement
 
@@ -38,12 +38,12 @@ def steps(
     train = Examples(torch.randint(256, (n, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (n,)))
     network = bayesianize(build(architecture), method, start="prior", **options)  # type: ignore[arg-type]
     fit = Fit(epochs=1000, batch=batch, schedule="constant", **KINDS[kind])  # type: ignore[arg-type]
-    run = Run(network, train, train[:64], input_of(train), fit, 0, device)
+    run = FitRun(network, train, train[:64], input_of(train), fit, 0, device)
     batches = [(x.float() / 255, y, share) for x, y, share in run.batches.epoch(0)]
 
     def take() -> None:
         for x, y, share in batches:
-            run._take(x, y, share)
+            run.take_step(x, y, share)
         if device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -63,8 +63,8 @@ def main() -> None:
         table.add_column(column)
     for kind in args.kinds if gpu else ["eager"]:
         rivals = {m: steps(m, architecture, batch, kind, device, inducing=M) for m in ("deterministic", "ffg-u")}
-        found = {m: 1000 * s / STEPS for m, s in take_turns(rivals, args.rounds).items()}
-        plain, ours = found["deterministic"], found["ffg-u"]
+        ms = {m: 1000 * s / STEPS for m, s in take_turns(rivals, args.rounds).items()}
+        plain, ours = ms["deterministic"], ms["ffg-u"]
         table.add_row(kind, f"{plain:.1f}", f"{ours:.1f}", f"{ours / plain:.2f}")
     Console().print(table)
     print(machine(), f"{args.rounds} rounds", torch.cuda.get_device_name() if gpu else "no GPU", sep=", ")

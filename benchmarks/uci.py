@@ -105,29 +105,29 @@ def splits_of(data: str, root: Path) -> int:
 
 
 def changes_for(data: str, split: int, method: str | None, root: Path) -> tuple[str, list[str]]:
-    """The recipe of this division, and what it is told beside: the method, and a length by the size of the set."""
+    """The recipe of this division and the changes to it: the method, and epochs by the size of the set."""
     recipe = RECIPES.get(method, "uci")
     changes = [f"data.name={data}", f"data.split={split}"]
     if method == PLAIN:
         changes += [f"posterior.method={method}", "posterior.options={}", "fit.samples=1"]
     elif recipe == "uci":
         return recipe, [*changes, f"posterior.method={method}"]
-    told = read_recipe(recipe, changes)
-    rows, batch, least = len(read_parts(told, root).train), told.fit.batch, 1
+    given = read_recipe(recipe, changes)
+    rows, batch, least = len(read_parts(given, root).train), given.fit.batch, 1
     if recipe == "uci-ensemble":
         least = LEAST
         batch = BATCH if rows > LARGE else batch
         changes.append(f"fit.batch={batch}")
     epochs = max(least, round(STEPS[recipe] / math.ceil(rows / batch)))
     for phase in ("epochs", "likelihood_epochs", "warmup_epochs", "noise_epochs"):  # in the recipe's own proportions
-        changes.append(f"fit.{phase}={round(epochs * getattr(told.fit, phase) / told.fit.epochs)}")
-    if told.fit.patience is not None:
-        changes.append(f"fit.patience={max(1, round(epochs * told.fit.patience / told.fit.epochs))}")
+        changes.append(f"fit.{phase}={round(epochs * getattr(given.fit, phase) / given.fit.epochs)}")
+    if given.fit.patience is not None:
+        changes.append(f"fit.patience={max(1, round(epochs * given.fit.patience / given.fit.epochs))}")
     return recipe, changes
 
 
 def measure(data: str, split: int, method: str | None, root: Path) -> dict[str, float]:
-    """What `dubito train` writes into the artifact of this division; without a method, of the recipe's own."""
+    """Figures that `dubito train` writes into the artifact of this division; method None: the recipe's own."""
     torch.set_num_threads(1)
     recipe, changes = changes_for(data, split, method, root)
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):  # its line for each epoch
@@ -139,33 +139,33 @@ def measure(data: str, split: int, method: str | None, root: Path) -> dict[str, 
 def measure_all(
     counts: dict[str, int], methods: list[str | None], root: Path, jobs: int, keep: Path | None
 ) -> dict[str | None, dict[str, list[dict[str, float]]]]:
-    """By method, each set's divisions, in order; None is the recipe's own method."""
-    found: dict[str | None, dict[str, dict[int, dict[str, float]]]]
-    found = {method: {data: {} for data in counts} for method in methods}
+    """Figures by method, set and division; None is the recipe's own method."""
+    figures: dict[str | None, dict[str, dict[int, dict[str, float]]]]
+    figures = {method: {data: {} for data in counts} for method in methods}
     for row in kept_rows(keep):
-        if row["method"] in found and row["split"] < counts.get(row["set"], 0):
-            found[row["method"]][row["set"]][row["split"]] = row["figures"]
+        if row["method"] in figures and row["split"] < counts.get(row["set"], 0):
+            figures[row["method"]][row["set"]][row["split"]] = row["figures"]
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come: more threads than cores would wait for each other
     with (
         ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
         Progress(console=Console(stderr=True), transient=True) as progress,
     ):
-        asked = {
+        futures = {
             pool.submit(measure, data, split, method, root): (data, split, method)
             for data, n in counts.items()
             for split in range(n)
             for method in methods
-            if split not in found[method][data]
+            if split not in figures[method][data]
         }
-        task = progress.add_task("training", total=len(asked))
-        for done in as_completed(asked):
-            data, split, method = asked[done]
-            found[method][data][split] = done.result()
-            keep_row(keep, {"method": method, "set": data, "split": split, "figures": found[method][data][split]})
+        task = progress.add_task("training", total=len(futures))
+        for done in as_completed(futures):
+            data, split, method = futures[done]
+            figures[method][data][split] = done.result()
+            keep_row(keep, {"method": method, "set": data, "split": split, "figures": figures[method][data][split]})
             progress.advance(task)
     return {
         method: {data: [rows[split] for split in sorted(rows)] for data, rows in sets.items()}
-        for method, sets in found.items()
+        for method, sets in figures.items()
     }
 
 
@@ -194,8 +194,8 @@ def main() -> None:
     if args.splits is not None:
         counts = {data: min(n, args.splits) for data, n in counts.items()}
     methods = [args.method, *([PLAIN] if args.plain and args.method != PLAIN else [])]
-    found = measure_all(counts, methods, args.data_root, args.jobs, args.keep)
-    named = {method or read_recipe("uci-ensemble").posterior.method: sets for method, sets in found.items()}
+    figures = measure_all(counts, methods, args.data_root, args.jobs, args.keep)
+    named = {method or read_recipe("uci-ensemble").posterior.method: sets for method, sets in figures.items()}
     if args.json:
         print(json.dumps({"machine": machine(), "methods": named}))
         return
@@ -208,7 +208,7 @@ def main() -> None:
 
 
 def published_for(method: str | None, figure: str) -> dict[str, dict[str, str]]:
-    """By rival, each set's figure."""
+    """Published figures by rival and set."""
     if method == "whvi":
         return {"WHVI, two layers of 128 (Rossi et al. 2020)": OF_128[figure]}
     rows = PUBLISHED[figure].items()
@@ -216,25 +216,25 @@ def published_for(method: str | None, figure: str) -> dict[str, dict[str, str]]:
 
 
 def table_of(
-    figure: str, found: dict[str, dict[str, list[dict[str, float]]]], published: dict[str, dict[str, str]]
+    figure: str, results: dict[str, dict[str, list[dict[str, float]]]], published: dict[str, dict[str, str]]
 ) -> Table:
     table = Table(title=f"{figure.upper()}, mean ± standard error")
-    for column in ("set", "divisions", *found, *published):
+    for column in ("set", "divisions", *results, *published):
         table.add_column(column, justify="left" if column == "set" else "right")
-    first = next(iter(found.values()))
+    first = next(iter(results.values()))
     for data in first:
         name = data.partition("/")[2]
         cells = []
-        for sets in found.values():
+        for sets in results.values():
             mean, error = mean_and_error([row[figure] for row in sets[data]])
             cells.append(f"{mean:.3f} ± {error:.3f}")
         table.add_row(data, str(len(first[data])), *cells, *(rows.get(name, "") for rows in published.values()))
     return table
 
 
-def counted(found: dict[str, list[dict[str, float]]]) -> str:
-    """How many sets have an NLL that is no worse, to the two decimals that were published."""
-    means = {data.partition("/")[2]: mean_and_error([r["nll"] for r in rows])[0] for data, rows in found.items()}
+def counted(results: dict[str, list[dict[str, float]]]) -> str:
+    """Number of sets whose NLL is no worse than the published one, to its two decimals."""
+    means = {data.partition("/")[2]: mean_and_error([r["nll"] for r in rows])[0] for data, rows in results.items()}
     said = []
     for i, rival in enumerate(RIVALS):
         better = [name for name, mean in means.items() if round(mean, 2) <= PUBLISHED["nll"][name][i]]

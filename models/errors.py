@@ -6,7 +6,7 @@ class DubitoError(Exception):
 
 
 class ArtifactError(DubitoError):
-    """A file that is not an artifact, or not one that this version can trust."""
+    """A file that is not an artifact, is damaged, or has a format that this version does not read."""
 
 
 class ArchitectureError(DubitoError):
@@ -14,11 +14,11 @@ class ArchitectureError(DubitoError):
 
 
 class ConversionError(DubitoError):
-    """A network that cannot be made Bayesian as asked."""
+    """A network that cannot be converted with these options."""
 
 
 class PredictionError(DubitoError):
-    """A network that answers with something other than finite numbers, one row per input."""
+    """A network whose outputs are not finite numbers, one row per input."""
 
 
 class InputError(DubitoError):
@@ -26,4 +26,4 @@ class InputError(DubitoError):
 
 
 class NumericsError(DubitoError):
-    """A device that computes wrongly in the type of numbers it was asked for."""
+    """A device that computes wrongly in the requested dtype."""

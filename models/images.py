@@ -1,4 +1,4 @@
-"""From a picture to the input that a model declares."""
+"""Converts pictures to the input that a model declares."""
 
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -19,7 +19,7 @@ LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 
 
 def read_pixels(file: str | Path | IO[bytes]) -> NDArray[np.uint8]:
-    """(H, W) of a grey picture, (H, W, 3) of any other; ValueError or OSError says what is wrong with the file."""
+    """Pixels of a picture file: (H, W) if grey, else (H, W, 3); raises ValueError or OSError."""
     from PIL import Image  # slow to import, and not needed for tensors
 
     try:
@@ -36,7 +36,7 @@ def read_pixels(file: str | Path | IO[bytes]) -> NDArray[np.uint8]:
 
 
 def pixels_of(picture: "Picture") -> NDArray[np.uint8]:
-    """(H, W) of a grey picture, (H, W, 3) of any other."""
+    """Pixels: (H, W) if grey, else (H, W, 3)."""
     if picture.mode == "F":
         raise ValueError("its pixels are floats of no known range; give them as .npy")
     if picture.mode.startswith("I"):  # 16 bits; Pillow's own conversion would cut them off at 255
@@ -45,9 +45,9 @@ def pixels_of(picture: "Picture") -> NDArray[np.uint8]:
 
 
 def pictures_in(array: NDArray[np.uint8], declared: Input) -> tuple[NDArray[np.uint8], bool]:
-    """A batch of pictures, channels last, and whether the array was one picture, (H, W) or (H, W, channels), alone.
+    """A batch of pictures, channels last, and whether the array was a single picture, (H, W) or (H, W, channels).
 
-    Channels come first where the array has the declared shape, as the network takes it.
+    An array with the declared shape, as the network takes it, has its channels first.
     """
     if array.shape[-3:] == declared.shape:
         array = np.moveaxis(array, -3, -1)
@@ -56,7 +56,7 @@ def pictures_in(array: NDArray[np.uint8], declared: Input) -> tuple[NDArray[np.u
 
 
 def prepare(pixels: Tensor, declared: Input) -> Tensor:
-    """One picture, uint8 (H, W) or (H, W, channels), -> the input (channels, height, width) in float32."""
+    """The model's input (channels, height, width) in float32 from a picture, uint8 (H, W) or (H, W, channels)."""
     if declared.image is None:
         raise InputError(
             f"this model takes tensors of shape {declared.shape}, not pictures: give a .npy file of that shape."
@@ -77,7 +77,7 @@ def prepare(pixels: Tensor, declared: Input) -> Tensor:
 
 def _with_channels(x: Tensor, channels: int) -> Tensor:
     if len(x) in (2, 4):
-        x = x[:-1]  # transparency says nothing about the picture
+        x = x[:-1]  # drop transparency
     if len(x) == channels:
         return x
     if len(x) == 1:

@@ -1,4 +1,4 @@
-"""What a Bayesian treatment bought or cost, in one sentence."""
+"""Compares a model with the plain network or another model, in one sentence."""
 
 from collections.abc import Mapping
 
@@ -11,13 +11,13 @@ CLEAR = 2.0  # standard errors
 
 
 def beside_plain(plain: Plain) -> str:
-    """Against the stronger of the two: the plain network with its temperature, where it has one."""
+    """The verdict against the plain network, with its temperature if it has one."""
     rival = "the plain network" if plain.temperature is None else "the plain network with its temperature"
     return verdict(plain.differences, rival)
 
 
 def columns(metrics: Mapping[str, float], plain: Plain | None) -> list[str]:
-    """Lines of text: each figure, beside that of the plain network as it is and with its temperature; the verdict."""
+    """Lines of text: each figure, with those of the plain network without and with its temperature; the verdict."""
     lines = []
     for name, value in metrics.items():
         beside = ""
@@ -29,7 +29,7 @@ def columns(metrics: Mapping[str, float], plain: Plain | None) -> list[str]:
 
 
 def verdict(differences: Mapping[str, Difference], rival: str) -> str:
-    """Better, worse and no different, each with the difference and its standard error."""
+    """One sentence: at which figures the model is better, worse and no different, with differences and their errors."""
     better: list[str] = []
     worse: list[str] = []
     same: list[str] = []

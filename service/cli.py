@@ -52,15 +52,15 @@ def serve(
         if not equals or not key:
             raise SettingError(f"--set {word!r}; expected KEY=VALUE, such as samples=64.")
         flags[key] = value
-    found = read_settings(settings, **{key: value for key, value in flags.items() if value is not None})
-    if not found.models:
-        found = found.model_copy(update={"models": (embedded(),)})
+    effective = read_settings(settings, **{key: value for key, value in flags.items() if value is not None})
+    if not effective.models:
+        effective = effective.model_copy(update={"models": (embedded(),)})
     if print_settings:
-        print(as_toml(found))
+        print(as_toml(effective))
         return
     from dubito.service.run import serve as run
 
-    raise typer.Exit(run(found, lambda text: print(text, flush=True)))
+    raise typer.Exit(run(effective, lambda text: print(text, flush=True)))
 
 
 @app.command()
@@ -77,9 +77,9 @@ def key(
 
     from dubito.service.web.security import hash_key
 
-    made = token_urlsafe(32)
-    print(f"key (give it to {name}; it is shown only now): {made}")
-    print(f'setting: api_keys = {{ "{name}" = "{hash_key(made)}" }}')
+    secret = token_urlsafe(32)
+    print(f"key (give it to {name}; it is shown only now): {secret}")
+    print(f'setting: api_keys = {{ "{name}" = "{hash_key(secret)}" }}')
 
 
 bench = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure a running server.")
@@ -117,20 +117,20 @@ def bench_http(
     from dubito.service import load
 
     wanted = load.rates_of(rate, rates)
-    plans = [load.poisson(one, seconds) for one in wanted]
+    arrivals = [load.poisson(one, seconds) for one in wanted]
     if plot is not None:
         load.check_plot(plot)
     name, target = load.predictions(url, model, rows, samples, key)
-    found = load.put_each(target, dict(zip(wanted, plans, strict=True)))
+    loads = load.put_each(target, dict(zip(wanted, arrivals, strict=True)))
     title = f"{name}, rows {rows}, samples {samples or 'as the server says'}"
     if as_json:
-        print(json.dumps({"model": name, "rows": rows, "samples": samples, "runs": [one.summary() for one in found]}))
+        print(json.dumps({"model": name, "rows": rows, "samples": samples, "runs": [one.summary() for one in loads]}))
     else:
-        Console().print(load.table(found, title))
-    for doubt in load.doubts(found):
+        Console().print(load.table(loads, title))
+    for doubt in load.doubts(loads):
         typer.echo(doubt, err=True)
-    if plot is not None and found:
-        load.plot(found, plot, title)
+    if plot is not None and loads:
+        load.plot(loads, plot, title)
         typer.echo(f"wrote {plot}", err=True)
-    if any(one.stopped for one in found):
+    if any(one.stopped for one in loads):
         raise typer.Exit(130)

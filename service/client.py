@@ -1,4 +1,4 @@
-"""A client with numpy in and out: arrays travel as binary tensors of the Open Inference Protocol, never as JSON."""
+"""A client that takes and returns numpy arrays, sent as binary tensors of the Open Inference Protocol."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,26 +16,26 @@ from numpy.typing import ArrayLike, NDArray
 from dubito.models.errors import DubitoError, InputError
 from dubito.service.web.oip import DRAWS, DTYPES, INPUT, KINDS, LENGTH
 
-TIMEOUT = 60.0  # seconds for a reply; the server's own deadline is shorter unless it is told otherwise
+TIMEOUT = 60.0  # seconds for a reply; the server's default deadline is shorter
 STATUSES = {status.value for status in HTTPStatus}
 Samples = int | Literal["auto"]
 
 
 class ServiceError(DubitoError):
-    """The server refused or failed, in its own words; or, with status None, it could not be reached."""
+    """The server answered with an error, whose text this is; with status None, it could not be reached."""
 
     def __init__(self, detail: str, status: int | None = None, retry_after: float | None = None) -> None:
         super().__init__(detail)
-        self.status, self.retry_after = status, retry_after  # seconds to stay away, where a 429 or 503 says so
+        self.status, self.retry_after = status, retry_after  # seconds, from the Retry-After of a 429 or 503
 
 
 @dataclass(frozen=True, eq=False)
-class Prediction(Mapping[str, NDArray[Any]]):
-    """Arrays by name, one row for each input: `found["probabilities"]`, `found["class"]`, `found["ood"]` ..."""
+class PredictReply(Mapping[str, NDArray[Any]]):
+    """Arrays by name, one row per input: `reply["probabilities"]`, `reply["class"]`, `reply["ood"]` ..."""
 
     model: str
     version: str
-    seed: int  # gives the same draws again
+    seed: int  # a request with this seed gets the same draws
     outputs: Mapping[str, NDArray[Any]]
 
     def __getitem__(self, name: str) -> NDArray[Any]:
@@ -67,25 +67,25 @@ class Client:
         method: Literal["probit", "sampling"] | None = None,
         group: str | None = None,
         draws: bool = False,
-    ) -> Prediction:
-        """Inputs (B, ...) or one of them; uint8 is pixels where the model takes pictures. What is None, the server
-        decides. `draws` adds `sample_outputs` (B, K, ...): each draw's own answer. What a closed form does not know
-        (`method="probit"`: mutual information, expected entropy) is NaN."""
+    ) -> PredictReply:
+        """Predictions for inputs (B, ...), or for one input without the batch axis; uint8 is pixels if the model takes
+        pictures. Options that are None get the server's defaults. `draws` adds `sample_outputs` (B, K, ...), each
+        draw's outputs. With `method="probit"`, mutual information and expected entropy are NaN."""
         options = _options(samples, seed, max_samples, tolerance, timeout_ms, method, group)
         outputs = _all_outputs(self._send("GET", f"/v2/models/{_part(model)}")) if draws else None
         body, headers = infer_body(x, options, outputs)
         return _prediction(self._send("POST", f"/v2/models/{_part(model)}/infer", content=body, headers=headers))
 
     def models(self) -> list[dict[str, Any]]:
-        """What the server says about each model that answers."""
+        """Descriptions of the served models."""
         return _field(self._send("GET", "/v1/models"), "models")
 
     def model(self, name: str) -> dict[str, Any]:
-        """What the server says about one: input, labels, calibration, bytes ..."""
+        """Description of one model: input, labels, calibration, bytes ..."""
         return _object(self._send("GET", f"/v1/models/{_part(name)}"))
 
     def ready(self) -> bool:
-        """Whether every expected model answers; False too where nobody is there."""
+        """Whether every expected model answers; False if the server cannot be reached."""
         try:
             return self._send("GET", "/readyz").is_success
         except ServiceError:
@@ -110,7 +110,7 @@ class Client:
 
 
 class AsyncClient:
-    """The same for coroutines: `async with AsyncClient(url) as client: await client.predict("digits", x)`"""
+    """`Client` for coroutines: `async with AsyncClient(url) as client: await client.predict("digits", x)`"""
 
     def __init__(self, url: str, key: str | None = None, timeout: float = TIMEOUT) -> None:
         self._http = httpx.AsyncClient(base_url=checked(url), headers=_headers(key), timeout=timeout)
@@ -128,7 +128,7 @@ class AsyncClient:
         method: Literal["probit", "sampling"] | None = None,
         group: str | None = None,
         draws: bool = False,
-    ) -> Prediction:
+    ) -> PredictReply:
         """As `Client.predict`."""
         options = _options(samples, seed, max_samples, tolerance, timeout_ms, method, group)
         outputs = _all_outputs(await self._send("GET", f"/v2/models/{_part(model)}")) if draws else None
@@ -168,7 +168,7 @@ class AsyncClient:
 def infer_body(
     x: ArrayLike, options: Mapping[str, Any], outputs: list[str] | None = None
 ) -> tuple[bytes, dict[str, str]]:
-    """A request of one binary tensor, and its headers; outputs None: all but the draws."""
+    """Body and headers of a request with one binary tensor; outputs None: all but the draws."""
     array = _tensor(x)
     raw = array.tobytes()
     entry = {
@@ -177,18 +177,18 @@ def infer_body(
         "datatype": KINDS[array.dtype],
         "parameters": {"binary_data_size": len(raw)},
     }
-    told: dict[str, Any] = {"inputs": [entry], "parameters": {**options, "binary_data_output": True}}
+    fields: dict[str, Any] = {"inputs": [entry], "parameters": {**options, "binary_data_output": True}}
     if outputs is not None:
-        told["outputs"] = [{"name": name} for name in outputs]
-    head = orjson.dumps(told)
+        fields["outputs"] = [{"name": name} for name in outputs]
+    head = orjson.dumps(fields)
     return head + raw, {LENGTH: str(len(head)), "content-type": "application/octet-stream"}
 
 
 def _tensor(x: ArrayLike) -> NDArray[Any]:
-    """Little-endian numbers; float64 goes as float32, which is what the server would make of it."""
+    """The input as little-endian numbers; float64 as float32, to which the server would convert it."""
     array = np.asarray(x)
     if array.dtype.kind == "f" and array.dtype.itemsize > 4:
-        with np.errstate(over="ignore"):  # the server refuses infinity with a sentence that names the row
+        with np.errstate(over="ignore"):  # the server refuses infinity, and names the row
             array = array.astype(np.float32)
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     if array.dtype not in KINDS:
@@ -197,7 +197,7 @@ def _tensor(x: ArrayLike) -> NDArray[Any]:
 
 
 def checked(url: str) -> str:
-    """The address, where it can be one."""
+    """The URL, if it is valid; raises InputError otherwise."""
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -208,7 +208,7 @@ def checked(url: str) -> str:
 
 
 def _headers(key: str | None) -> dict[str, str]:
-    """Numbers hardly shrink, so packed replies are not asked for."""
+    """Headers of every request; compression is refused, since floats hardly compress."""
     if key is not None and not (key.isascii() and key.isprintable()):
         raise InputError("the key holds characters that no key has; expected one as `dubito key` makes it.")
     return {"accept-encoding": "identity", **({} if key is None else {"x-api-key": key})}
@@ -240,26 +240,26 @@ def _part(name: str) -> str:
 
 
 def _all_outputs(metadata: httpx.Response) -> list[str]:
-    """Whoever names one output must name all of them."""
+    """Names of all outputs and of the draws: a request that names one output gets only those named."""
     return [*(output["name"] for output in _field(metadata, "outputs")), DRAWS]
 
 
-def _prediction(response: httpx.Response) -> Prediction:
+def _prediction(response: httpx.Response) -> PredictReply:
     raw = response.content
     try:
         n = int(response.headers.get(LENGTH, len(raw)))
-        told, rest = orjson.loads(raw[:n]), memoryview(raw)[n:]
+        fields, rest = orjson.loads(raw[:n]), memoryview(raw)[n:]
         outputs = {}
-        for entry in told["outputs"]:
+        for entry in fields["outputs"]:
             outputs[entry["name"]], rest = _array(entry, rest)
-        seed = int(told["parameters"]["seed"])
-        return Prediction(told["model_name"], told["model_version"], seed, outputs)
+        seed = int(fields["parameters"]["seed"])
+        return PredictReply(fields["model_name"], fields["model_version"], seed, outputs)
     except (KeyError, ValueError, TypeError, AttributeError):
-        raise _foreign(response) from None
+        raise _unreadable(response) from None
 
 
 def _array(entry: dict[str, Any], rest: memoryview) -> tuple[NDArray[Any], memoryview]:
-    """A copy, which its owner may change."""
+    """One output as a writable array, and the rest of the buffer."""
     dtype, shape = DTYPES[entry["datatype"]], entry["shape"]
     if "data" in entry:
         return np.array(entry["data"], dtype).reshape(shape), rest
@@ -274,32 +274,32 @@ def _good(response: httpx.Response) -> httpx.Response:
     phrase = HTTPStatus(status).phrase if status in STATUSES else "no known status"
     detail = f"the server answered {status} ({phrase})."
     try:
-        told = orjson.loads(response.content)
-        detail = told["error"] if "error" in told else told["detail"]
+        fields = orjson.loads(response.content)
+        detail = fields["error"] if "error" in fields else fields["detail"]
     except (KeyError, ValueError, TypeError):
-        pass  # a proxy's page, perhaps
+        pass  # not our JSON: an error page of a proxy, for example
     wait = response.headers.get("retry-after", "")
     raise ServiceError(str(detail), status, float(wait) if wait.isdecimal() else None)
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:
     try:
-        told = orjson.loads(response.content)
+        value = orjson.loads(response.content)
     except ValueError:
-        told = None
-    if not isinstance(told, dict):
-        raise _foreign(response)
-    return told
+        value = None
+    if not isinstance(value, dict):
+        raise _unreadable(response)
+    return value
 
 
 def _field(response: httpx.Response, name: str) -> list[dict[str, Any]]:
-    found = _object(response).get(name)
-    if not isinstance(found, list):
-        raise _foreign(response)
-    return found
+    values = _object(response).get(name)
+    if not isinstance(values, list):
+        raise _unreadable(response)
+    return values
 
 
-def _foreign(response: httpx.Response) -> ServiceError:
+def _unreadable(response: httpx.Response) -> ServiceError:
     return ServiceError(f"the reply of {response.url} cannot be read; is a dubito server there?", response.status_code)
 
 

@@ -1,5 +1,5 @@
-"""Load from outside. Requests leave when they are due, whatever became of those before, and latency counts from then:
-a server that stalls is charged for everybody who would have come meanwhile."""
+"""An open-loop load generator. Requests are sent at their due times, whether or not earlier ones were answered, and
+latency counts from the due time: a server that stalls delays all requests that come due meanwhile."""
 
 import asyncio
 import re
@@ -22,11 +22,11 @@ from rich.table import Table
 from dubito.models.errors import DubitoError
 from dubito.service.client import Client, checked, infer_body
 
-CONNECTIONS = 512  # at most; further requests wait for one of them, and their latency says so
-PATIENCE = 30.0  # seconds that replies may take after the last request
+CONNECTIONS = 512  # most connections; further requests wait for one, which counts in their latency
+PATIENCE = 30.0  # seconds to wait for replies after the last request
 MOST_REQUESTS = 5_000_000
-LATE = 0.005  # seconds behind its own plan, from which a generator is not to be trusted
-UNANSWERED, BROKEN = 0, 1  # beside the statuses of HTTP: no reply in time, no connection
+LATE = 0.005  # seconds that the generator may be late before its figures are doubtful
+UNANSWERED, BROKEN = 0, 1  # in place of an HTTP status: no reply in time, no connection
 WORDS = {UNANSWERED: "no reply", BROKEN: "no connection"}
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 PLOTS = (".png", ".svg", ".pdf")
@@ -39,12 +39,12 @@ Floats = NDArray[np.float64]
 
 
 class LoadError(DubitoError):
-    """A load that cannot be put on a server."""
+    """Options of a load that cannot be used."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server, and the one request that it gets again and again."""
+    """A server, and the request that is sent to it."""
 
     host: str
     port: int
@@ -54,13 +54,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Load:
-    """What became of each request that came due; times are seconds from the beginning."""
+    """The outcome of each request that came due; times are seconds from the start."""
 
-    rate: float  # asked for
+    rate: float  # requests per second that were to be sent
     due: Floats
-    left: Floats  # when the generator got to it
-    sent: Floats  # when there was a connection for it; NaN: never
-    ended: Floats  # when the last byte of its reply was there; NaN: never
+    left: Floats  # when the generator handled it
+    sent: Floats  # when it was written to a connection; NaN: never
+    ended: Floats  # when the last byte of the reply came; NaN: never
     status: NDArray[np.int64]
     stopped: bool = False  # by Ctrl-C
 
@@ -70,7 +70,7 @@ class Load:
 
     @property
     def late(self) -> Floats:
-        """The generator's own fault, not the server's."""
+        """Delay caused by the generator, not by the server."""
         return self.left - self.due
 
     @property
@@ -96,14 +96,14 @@ class Load:
 
 
 def spread(seconds: Floats) -> dict[str, float]:
-    """Percentiles in milliseconds, each of them a value that was seen."""
+    """Percentiles in milliseconds; each is an observed value."""
     if not len(seconds):
         return {}
     return {name: round(1000 * float(np.quantile(seconds, q, method="higher")), 3) for name, q in QUANTILES.items()}
 
 
 def poisson(rate: float, seconds: float, seed: int = 0) -> Floats:
-    """Arrival times of callers who do not know of each other."""
+    """Arrival times of a Poisson process, in seconds."""
     for name, value in (("rate", rate), ("seconds", seconds)):
         if not 0 < value < float("inf"):
             raise LoadError(f"{name} is {value:g}; expected a number above 0.")
@@ -117,7 +117,7 @@ def poisson(rate: float, seconds: float, seed: int = 0) -> Floats:
 
 
 def post(url: str, path: str, body: bytes, headers: Mapping[str, str]) -> Target:
-    """POST the body to a path below an address."""
+    """A target that POSTs the body to a path below the URL."""
     parts = urlsplit(checked(url))
     assert parts.hostname is not None
     tls = parts.scheme == "https"
@@ -129,29 +129,29 @@ def post(url: str, path: str, body: bytes, headers: Mapping[str, str]) -> Target
 
 
 def predictions(url: str, model: str | None, rows: int, samples: str | None, key: str | None) -> tuple[str, Target]:
-    """The model (the first where none is named) and a request for it: normal inputs, as binary tensors."""
+    """Name of the model (the first, if None), and a request with normally distributed inputs as a binary tensor."""
     with Client(url, key) as client:
-        found = client.model(model) if model is not None else next(iter(client.models()), None)
-    if found is None:
+        description = client.model(model) if model is not None else next(iter(client.models()), None)
+    if description is None:
         raise LoadError(f"{url} serves no model.")
     if rows < 1:
         raise LoadError(f"rows is {rows}; expected at least 1.")
     if samples is not None and samples != "auto" and not samples.isdecimal():
         raise LoadError(f"samples is {samples!r}; expected a whole number, or auto.")
-    x = np.random.default_rng(0).standard_normal((rows, *found["input"]["shape"]), dtype=np.float32)
+    x = np.random.default_rng(0).standard_normal((rows, *description["input"]["shape"]), dtype=np.float32)
     options = {} if samples is None else {"samples": samples if samples == "auto" else int(samples)}
     body, headers = infer_body(x, options)
     who = {} if key is None else {"x-api-key": key}
-    return found["name"], post(url, f"/v2/models/{found['name']}/infer", body, {**headers, **who})
+    return description["name"], post(url, f"/v2/models/{description['name']}/infer", body, {**headers, **who})
 
 
 class Connection(asyncio.Protocol):
-    """HTTP/1.1, one request at a time; `done` hears the status of its reply, or BROKEN."""
+    """An HTTP/1.1 connection, one request at a time; `done` is called with the status of the reply, or BROKEN."""
 
     def __init__(self, done: "Callable[[Connection, int], None]") -> None:
         self.done = done
         self.buffer = bytearray()
-        self.status = self.whole = 0  # whole: bytes of the reply, once its head is there
+        self.status = self.whole = 0  # whole: bytes of the reply, once its head was read
         self.busy = self.lost = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -177,12 +177,12 @@ class Connection(asyncio.Protocol):
             return
         head = bytes(self.buffer[: end + 2])
         status, length = STATUS.match(head), LENGTH.search(head)
-        if status is None or length is None:  # no HTTP, or a reply that does not say where it ends
+        if status is None or length is None:  # not HTTP, or a reply without content-length
             self.transport.abort()
             return
         self.status, self.whole = int(status[1]), end + 4 + int(length[1])
         if CLOSE.search(head):
-            self.lost = True  # after this reply
+            self.lost = True  # not to be used after this reply
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = True
@@ -191,32 +191,32 @@ class Connection(asyncio.Protocol):
             self.done(self, BROKEN)
 
 
-class Flight:
-    """Requests under way, and the connections that carry them: one is opened when none is idle."""
+class LoadRun:
+    """Sends the requests of one load, and opens a connection when none is idle."""
 
     def __init__(self, target: Target, due: Floats, connections: int, tick: Callable[[int], None]) -> None:
         self.target, self.due, self.most, self.tick = target, due, connections, tick
         n = len(due)
         self.left, self.sent, self.ended = np.full(n, np.nan), np.full(n, np.nan), np.full(n, np.nan)
         self.status = np.full(n, UNANSWERED)
-        self.gone = self.back = self.open = 0  # requests that left and that are settled; connections
+        self.gone = self.back = self.open = 0  # number of requests sent, of requests settled, of connections
         self.idle: list[Connection] = []
         self.waiting: deque[int] = deque()
         self.carries: dict[Connection, int] = {}
         self.opening: set[asyncio.Task[None]] = set()
-        self.landed = asyncio.Event()
+        self.all_settled = asyncio.Event()
 
-    async def fly(self, rate: float) -> Load:
+    async def run(self, rate: float) -> Load:
         loop = asyncio.get_running_loop()
         self.now = loop.time
         ticking = asyncio.ensure_future(self._tick())
         self.began = self.now()
         stopped = False
         try:
-            await self._depart()
+            await self._send_due()
             with suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE):
-                    await self.landed.wait()
+                    await self.all_settled.wait()
         except asyncio.CancelledError:  # Ctrl-C
             stopped = True
         for task in (ticking, *self.opening):
@@ -227,7 +227,7 @@ class Flight:
         cut = slice(self.gone)
         return Load(rate, self.due[cut], self.left[cut], self.sent[cut], self.ended[cut], self.status[cut], stopped)
 
-    async def _depart(self) -> None:
+    async def _send_due(self) -> None:
         while self.gone < len(self.due):
             now = self.now() - self.began
             while self.gone < len(self.due) and self.due[self.gone] <= now:
@@ -291,7 +291,7 @@ class Flight:
         if self.waiting:
             self._dispatch(self.waiting.popleft())
         elif self.back == len(self.due):
-            self.landed.set()
+            self.all_settled.set()
 
 
 def put(
@@ -302,18 +302,18 @@ def put(
     connections: int = CONNECTIONS,
     tick: Callable[[int], None] = lambda gone: None,
 ) -> Load:
-    """Requests at these times. All at 0: a closed loop, in which each connection sends again when it is answered."""
+    """Send requests at the times `due`. All at 0: a closed loop, in which a connection sends again when answered."""
 
-    async def fly() -> Load:
-        return await Flight(target, due, connections, tick).fly(rate)
+    async def send() -> Load:
+        return await LoadRun(target, due, connections, tick).run(rate)
 
-    # select() wakes within microseconds of a time; epoll, and so the usual loops, only to the millisecond.
+    # select() wakes within microseconds of a time; epoll, which the default loops use, only within a millisecond.
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
-        return runner.run(fly())
+        return runner.run(send())
 
 
 def rates_of(rate: float | None, rates: str | None) -> list[float]:
-    """One, or several with commas; each once."""
+    """The rates of the options --rate and --rates, without duplicates."""
     if rate is not None and rates is not None:
         raise LoadError("both --rate and --rates came; expected one of them.")
     if rates is None:
@@ -325,8 +325,8 @@ def rates_of(rate: float | None, rates: str | None) -> list[float]:
 
 
 def put_each(target: Target, plans: Mapping[float, Floats]) -> list[Load]:
-    """One rate after the other, with a bar where somebody watches; the first that is stopped is the last."""
-    found: list[Load] = []
+    """Run one rate after the other, with a progress bar on a terminal; Ctrl-C ends the series."""
+    loads: list[Load] = []
     console = Console(stderr=True)
     with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as progress:
         task = progress.add_task("asking", total=sum(map(len, plans.values())))
@@ -336,27 +336,27 @@ def put_each(target: Target, plans: Mapping[float, Floats]) -> list[Load]:
             def tick(gone: int, before: int = before) -> None:
                 progress.update(task, completed=before + gone, refresh=True)
 
-            found.append(put(target, due, rate=rate, tick=tick))
+            loads.append(put(target, due, rate=rate, tick=tick))
             before += len(due)
-            if found[-1].stopped:
+            if loads[-1].stopped:
                 break
-    return found
+    return loads
 
 
 def table(loads: list[Load], title: str) -> Table:
-    made = Table(title=title, caption="latencies in ms; late: the generator itself")
+    rows = Table(title=title, caption="latencies in ms; late: the generator itself")
     for column in ("rate/s", "200/s", "reply", "count", *QUANTILES, "late p99"):
-        made.add_column(column, justify="left" if column == "reply" else "right")
+        rows.add_column(column, justify="left" if column == "reply" else "right")
     for load in loads:
-        told = load.summary()
-        late = short(told["late_ms"]["p99"]) if told["late_ms"] else ""
+        summary = load.summary()
+        late = short(summary["late_ms"]["p99"]) if summary["late_ms"] else ""
         first = (f"{load.rate:g}", f"{load.achieved():.1f}")
-        for word, count in told["statuses"].items():
-            values = told["latency_ms"].get(word, {})
+        for word, count in summary["statuses"].items():
+            values = summary["latency_ms"].get(word, {})
             shown = [short(values[name]) if values else "" for name in QUANTILES]
-            made.add_row(*first, word, str(count), *shown, late)
+            rows.add_row(*first, word, str(count), *shown, late)
             first, late = ("", ""), ""
-    return made
+    return rows
 
 
 def short(value: float) -> str:
@@ -364,24 +364,24 @@ def short(value: float) -> str:
 
 
 def doubts(loads: list[Load]) -> list[str]:
-    """What makes the figures doubtful."""
-    found = []
+    """Warnings about figures that are doubtful."""
+    warnings = []
     for load in loads:
         late = spread(load.late).get("p99", 0.0)
         if late > 1000 * LATE:
-            found.append(
+            warnings.append(
                 f"at {load.rate:g}/s the generator itself was late (p99 {late:.1f} ms), and latencies hold that too: "
                 "run it on another machine, or at a lower rate."
             )
         if lost := int(np.isnan(load.ended).sum()):
-            found.append(f"at {load.rate:g}/s {lost} requests got no reply; no percentile knows of them.")
+            warnings.append(f"at {load.rate:g}/s {lost} requests got no reply; percentiles do not count them.")
         if load.stopped:
-            found.append(f"stopped: at {load.rate:g}/s {len(load.due)} requests had left.")
-    return found
+            warnings.append(f"stopped: at {load.rate:g}/s {len(load.due)} requests had left.")
+    return warnings
 
 
 def check_plot(path: Path) -> None:
-    """Before the load, not after it."""
+    """Check the plot's path before the load is run."""
     if path.suffix.lower() not in PLOTS:
         raise LoadError(f"{path} is no name for a plot; expected one that ends in {', '.join(PLOTS)}.")
     if not path.parent.is_dir():
@@ -389,7 +389,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(loads: list[Load], path: Path, title: str) -> None:
-    """One rate: how latencies are distributed. Several: how they grow with the rate."""
+    """Plot the latencies: their distribution for one rate, percentiles by rate for several."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -401,7 +401,7 @@ def plot(loads: list[Load], path: Path, title: str) -> None:
     else:
         seen = [(load.rate, spread(values / 1000)) for load, values in zip(loads, good, strict=True) if len(values)]
         for name in ("p50", "p90", "p99"):
-            axes.plot([rate for rate, _ in seen], [told[name] for _, told in seen], marker="o", label=name)
+            axes.plot([rate for rate, _ in seen], [values[name] for _, values in seen], marker="o", label=name)
         axes.set(yscale="log", xlabel="requests per second", ylabel="latency from the due time, ms")
         axes.legend()
     axes.grid(alpha=0.3)

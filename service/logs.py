@@ -8,16 +8,16 @@ from typing import Any
 
 import orjson
 
-SOON = 0.05  # seconds
+SOON = 0.05  # seconds after which written lines are flushed
 USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
-def write_line(told: dict[str, Any]) -> None:
-    """A line of level info, past the machinery of `logging`: one is written for each request."""
+def write_line(fields: dict[str, Any]) -> None:
+    """Write a line of level info without `logging`, which would be too slow for each request."""
     global _flush
-    line = orjson.dumps({"time": datetime.now(UTC), "level": "info", **told}, option=orjson.OPT_APPEND_NEWLINE)
+    line = orjson.dumps({"time": datetime.now(UTC), "level": "info", **fields}, option=orjson.OPT_APPEND_NEWLINE)
     sys.stderr.buffer.write(line)
-    if _flush is None:  # together with whatever else comes until then
+    if _flush is None:  # lines written until then are flushed together
         _flush = asyncio.get_running_loop().call_later(SOON, flush_lines)
 
 
@@ -31,26 +31,26 @@ _flush: asyncio.TimerHandle | None = None
 
 
 class AsJson(logging.Formatter):
-    """What was said and everything that came with it."""
+    """A record's message and its extra fields as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told = {
+        fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "message": record.getMessage(),
             **{key: value for key, value in vars(record).items() if key not in USUAL},
         }
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(told, default=str).decode()
+            fields["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(fields, default=str).decode()
 
 
 def start_logging(level: str) -> None:
-    """Ours at this level; of the web server's own and of all other libraries', only what went wrong."""
+    """Log our own records from `level` on, those of uvicorn and other libraries from warning on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(AsJson())
     logging.captureWarnings(True)
-    for name, at in (("dubito", level.upper()), ("uvicorn", "WARNING"), ("", "WARNING")):
+    for name, lowest in (("dubito", level.upper()), ("uvicorn", "WARNING"), ("", "WARNING")):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(at)
+        logger.setLevel(lowest)

@@ -1,4 +1,4 @@
-"""What Prometheus sees; label values are names of models that are served, and a few words of ours."""
+"""Metrics for Prometheus; label values are names of served models and fixed words, so their number is bounded."""
 
 import os
 from bisect import bisect_left
@@ -15,7 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.resident import bytes_of
-from dubito.service.engine.engine import Answered
+from dubito.service.engine.engine import PredictResult
 
 SECONDS = tuple(0.0005 * 2**i for i in range(16))  # 0.5 ms to 16 s
 ROWS = tuple(2**i for i in range(11))
@@ -26,7 +26,7 @@ REASONS = ("queue_full", "deadline", "rate", "key", "body", "gone")
 
 
 class Counts:
-    """A histogram of one series; the library's own takes a lock and several times as long."""
+    """One series of a histogram; the library's own takes a lock, and several times as long."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
@@ -37,7 +37,7 @@ class Counts:
 
 
 class Total:
-    """A counter of one series, added to by one thread; the library's own takes a lock."""
+    """One series of a counter, written by one thread; the library's own takes a lock."""
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -47,7 +47,7 @@ class Total:
 
 
 class Totals(Collector):
-    """One counter, its series by model."""
+    """A counter with one series per model."""
 
     def __init__(self, name: str, what: str) -> None:
         self.name, self.what = name, what
@@ -67,7 +67,7 @@ class Totals(Collector):
 
 
 class Histograms(Collector):
-    """One metric, its series by labels. Each series is added to by one thread only."""
+    """A histogram with one series per combination of labels. Each series is written by one thread only."""
 
     def __init__(self, name: str, what: str, labels: list[str], bounds: tuple[float, ...]) -> None:
         self.name, self.what, self.labels, self.bounds = name, what, labels, bounds
@@ -121,13 +121,13 @@ class Metrics:
         return Series(self, model)
 
     def forget(self, model: str) -> None:
-        """An unloaded model leaves no series behind."""
+        """Remove the series of an unloaded model."""
         for metric in self.by_model:
             metric.forget(model)
 
 
 class Series:
-    """One model's, looked up once."""
+    """The series of one model, looked up once."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self.request = {outcome: metrics.request.of(model, outcome) for outcome in OUTCOMES}
@@ -140,20 +140,21 @@ class Series:
         self.rows.observe(rows)
         self.cpu.inc(cpu)
 
-    def answered(self, found: Answered, seconds: Mapping[str, float]) -> None:
+    def add(self, result: PredictResult, seconds: Mapping[str, float]) -> None:
+        """Count an answered request and the seconds of its stages."""
         for stage, spent in seconds.items():
             self.stage[stage].observe(spent)
-        self.samples.observe(found.samples)
-        if "entropy" in found.columns:
-            for value in found.columns["entropy"].tolist():
+        self.samples.observe(result.samples)
+        if "entropy" in result.columns:
+            for value in result.columns["entropy"].tolist():
                 self.entropy.observe(value)
-        self.inputs.inc(len(found.rules))
-        if "ood" in found.columns and (flags := int(np.count_nonzero(found.columns["ood"]))):
+        self.inputs.inc(len(result.rules))
+        if "ood" in result.columns and (flags := int(np.count_nonzero(result.columns["ood"]))):
             self.ood.inc(flags)
 
 
 class Sizes(Collector):
-    """Bytes and queues, read when somebody asks: (name, what it is, label names) to values by labels."""
+    """Gauges that are read at each scrape: (name, description, label names) -> values by labels."""
 
     def __init__(self, read: Callable[[], Mapping[tuple[str, str, tuple[str, ...]], Mapping[tuple[str, ...], float]]]):
         self.read = read
@@ -167,7 +168,7 @@ class Sizes(Collector):
 
 
 def model_bytes(model: Model, artifact: int, deterministic: int) -> dict[str, int]:
-    """The file, the tensors in memory, the factors among them, and the plain network in the type of activations."""
+    """Bytes of the file, of the tensors in memory, of the factors among them, and of the plain network."""
     seen: set[int] = set()
     own = bytes_of(model.network, seen)
     factors = bytes_of(model.factors, seen)
@@ -176,7 +177,7 @@ def model_bytes(model: Model, artifact: int, deterministic: int) -> dict[str, in
 
 
 def device_bytes(device: torch.device) -> dict[str, int]:
-    """What this process has of the device's memory, and what is in use in all."""
+    """Device memory of this process, in use in all, and in total."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         mine = {"allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
@@ -184,8 +185,8 @@ def device_bytes(device: torch.device) -> dict[str, int]:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return {}
-    told = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    total, mine_now = told["MemTotal"], pages * os.sysconf("SC_PAGE_SIZE")
-    return {"allocated": mine_now, "used": total - told["MemAvailable"], "total": total}
+    meminfo = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    total, mine_now = meminfo["MemTotal"], pages * os.sysconf("SC_PAGE_SIZE")
+    return {"allocated": mine_now, "used": total - meminfo["MemAvailable"], "total": total}

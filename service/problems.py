@@ -1,4 +1,4 @@
-"""What can go wrong with a request, with the status that a client sees; no path and no traceback is ever among it."""
+"""Errors of requests, with the HTTP status and text that a client sees; they contain no paths and no tracebacks."""
 
 from http import HTTPStatus
 
@@ -8,7 +8,7 @@ FAILED = "the model failed on this request; the server's log has the reason unde
 
 
 class Problem(DubitoError):
-    """An error that knows its HTTP status; `reason` is the word under which the metrics count it."""
+    """An error with its HTTP status; `reason` is its label in the metrics."""
 
     def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None, reason: str = "") -> None:
         super().__init__(detail)
@@ -43,7 +43,7 @@ class Gone(Problem):
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Any error as something that may be shown."""
+    """The problem to show to the client for any error."""
     match error:
         case Problem():
             return error

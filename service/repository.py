@@ -1,4 +1,4 @@
-"""Models by name and version: found, loaded, warmed and verified, then switched to at once while the old ones drain."""
+"""Models by name and version: finds, loads, warms and checks them, then switches to them while the old ones drain."""
 
 import asyncio
 import gc
@@ -23,7 +23,7 @@ from dubito.service.engine.bank import Bank, bytes_of_sample
 from dubito.service.engine.batcher import Batcher
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.engine import Engine
-from dubito.service.engine.plans import Memory, plan_file
+from dubito.service.engine.plans import PlanCache, plan_file
 from dubito.service.metrics import Metrics, Series, model_bytes
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
@@ -36,36 +36,36 @@ log = logging.getLogger("dubito")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a version lies; nothing of it has been read. A file that was written anew is another source."""
+    """The file of a version, not yet read. A file that was overwritten is another source."""
 
     name: str
     version: str
     path: Path
-    stamp: tuple[int, int, int]
+    stamp: tuple[int, int, int]  # inode, time of modification, size
 
 
 @dataclass
-class Served:
-    """A version that answers."""
+class ServedModel:
+    """A version of a model that answers requests."""
 
     source: Source
     engine: Engine
     declared: Input
-    known: dict[str, Any]  # what `dubito inspect` would say
+    known: dict[str, Any]  # report of `dubito inspect`
     bytes: dict[str, int]
     batcher: Batcher
     series: Series
-    retired: bool = False  # another one answers now
+    retired: bool = False  # replaced by another version, or unloaded
 
     def __post_init__(self) -> None:
         self.name, self.version = self.source.name, self.source.version
         self.model = self.engine.model
-        self.method = self.model.method  # of requests that name none
+        self.predictive = self.model.method  # predictive of requests that do not choose one
 
 
 def find(paths: Sequence[Path]) -> dict[tuple[str, str], Source]:
-    """An artifact is a model of version 1, called after its file; a repository has folders name/version/FILE."""
-    found: dict[tuple[str, str], Source] = {}
+    """The versions at the paths: an artifact is version 1, named after its file; a repository has NAME/VERSION/FILE."""
+    versions: dict[tuple[str, str], Source] = {}
     for path in paths:
         if path.is_file():
             sources = [_source(path.stem, "1", path)]
@@ -77,23 +77,23 @@ def find(paths: Sequence[Path]) -> dict[tuple[str, str], Source]:
             raise ArtifactError(f"there is no {path}; expected an artifact or a model repository.")
         for source in sources:
             key = (source.name, source.version)
-            if key in found:
+            if key in versions:
                 raise ArtifactError(f"two artifacts are called {key[0]!r} in version {key[1]}; give them other names.")
-            found[key] = source
-    return found
+            versions[key] = source
+    return versions
 
 
 def _inside(root: Path) -> list[Source]:
     whole = root.resolve()
-    found = []
+    sources = []
     for file in sorted(root.glob(f"*/*/{FILE}")):
         name, version = file.parent.parent.name, file.parent.name
         if not VERSION.fullmatch(version):
             continue
         if not file.resolve().is_relative_to(whole):
             raise ArtifactError(f"{file} leads out of the repository {root}; put a copy there.")
-        found.append(_source(name, version, file))
-    return found
+        sources.append(_source(name, version, file))
+    return sources
 
 
 def _source(name: str, version: str, path: Path) -> Source:
@@ -104,7 +104,7 @@ def _source(name: str, version: str, path: Path) -> Source:
 
 
 class Repository:
-    """Which versions there are and which answer. Changes happen on the event loop; loading in a thread."""
+    """The versions on disk, and those that are served. Changes happen on the event loop, loading in a thread."""
 
     def __init__(self, settings: Settings, device: torch.device, dtype: torch.dtype, metrics: Metrics) -> None:
         self.settings, self.device, self.dtype, self.metrics = settings, device, dtype, metrics
@@ -112,10 +112,10 @@ class Repository:
         self.expected = set(settings.expected) or {name for name, _ in self.sources}
         if unknown := self.expected - {name for name, _ in self.sources}:
             raise ArtifactError(f"expected models {', '.join(sorted(unknown))} are not among the paths given.")
-        self.served: dict[str, Served] = {}
-        self.failed: set[tuple[str, str]] = set()  # versions that could not be loaded; the log says why
+        self.served: dict[str, ServedModel] = {}
+        self.failed: set[tuple[str, str]] = set()  # versions that could not be loaded; the log has the reasons
         self.changing = asyncio.Lock()
-        self.turn = threading.Lock()  # whose turn it is on the device
+        self.turn = threading.Lock()  # held by the model that uses the device
         self.budget = Budget.of(settings.memory_bytes, device)
 
     @property
@@ -126,7 +126,7 @@ class Repository:
     def alive(self) -> bool:
         return all(served.batcher.alive(self.settings.stuck_seconds) for served in self.served.values())
 
-    def get(self, name: str, version: str | None = None) -> Served:
+    def get(self, name: str, version: str | None = None) -> ServedModel:
         served = self.served.get(name)
         if served is None:
             raise Problem(404, "no such model is served; GET /v1/models lists those that are.")
@@ -135,14 +135,14 @@ class Repository:
         return served
 
     async def load_all(self) -> None:
-        """The newest version of each name."""
+        """Load the newest version of each model."""
         for name in sorted({name for name, _ in self.sources}):
             await self.load(name)
 
     async def load(self, name: str) -> None:
-        """The newest version on disk, loaded, warmed and verified; then it answers, and the one before it drains.
+        """Load, warm and check the newest version on disk, and switch to it; the old version drains.
 
-        Where it cannot be loaded, the one before it goes on.
+        If it cannot be loaded, the old version stays.
         """
         async with self.changing:
             self.sources = await asyncio.to_thread(find, self.settings.models)
@@ -169,16 +169,16 @@ class Repository:
             )
             sizes = model_bytes(engine.model, known["bytes"], known["deterministic"])
             old = self.served.get(name)
-            self.served[name] = Served(source, engine, declared, known, sizes, batcher, series)
-            self.expected.add(name)  # once more, where it had been unloaded
+            self.served[name] = ServedModel(source, engine, declared, known, sizes, batcher, series)
+            self.expected.add(name)  # again, if it had been unloaded
             log.info("model serves", extra={"model": name, "version": source.version, "device": str(self.device)})
             if old is not None:
                 retired = self._retire(old)
-                del old  # so that it can go
+                del old  # so that it can be freed
                 await retired
 
     def _prepare(self, source: Source) -> tuple[Engine, Input, dict[str, Any]]:
-        """In a thread: everything a first request would wait for is done here."""
+        """Load and warm a model, in a thread, so that its first request need not wait."""
         model = load(source.path)
         declared = model.card.input
         if declared is None:
@@ -192,15 +192,15 @@ class Repository:
         except NumericsError as error:
             if self.dtype.itemsize >= torch.float32.itemsize:
                 raise
-            told = {"model": source.name, "asked": name_of(self.dtype), "why": str(error)}
-            log.warning("model runs in float32", extra=told)
+            fields = {"model": source.name, "asked": name_of(self.dtype), "why": str(error)}
+            log.warning("model runs in float32", extra=fields)
         return self._warmed(model, source, torch.float32), declared, known
 
     def _warmed(self, model: Model, source: Source, dtype: torch.dtype) -> Engine:
         model = reside(model, self.device, dtype)
-        memory = Memory(plan_file() if self.settings.plan_seconds else None, self.device)
+        plan_cache = PlanCache(plan_file() if self.settings.plan_seconds else None, self.device)
         share = self.budget.share()
-        engine = Engine(model, self.settings.buckets, memory, self.settings.plan_seconds, share=share)
+        engine = Engine(model, self.settings.buckets, plan_cache, self.settings.plan_seconds, share=share)
         try:
             self._enter(engine)
             banked = self._reserve_bank(engine)
@@ -220,7 +220,7 @@ class Repository:
         return engine
 
     def _enter(self, engine: Engine) -> None:
-        """What the model takes of the device's memory, by kind."""
+        """Register the model's device memory by kind; raises where it exceeds the limit."""
         share, model = engine.share, engine.model
         resident, share.sample = bytes_of([model.network, model.factors]), bytes_of_sample(model)
         share.kinds["resident"] = lambda: resident
@@ -233,7 +233,8 @@ class Repository:
             )
 
     def _reserve_bank(self, engine: Engine) -> tuple[int, int] | None:
-        """Sets and samples; None where draws are made anew, or there are none to be made ahead, or no room for them."""
+        """Number of seeds and draws of the bank; None without a bank: by settings, for this model, or for lack of
+        memory."""
         settings, factors, share = self.settings, engine.model.factors, engine.share
         if settings.sample_mode == "fresh" or factors.normals == 0:
             return None
@@ -241,7 +242,7 @@ class Repository:
         size = sets * samples * (share.sample - 4 * factors.normals)  # the normals are not kept
         if size == 0:  # draws are not weights of layers
             return None
-        if share.limited and size > self.budget.left // 2:  # passes need some, too
+        if share.limited and size > self.budget.left // 2:  # passes need memory too
             log.warning("the bank does not fit the memory: draws are made anew", extra={"bytes": size})
             return None
         share.kinds["bank"] = lambda: size
@@ -251,20 +252,20 @@ class Repository:
         async with self.changing:
             if name not in self.served:
                 raise Problem(404, "no such model is served.")
-            self.expected.discard(name)  # somebody wanted it gone
+            self.expected.discard(name)
             await self._retire(self.served.pop(name))
             self.metrics.forget(name)
 
-    async def _retire(self, old: Served) -> None:
+    async def _retire(self, old: ServedModel) -> None:
         await self._drain(old)
         self.budget.release(old.engine.share)
         log.info("model retired", extra={"model": old.name, "version": old.version})
         held = [old]
-        del old  # so that none but the list knows it
+        del old  # so that only the list refers to it
         await asyncio.to_thread(self._free, held)
 
-    async def _drain(self, served: Served) -> None:
-        """What was accepted is answered."""
+    async def _drain(self, served: ServedModel) -> None:
+        """Answer the accepted requests, and stop the model's threads."""
         served.retired = True
         await served.batcher.close()
         if (bank := served.engine.bank) is not None:
@@ -272,26 +273,27 @@ class Repository:
             while bank.alive:
                 await asyncio.sleep(0.005)
 
-    def _free(self, held: list[Served]) -> None:
-        """In a thread. Not while another model's passes are captured: what the host shares with the device would be
-        freed beside that."""
+    def _free(self, held: list[ServedModel]) -> None:
+        """Free a model's memory, in a thread, while holding the device: freeing pinned memory would break a capture of
+        another model's graphs."""
         if not self.turn.acquire(timeout=self.settings.stuck_seconds):
             log.error("the device is stuck: what a model held of it is not given back")
             return
         try:
-            held.pop().engine.programs = None
-            gc.collect()  # a request that failed is in a circle with its traceback, which knows the model
+            held.pop().engine.graphs = None
+            gc.collect()  # a failed request and its traceback form a cycle that refers to the model
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         finally:
             self.turn.release()
 
     async def close(self) -> None:
-        """Answer what was accepted, then stop: what a model holds goes with the process."""
+        """Answer the accepted requests; memory is freed with the process."""
         for served in list(self.served.values()):
             await self._drain(served)
 
     def index(self, *, ready_only: bool = False) -> list[dict[str, str]]:
+        """Every version on disk and its state, as the model repository extension lists them."""
         rows = []
         for name, version in sorted(self.sources, key=lambda key: (key[0], int(key[1]))):
             ready = name in self.served and self.served[name].version == version

@@ -1,4 +1,4 @@
-"""`dubito serve`: binds the port, loads the models, says where the console is, and ends in order."""
+"""`dubito serve`: binds the port, loads the models, prints the address of the console, and shuts down gracefully."""
 
 import asyncio
 import gc
@@ -19,13 +19,13 @@ from dubito.service.web.app import Server, application
 from dubito.service.web.state import State
 from dubito.service.web.wire import Wire
 
-KEEP_ALIVE = 65  # seconds that an idle connection stays: longer than the minute of usual proxies
-SWITCH = 0.0003  # seconds that the event loop keeps the interpreter from the thread that feeds a GPU; usually 5 ms
+KEEP_ALIVE = 65  # seconds that an idle connection stays open: longer than the usual minute of proxies
+SWITCH = 0.0003  # switch interval of the interpreter: the thread that feeds the GPU waits less than with the usual 5 ms
 log = logging.getLogger("dubito")
 
 
 class Front(uvicorn.Server):
-    """uvicorn without its signal handlers: ours turn readiness off first."""
+    """uvicorn without its signal handlers; ours first make the server not ready."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -33,7 +33,7 @@ class Front(uvicorn.Server):
 
 
 def serve(settings: Settings, say: Callable[[str], None]) -> int:
-    """The exit code: 0 where every accepted request was answered."""
+    """Serve until a signal; returns the exit code, 0 if every accepted request was answered."""
     start_logging(settings.log_level)
     state = State(settings)
     config = uvicorn.Config(
@@ -42,7 +42,7 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=settings.rate_per_second is not None,  # the only one to ask for a caller's address
+        proxy_headers=settings.rate_per_second is not None,  # only the rate limit needs a client's address
         lifespan="off",
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(settings.drain_seconds) + 1,
@@ -76,15 +76,15 @@ async def _serve(state: State, front: Front, listener: socket.socket, say: Calla
     try:
         await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            starting.result()  # what is wrong with a model ends the server before it was ever ready
+            starting.result()  # an error of a model ends the server before it is ready
             if state.repository is not None and state.repository.device.type == "cuda":
                 sys.setswitchinterval(SWITCH)
             gc.collect()
-            gc.freeze()  # what is here now stays: later collections need not look at it
+            gc.freeze()  # later collections skip the objects that exist now
             say(_greeting(state, listener))
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         log.info("draining")
-        state.draining = True  # readiness is off; whoever still asks is answered
+        state.draining = True  # not ready, but requests are still answered
         await asyncio.sleep(state.settings.linger_seconds)
     finally:
         state.draining = front.should_exit = True
@@ -102,7 +102,7 @@ async def _serve(state: State, front: Front, listener: socket.socket, say: Calla
 
 
 def _stop_or_exit(stop: asyncio.Event) -> None:
-    """The first signal drains; whoever sends a second one does not want to wait."""
+    """The first signal drains; the second one exits at once."""
     if stop.is_set():
         flush_lines()
         os._exit(1)

@@ -18,11 +18,11 @@ Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
 
 
 class SettingError(DubitoError):
-    """A setting that cannot be used."""
+    """An unknown setting, or a value that is not valid."""
 
 
 class Settings(BaseSettings):
-    """One field a setting; `dubito serve --print-settings` shows them with the values in force."""
+    """One field per setting; `dubito serve --print-settings` shows them with their values."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, enable_decoding=False)
 
@@ -77,15 +77,13 @@ class Settings(BaseSettings):
     )
     plan_seconds: Annotated[
         Seconds,
-        Field(
-            description="Time to measure each layer's fastest plan, for each model; plans are kept. 0: not measured."
-        ),
+        Field(description="Time to measure the executions of a model's layers; plans are kept. 0: not measured."),
     ] = 5.0
-    batch_work: Annotated[
-        PositiveInt, Field(description="Rows × samples that go to the device together; more is split.")
-    ] = 1 << 13
+    batch_work: Annotated[PositiveInt, Field(description="Rows × draws of a batch; larger requests are split.")] = (
+        1 << 13
+    )
     queue_work: Annotated[
-        PositiveInt, Field(description="Rows × samples that a model may have under way; beyond it requests get 429.")
+        PositiveInt, Field(description="Rows × draws that a model may have under way; beyond it requests get 429.")
     ] = 1 << 17
     deadline_ms: Annotated[PositiveInt, Field(description="Default deadline of a request: queue and compute.")] = 30_000
     max_deadline_ms: Annotated[PositiveInt, Field(description="Longest deadline that a request may ask for.")] = 300_000
@@ -128,7 +126,7 @@ class Settings(BaseSettings):
     @field_validator("models", "expected", "cors_origins", "buckets", mode="before")
     @classmethod
     def _listed(cls, value: object) -> object:
-        """Text, as an environment variable has it, is a list with commas or JSON."""
+        """A list from the text of an environment variable: separated by commas, or JSON."""
         if not isinstance(value, str):
             return (value,) if isinstance(value, Path) else value
         return json.loads(value) if value.startswith("[") else [part.strip() for part in value.split(",") if part]
@@ -136,7 +134,7 @@ class Settings(BaseSettings):
     @field_validator("api_keys", mode="before")
     @classmethod
     def _paired(cls, value: object) -> object:
-        """NAME=HASH with commas, or JSON."""
+        """Keys from the text of an environment variable: NAME=HASH separated by commas, or JSON."""
         if not isinstance(value, str):
             return value
         if value.startswith("{"):
@@ -177,7 +175,7 @@ def read_settings(file: Path | None = None, **flags: object) -> Settings:
         model_config = SettingsConfigDict(toml_file=file)
 
     try:
-        found = WithFile(**flags)  # type: ignore[arg-type]
+        settings = WithFile(**flags)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -188,11 +186,11 @@ def read_settings(file: Path | None = None, **flags: object) -> Settings:
         raise SettingError(f"the setting {place} is {str(first['input'])[:100]!r}; {said}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError(f"{file} is no TOML: {error}.") from None
-    return Settings.model_construct(**dict(found))
+    return Settings.model_construct(**dict(settings))
 
 
 def as_toml(settings: Settings) -> str:
-    """As a file that gives the same settings again, with what each is for."""
+    """The settings as a TOML file, with their descriptions as comments."""
     lines = []
     for name, field in Settings.model_fields.items():
         value = json.loads(settings.model_dump_json(include={name}))[name]
@@ -205,11 +203,3 @@ def as_toml(settings: Settings) -> str:
         else:
             lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}"]
     return "\n".join(lines)
-
-
-def as_table() -> str:
-    """The reference in docs/operations.md: every setting, what it does and what it is without being told."""
-    rows = ["| setting | default | |", "|---|---|---|"]
-    for name, value in Settings.model_construct().model_dump(mode="json").items():
-        rows.append(f"| `{name}` | `{json.dumps(value)}` | {Settings.model_fields[name].description} |")
-    return "\n".join(rows)

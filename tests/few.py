@@ -3,7 +3,7 @@
 import pytest
 
 from dubito.training import beside, calibrate
-from dubito.training.evaluation import evaluate
+from dubito.training.evaluation import evaluate, predicting
 
 REQUESTS = 4
 
@@ -13,11 +13,11 @@ def few(patch: pytest.MonkeyPatch) -> None:
 
     For tests that ask neither how well a calibration keeps its promises nor how exact a standard error is.
     """
-    patch.setattr(calibrate, "ASKED", REQUESTS)
+    patch.setattr(calibrate, "CALIBRATION_REQUESTS", REQUESTS)
     patch.setattr(calibrate, "SPOILED", 50)
     patch.setattr(beside, "RESAMPLED", 10)
     patch.setattr(beside, "REQUESTS", REQUESTS)
     patch.setattr(evaluate, "REQUESTS", REQUESTS)
-    for asks in (evaluate.ask, evaluate.ask_settled, evaluate.Way.ask):
+    for asks in (predicting.predict_grid, predicting.predict_auto, predicting.ChosenPredictive.predict):
         assert asks.__kwdefaults__ is not None
         patch.setitem(asks.__kwdefaults__, "requests", REQUESTS)

@@ -19,7 +19,7 @@ from dubito.models.names import ARCHITECTURES, LAPLACE, METHODS
 from dubito.service.settings import read_settings
 from dubito.service.web.openapi import SCHEMAS, STATUSES
 from dubito.service.web.options import KNOWN, PARAMETERS
-from dubito.training.config import Laplace, Recipe, Strict, read_recipe
+from dubito.training.config import Laplace, Recipe, Section, read_recipe
 from dubito.training.names import DATA, PARTS, recipes, shipped
 
 REPO = Path(__file__).parents[1]
@@ -243,7 +243,7 @@ def test_the_readme_lists_every_recipe_and_method() -> None:
 def test_training_lists_every_key_of_a_recipe() -> None:
     page = text_of("docs/training.md")
     kinds = {name: get_args(field.annotation) or (field.annotation,) for name, field in Recipe.model_fields.items()}
-    sections = {name: one for name, some in kinds.items() for one in some if one in Strict.__subclasses__()}
+    sections = {name: one for name, some in kinds.items() for one in some if one in Section.__subclasses__()}
     assert {*table(page, "key"), *sections} == Recipe.model_fields.keys()
     for name, section in sections.items():
         assert table(page.partition(f"\n`[{name}]`")[2], "key").keys() == section.model_fields.keys(), name

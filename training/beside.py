@@ -1,4 +1,4 @@
-"""Two models on the same inputs: the figures of both, and their differences with standard errors."""
+"""Compares two models on the same inputs: figures of both, and their differences with standard errors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,60 +19,61 @@ from dubito.training import metrics
 from dubito.training.calibrate import best_temperature, spoil, to_spoil, with_temperature
 from dubito.training.config import Calibrate
 from dubito.training.data.data import Examples
-from dubito.training.evaluation.evaluate import Summary, Way, default_measure, quality
+from dubito.training.evaluation.evaluate import default_measure, quality
+from dubito.training.evaluation.predicting import ChosenPredictive, Summary
 from dubito.training.fit.checkpoint import draft_of
 
-RESAMPLED = 100  # times, for the standard error of a difference
+RESAMPLED = 100  # bootstrap samples for the standard error of a difference
 SAMPLES = 20  # K
-REQUESTS = 4  # that inputs from outside come in: few are quick, and a mean over inputs needs no more
+REQUESTS = 4  # into which inputs from outside are divided: fewer are faster, and enough for a mean over inputs
 
 Figures = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one model: to the examples, and its scores of doubt for inputs from inside and outside, pair by pair."""
+    """One model's predictions of the examples, and its OOD scores of inputs from inside and outside."""
 
     inside: Summary
     doubts: list[tuple[Tensor, Tensor]]  # (inside, outside), by the model's default measure
 
 
 def answers_of(model: Model, examples: Examples, outside: Mapping[str, Tensor], seed: int, samples: int) -> Answers:
-    way = Way.of(model, samples, None)
-    inside = way.ask(model, examples.x, seed)
-    measure = default_measure(inside, way.rule(model))
+    predictive = ChosenPredictive.of(model, samples, None)
+    inside = predictive.predict(model, examples.x, seed)
+    measure = default_measure(inside, predictive.rule(model))
     near = scores(inside)[measure]
-    far = [scores(way.ask(model, x, seed, requests=REQUESTS))[measure] for x in outside.values()]
+    far = [scores(predictive.predict(model, x, seed, requests=REQUESTS))[measure] for x in outside.values()]
     return Answers(inside, [(near, values) for values in far])
 
 
 def spoiled(examples: Examples, seed: int) -> dict[str, Tensor]:
-    """Copies of some examples that keep their values and lose their structure."""
+    """Spoiled copies of some examples, by kind: they keep the values and lose the structure."""
     rng = torch.Generator().manual_seed(seed)
     return {str(i): x for i, x in enumerate(spoil(to_spoil(examples.x, rng), rng))}
 
 
 def figures_of(a: Answers, y: Tensor, rows: Tensor | None = None, others: list[Tensor] | None = None) -> Figures:
-    """Plain numbers; of some rows only, as often as these are named, where they are given."""
+    """Quality and AUROC as numbers; with `rows`, of these rows, which may repeat."""
     chosen = slice(None) if rows is None else rows
-    found = quality(a.inside, y, chosen)
+    figures = quality(a.inside, y, chosen)
     if a.doubts:
         which = others or [torch.arange(len(far)) for _, far in a.doubts]
         aurocs = [metrics.auroc(near[chosen], far[i]) for (near, far), i in zip(a.doubts, which, strict=True)]
-        found["auroc"] = sum(aurocs) / len(aurocs)  # mean over the kinds of data from outside
-    return found
+        figures["auroc"] = sum(aurocs) / len(aurocs)  # mean over the data sets from outside
+    return figures
 
 
 def differences(mine: Answers, other: Answers, y: Tensor, seed: int) -> dict[str, Difference]:
-    """Of each figure, mine less the other's; standard errors by drawing the same inputs again for both."""
+    """Each figure of `mine` minus that of `other`, with standard errors by a paired bootstrap over the inputs."""
     rng = torch.Generator().manual_seed(seed)
     whole = _less(figures_of(mine, y), figures_of(other, y))
-    again: list[Figures] = []
+    resampled: list[Figures] = []
     for _ in range(RESAMPLED):
         rows = torch.randint(len(y), (len(y),), generator=rng)
         others = [torch.randint(len(far), (len(far),), generator=rng) for _, far in mine.doubts]
-        again.append(_less(figures_of(mine, y, rows, others), figures_of(other, y, rows, others)))
-    errors = {name: float(torch.tensor([a[name] for a in again], dtype=torch.double).std()) for name in whole}
+        resampled.append(_less(figures_of(mine, y, rows, others), figures_of(other, y, rows, others)))
+    errors = {name: float(torch.tensor([a[name] for a in resampled], dtype=torch.double).std()) for name in whole}
     return {name: Difference(value=value, se=errors[name]) for name, value in whole.items()}
 
 
@@ -83,26 +84,26 @@ def _less(mine: Figures, other: Figures) -> Figures:
 def compare(
     model: Model, other: Model, examples: Examples, outside: Mapping[str, Examples], *, samples: int, seed: int
 ) -> dict[str, Any]:
-    """Both models' figures on the same inputs, mine less the other's with standard errors, and what that comes to.
+    """Figures of both models on the same inputs, their differences with standard errors, and a verdict in words.
 
-    Without data from outside, spoiled copies of the examples take their place in the AUROC.
+    Without data from outside, the AUROC is against spoiled copies of the examples.
     """
     far = {name: others.x for name, others in outside.items()} or spoiled(examples, seed)
     mine, theirs = (answers_of(m, examples, far, seed, samples) for m in (model, other))
-    found = differences(mine, theirs, examples.y, seed)
+    changes = differences(mine, theirs, examples.y, seed)
     return {
         "mine": figures_of(mine, examples.y),
         "other": figures_of(theirs, examples.y),
-        "differences": {name: d.model_dump() for name, d in found.items()},
+        "differences": {name: d.model_dump() for name, d in changes.items()},
         "auroc_against": list(outside) or "spoiled copies of the examples",
-        "verdict": verdict(found, "the other model"),
+        "verdict": verdict(changes, "the other model"),
     }
 
 
 def beside_plain(
     model: Model, network: BayesianNetwork, calibration: Examples, test: Examples, out: Path, seed: int
 ) -> tuple[Figures, Plain]:
-    """The model's AUROC against spoiled test inputs, and all figures of the plain network on the same test data."""
+    """The model's AUROC against spoiled test inputs, and the figures of the plain network on the same test data."""
     plain = _as_model(network, model.card, out).to(model.device)
     outside = spoiled(test, seed)
     mine, theirs = (answers_of(m, test, outside, seed, SAMPLES) for m in (model, plain))
@@ -121,7 +122,7 @@ def beside_plain(
 
 
 def _as_model(network: BayesianNetwork, card: Card, out: Path) -> Model:
-    """A network as a model, by way of a file: what is measured is what would be stored."""
+    """The network as a model, saved and loaded, so that what is measured is what would be stored."""
     draft = draft_of(out)
     try:
         save(network, draft, card=Card(input=card.input, labels=card.labels))

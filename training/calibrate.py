@@ -1,4 +1,4 @@
-"""Thresholds and quantiles on held-out data: flags then fire, and prediction sets cover, as often as was chosen."""
+"""Calibration on held-out data: OOD thresholds by false positive rate, quantiles of prediction sets by coverage."""
 
 import copy
 import math
@@ -22,39 +22,40 @@ from dubito.models.predictions.sets import class_scores
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.config import Calibrate
 from dubito.training.data.data import Examples, enter
-from dubito.training.evaluation.evaluate import (
+from dubito.training.evaluation.predicting import (
     GRID,
+    ChosenPredictive,
     Summary,
-    Way,
-    ask,
-    ask_closed,
-    ask_settled,
-    check,
+    check_examples,
     declared_by,
-    drawn,
+    draws_for,
+    predict_auto,
+    predict_grid,
+    predict_probit,
 )
 from dubito.training.feature_bank import make_bank
 from dubito.training.metrics import placements
 from dubito.training.seeds import stream
 from dubito.training.terminal import remark
 
-PATCHES_FROM = 128  # examples that the directions of way 3 are found on
-SPOILED = 1000  # examples whose spoiled copies stand for data from outside
-CHOOSING = 20  # K of that choice
-CLEARLY = 2.0  # standard errors
-ASKED = 100  # requests: inputs that share draws err together, so few requests give thresholds that hold for few draws
-FEWEST = 20  # examples that a temperature or the constants of RAPS are found on
-LAMBDAS, K_REGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3), (2, 3, 5, 8)  # constants of RAPS that are tried
+PATCHES_FROM = 128  # examples on which the directions of the factored law are found
+SPOILED = 1000  # examples whose spoiled copies replace OOD data
+CHOOSING = 20  # K with which a measure, a temperature or the constants of RAPS are chosen
+CLEARLY = 2.0  # standard errors by which a new measure must be better
+# inputs of one request share draws, so their errors are correlated: thresholds need many requests
+CALIBRATION_REQUESTS = 100
+FEWEST = 20  # fewest examples for a temperature or the constants of RAPS
+LAMBDAS, K_REGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3), (2, 3, 5, 8)  # grid of the constants of RAPS
 MOST_GROUPS = 1 << 12
-OWN_DRAWS = 1 << 40  # added to the seed, so that no evaluation meets the draws that calibration used
+OWN_DRAWS = 1 << 40  # added to the seed, so that an evaluation never uses the draws of the calibration
 
 
 class CalibrationError(DubitoError):
-    """Data that a model cannot be calibrated on."""
+    """Data or settings with which a model cannot be calibrated."""
 
 
 def check_held_out(model: Model, held: Examples) -> None:
-    """Refuse data that holds inputs which the model was trained on: thresholds set on them would be too tight."""
+    """Refuse data with inputs of the training part: thresholds set on them would be too tight."""
     seen = set(model.card.provenance.train_sample)
     back = [i for i, f in enumerate(held.fingerprints()) if f in seen] if seen else []
     if back:
@@ -76,17 +77,17 @@ def calibrate(
 ) -> Model:
     """A copy of the model with directions, thresholds and quantiles found on `held`.
 
-    A temperature and the constants of RAPS come from `validation`, for a quantile holds for scores that were fixed
-    before; without one, from some of `held`, which are then left out of the rest. A bank of features is made of
-    `train`, and kept where `knn` is the measure. What was measured before was measured under other thresholds: the copy
-    has no metrics.
+    A temperature and the constants of RAPS come from `validation`, since a quantile is valid only for scores that were
+    fixed before; without it, from a part of `held` that is then not used for the rest. The feature bank is made of
+    `train`, and kept if `knn` becomes the measure. The copy has no metrics, since the old ones were measured with other
+    thresholds.
     """
     settings = Calibrate() if settings is None else settings
     held, validation = divided(held, validation, settings, model.manifest.task.kind, seed)
     model = Model(copy.deepcopy(model.network), model.manifest).with_card(calibration=None, metrics={}, plain=None)
-    check(model, held)
+    check_examples(model, held)
     set_directions(model.network, enter(held.x[:PATCHES_FROM], declared_by(model)), settings.directions, seed)
-    model = Model(model.network, model.manifest)  # its factors are computed anew
+    model = Model(model.network, model.manifest)  # with new factors
     if settings.method == "probit" and not model.manifest.closed_form:
         raise CalibrationError("method is 'probit'; only a subnetwork-laplace model has a closed form. Leave it out.")
     seed += OWN_DRAWS
@@ -98,20 +99,21 @@ def calibrate(
     sets = choose_sets(model, validation, settings, seed)
     parts = _parts_of(model, held, settings)
     model = try_bank(model, train, settings, seed)
-    measure, auroc = choose_measure(model, held, seed, asked=settings.measure)
+    measure, auroc = choose_measure(model, held, seed, given=settings.measure)
     measure_closed = measure
     if model.manifest.closed_form:
-        measure_closed, _ = choose_measure(model, held, seed, "probit", asked=settings.measure)
+        measure_closed, _ = choose_measure(model, held, seed, "probit", given=settings.measure)
     if "knn" not in (measure, measure_closed):
         model = with_bank(model, None)
-    drawn_for = ask(model, held.x, list(GRID), seed, requests=ASKED) | ask(model, held.x, [0], seed)
-    limits = {K: _limits(drawn_for[K], held.y, settings, sets, parts) for K in sorted(drawn_for)}
-    settled = ask_settled(model, held.x, seed, requests=ASKED)
+    sampled = predict_grid(model, held.x, list(GRID), seed, requests=CALIBRATION_REQUESTS)
+    sampled |= predict_grid(model, held.x, [0], seed)
+    limits = {K: _limits(sampled[K], held.y, settings, sets, parts) for K in sorted(sampled)}
+    settled = predict_auto(model, held.x, seed, requests=CALIBRATION_REQUESTS)
     of_auto = None if settled is None else _limits(settled[0], held.y, settings, sets, parts)
     of_closed = None
     if model.manifest.closed_form:
-        of_closed = _limits(ask_closed(model, held.x), held.y, settings, sets, parts)
-    found = Calibration(
+        of_closed = _limits(predict_probit(model, held.x), held.y, settings, sets, parts)
+    calibration = Calibration(
         false_positive_rate=settings.false_positive_rate,
         coverage=settings.coverage,
         measure=measure,
@@ -125,13 +127,13 @@ def calibrate(
         auroc=auroc,
         **_of_parts(parts, settings, limits, of_auto, of_closed),
     )
-    return model.with_card(calibration=found)
+    return model.with_card(calibration=calibration)
 
 
 def divided(
     held: Examples, validation: Examples | None, settings: Calibrate, task: str, seed: int
 ) -> tuple[Examples, Examples | None]:
-    """The examples for thresholds and those for constants, or an error where they do not allow what is asked for."""
+    """The examples for thresholds, and those for constants; raises where there are too few of either."""
     n, raps = 0, settings.sets == "raps" and task == "classification"
     if (settings.temperature or raps) and (validation is None or len(validation) < FEWEST):
         order = torch.randperm(len(held), generator=torch.Generator().manual_seed(seed))
@@ -147,9 +149,11 @@ def divided(
 
 @dataclass(frozen=True)
 class Limits:
+    """Thresholds and quantiles for one number of draws."""
+
     thresholds: dict[Measure, float]  # of the OOD flags
     quantile: float  # of the conformal score
-    of_parts: list[float]
+    of_parts: list[float]  # quantile of each class or group
 
 
 def _limits(summary: Summary, y: Tensor, settings: Calibrate, sets: Sets | None, parts: Mapping[str, Tensor]) -> Limits:
@@ -160,14 +164,14 @@ def _limits(summary: Summary, y: Tensor, settings: Calibrate, sets: Sets | None,
 
 
 def _own(strange: Tensor, coverage: float, of_all: float) -> float:
-    """The quantile of a class or a group alone: of few examples the largest score, of none that of all."""
+    """Quantile of one class or group: with too few examples the largest score, with none the quantile of all."""
     if len(strange) == 0:
         return of_all
     return outer_quantile(strange, min(coverage, promised(len(strange))))
 
 
 def promised(n: int) -> float:
-    """The largest coverage that n examples can promise: that of their largest score."""
+    """Largest coverage that n examples can guarantee, with their largest score as the quantile."""
     return n / (n + 1)
 
 
@@ -182,10 +186,10 @@ def _of_parts(
     of_auto: Limits | None,
     of_closed: Limits | None,
 ) -> dict[str, Any]:
-    """`classes` or `groups` of a calibration."""
+    """The entries `classes` or `groups` of a calibration."""
     if settings.per is None:
         return {}
-    made = {
+    entries = {
         name: Part(
             examples=len(rows),
             coverage=min(settings.coverage, promised(len(rows))),
@@ -195,11 +199,11 @@ def _of_parts(
         )
         for i, (name, rows) in enumerate(parts.items())
     }
-    return {"classes": tuple(made.values())} if settings.per == "class" else {"groups": made}
+    return {"classes": tuple(entries.values())} if settings.per == "class" else {"groups": entries}
 
 
 def _parts_of(model: Model, held: Examples, settings: Calibrate) -> dict[str, Tensor]:
-    """Rows of each class in order, or of each group by name."""
+    """Rows of the examples of each class, in order, or of each group, by name."""
     if settings.per == "group":
         assert held.group is not None
         return {str(name): torch.from_numpy(np.flatnonzero(held.group == name)) for name in np.unique(held.group)}
@@ -211,7 +215,7 @@ def _parts_of(model: Model, held: Examples, settings: Calibrate) -> dict[str, Te
 
 
 def _check_parts(held: Examples, settings: Calibrate, task: str) -> None:
-    """Refuse data that cannot be divided as asked; where nothing is asked for, anything goes."""
+    """Refuse data that cannot be divided by class or group as `settings.per` says."""
     if settings.per == "class" and task == "regression":
         raise CalibrationError("per is 'class', but this model predicts numbers. Leave it out, or say 'group'.")
     if settings.per != "group":
@@ -223,7 +227,7 @@ def _check_parts(held: Examples, settings: Calibrate, task: str) -> None:
 
 
 def too_small(calibration: Calibration, labels: Sequence[str] | None) -> list[str]:
-    """One sentence for each class or group that had too few examples for the coverage asked for."""
+    """One sentence for each class or group that had too few examples for the coverage."""
     if calibration.classes is not None:
         named = [(f"class {labels[c] if labels else c}", part) for c, part in enumerate(calibration.classes)]
     else:
@@ -241,14 +245,14 @@ def too_small(calibration: Calibration, labels: Sequence[str] | None) -> list[st
 
 
 def choose_sets(model: Model, validation: Examples | None, settings: Calibrate, seed: int) -> Sets | None:
-    """How classes are scored: of RAPS, the constants that make the sets of the validation part smallest."""
+    """How classes are scored; for RAPS, with the constants that give the smallest sets on the validation part."""
     if model.manifest.task.kind == "regression":
         return None
     if settings.sets != "raps":
         return Sets(score=settings.sets)
     assert validation is not None
-    check(model, validation)
-    summary = Way.of(model, CHOOSING, None).ask(model, validation.x, seed)
+    check_examples(model, validation)
+    summary = ChosenPredictive.of(model, CHOOSING, None).predict(model, validation.x, seed)
     assert isinstance(summary, Classified)
     p = summary.probabilities.numpy()
     share = min(settings.coverage, promised(len(p)))
@@ -258,11 +262,11 @@ def choose_sets(model: Model, validation: Examples | None, settings: Calibrate, 
         return float((class_scores(p, sets) <= quantile).mean())
 
     tried = [Sets(score="raps", lam=lam, k_reg=k) for lam in LAMBDAS for k in K_REGS if k <= max(K_REGS[0], p.shape[1])]
-    return min([Sets(score="raps"), *tried], key=size)  # of equals the first, which is the plainest
+    return min([Sets(score="raps"), *tried], key=size)  # of ties the first, which is APS
 
 
 def check_enough(n: int, settings: Calibrate, apart: int = 0) -> None:
-    """n + 1 examples in order must leave one beyond the share asked for; `apart` more serve something else."""
+    """Refuse fewer examples than the coverage and false positive rate need; `apart` more are used for constants."""
     share = max(settings.coverage, 1 - settings.false_positive_rate)
     least = max(20, math.ceil(share / (1 - share) - 1e-9))
     if n < least:
@@ -275,7 +279,7 @@ def check_enough(n: int, settings: Calibrate, apart: int = 0) -> None:
 
 
 def with_temperature(model: Model, settings: Calibrate, T: float) -> Model:
-    """The model with a temperature alone, under which the rest is found."""
+    """The model with a calibration that holds only a temperature."""
     calibration = Calibration(
         false_positive_rate=settings.false_positive_rate,
         coverage=settings.coverage,
@@ -288,13 +292,13 @@ def with_temperature(model: Model, settings: Calibrate, T: float) -> Model:
 
 
 def outer_quantile(values: Tensor, share: float) -> float:
-    """The smallest of the values that one more example of the same kind stays within with probability ≥ share."""
-    rank = math.ceil((len(values) + 1) * share - 1e-9)  # (n + 1)·0.9 may come out a hair above a whole number
+    """Conformal quantile: the smallest value that a further example stays within with probability ≥ share."""
+    rank = math.ceil((len(values) + 1) * share - 1e-9)  # (n + 1)·0.9 may be rounded to just above a whole number
     return float(values.double().sort().values[rank - 1])
 
 
 def strangeness(summary: Summary, y: Tensor, sets: Sets | None) -> Tensor:
-    """The conformal score of the true answer; of numbers, the largest |y − mean|/std over the outputs."""
+    """Conformal score of the true class; for regression, the largest |y − mean|/std over the outputs."""
     if isinstance(summary, Classified):
         of_classes = torch.from_numpy(class_scores(summary.probabilities.numpy(), sets))
         return of_classes.gather(1, y[:, None])[:, 0]
@@ -303,10 +307,10 @@ def strangeness(summary: Summary, y: Tensor, sets: Sets | None) -> Tensor:
 
 
 def best_temperature(model: Model, held: Examples, seed: int) -> float:
-    """The T that minimises the NLL of the mean over draws of softmax(logits/T): golden section on log T."""
+    """The T that minimises the NLL of the mean over draws of softmax(logits/T), by golden section on log T."""
     if model.network.task.kind == "regression":
         raise CalibrationError("a temperature belongs to classification; regression learns its noise.")
-    K = drawn(model, CHOOSING)
+    K = draws_for(model, CHOOSING)
     x = enter(held.x, declared_by(model))
     pieces: list[tuple[Tensor, Tensor]] = []
     for i, (some, y) in enumerate(zip(x.split(1024), held.y.split(1024), strict=True)):
@@ -329,7 +333,7 @@ def best_temperature(model: Model, held: Examples, seed: int) -> float:
 
 
 def try_bank(model: Model, train: Examples | None, settings: Calibrate, seed: int) -> Model:
-    """The model with a bank of features of `train`, where one can be made; without `train`, with the bank it has."""
+    """The model with a feature bank of `train`, if one can be made; without `train`, with its present bank."""
     if model.manifest.task.kind == "regression":
         if settings.measure not in (None, "epistemic_variance"):
             raise CalibrationError(f"measure is {settings.measure!r}; of numbers it is 'epistemic_variance', or none.")
@@ -354,7 +358,7 @@ def try_bank(model: Model, train: Examples | None, settings: Calibrate, seed: in
 
 
 def with_bank(model: Model, bank: FeatureBank | None) -> Model:
-    """The same model with that bank; it is the network's, which changes."""
+    """The model with another feature bank, or none; its network is changed in place."""
     if bank is None and model.network.feature_bank is None:
         return model
     model.network.set_feature_bank(bank)
@@ -363,48 +367,48 @@ def with_bank(model: Model, bank: FeatureBank | None) -> Model:
 
 
 def choose_measure(
-    model: Model, held: Examples, seed: int, method: Predictive = "sampling", *, asked: Measure | None = None
+    model: Model, held: Examples, seed: int, predictive: Predictive = "sampling", *, given: Measure | None = None
 ) -> tuple[Measure, dict[Measure, float]]:
-    """The measure that best tells held-out examples from spoiled copies of them, and the AUROC of each.
+    """The measure that best separates held-out examples from spoiled copies of them (or `given`), and all AUROCs.
 
     No OOD data are needed.
 
-    Energy and distances of features must be better than the best of the others by two standard errors: they say
-    nothing about the answer, and a bank takes room and time.
+    Energy and feature distances must beat the best of the others by two standard errors: they say nothing about the
+    prediction itself, and a feature bank costs memory and time.
     """
-    way = Way.of(model, CHOOSING, method)
+    chosen = ChosenPredictive.of(model, CHOOSING, predictive)
     rng = torch.Generator().manual_seed(seed)
     x = to_spoil(held.x, rng)
-    inside = scores(way.ask(model, x, seed))
-    if asked is not None and asked not in inside:
-        raise CalibrationError(f"measure is {asked!r}; this model has {', '.join(inside)}.")
+    inside = scores(chosen.predict(model, x, seed))
+    if given is not None and given not in inside:
+        raise CalibrationError(f"measure is {given!r}; this model has {', '.join(inside)}.")
     if not model.factors.random:
-        inside.pop("mutual_information", None)  # one function agrees with itself
-    found: dict[Measure, list[tuple[Tensor, Tensor]]] = {measure: [] for measure in inside}
+        inside.pop("mutual_information", None)  # zero without draws
+    placed_by: dict[Measure, list[tuple[Tensor, Tensor]]] = {measure: [] for measure in inside}
     for spoiled in spoil(x, rng):
-        outside = scores(way.ask(model, spoiled, seed))
-        for measure, pairs in found.items():
+        outside = scores(chosen.predict(model, spoiled, seed))
+        for measure, pairs in placed_by.items():
             pairs.append(placements(inside[measure], outside[measure]))
-    # (2, n): shares of inside and of outside examples, mean over the ways of spoiling
-    placed = {measure: torch.stack([torch.stack(pair) for pair in pairs]).mean(0) for measure, pairs in found.items()}
+    # (2, n): placements of inside and of outside examples, mean over the kinds of spoiling
+    placed = {m: torch.stack([torch.stack(pair) for pair in pairs]).mean(0) for m, pairs in placed_by.items()}
     best = max((m for m in placed if m not in NEW_MEASURES), key=lambda m: float(placed[m][0].mean()))
     for measure in (m for m in placed if m in NEW_MEASURES):
         gain = placed[measure] - placed[best]
         if float(gain[0].mean()) > CLEARLY * float((gain.var(1) / gain.shape[1]).sum().sqrt()):
             best = measure
-    return best if asked is None else asked, {m: float(shares[0].mean()) for m, shares in placed.items()}
+    return best if given is None else given, {m: float(shares[0].mean()) for m, shares in placed.items()}
 
 
 def to_spoil(x: Tensor, rng: torch.Generator) -> Tensor:
-    """Some of the inputs, at random."""
+    """At most `SPOILED` inputs, at random."""
     return x[torch.randperm(len(x), generator=rng)[:SPOILED]]
 
 
 def spoil(x: Tensor, rng: torch.Generator) -> Iterator[Tensor]:
-    """Inputs (N, …) that keep the data's values and lose its structure, each in a way of its own.
+    """Spoiled copies of inputs (N, …), which keep the values and lose the structure of the data, one per kind.
 
-    All numbers of an input in another order (the same for all); half of them, or half of the picture's quarters, from
-    another input; and noise over the range of the values.
+    The numbers of each input in another order (the same for all inputs); half of them, or two quarters of a picture,
+    from another input; uniform noise over the range of the values.
     """
     n, other = x[0].numel(), x[torch.randperm(len(x), generator=rng)]
     yield x.flatten(1)[:, torch.randperm(n, generator=rng)].view_as(x)

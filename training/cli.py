@@ -44,11 +44,11 @@ Default = Annotated[
     str | None,
     typer.Option(
         "--method",
-        help=f"How a {LAPLACE} model answers requests that do not say: probit (closed form, the default) or sampling.",
+        help=f"Default predictive of a {LAPLACE} model: probit (closed form, the default) or sampling.",
         show_default=False,
     ),
 ]
-MOST_SAID = 5  # classes or groups with too few examples, by name
+MOST_SAID = 5  # classes or groups with too few examples that are named
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The artifact to write.", show_default=False)]
 
 
@@ -118,7 +118,7 @@ def train(
             chosen, _writable(out), data_root=data_root, download=download, device=chosen_device(device), fresh=fresh
         )
     if trained is not None:
-        _tell(out, trained.model, as_json)
+        _print_result(out, trained.model, as_json)
 
 
 @app.command()
@@ -155,7 +155,7 @@ def prune(
             fresh=fresh,
         )
     if model is not None:
-        _tell(out, model, as_json)
+        _print_result(out, model, as_json)
 
 
 @app.command()
@@ -236,7 +236,7 @@ def laplace(
     try:
         settings = Laplace(size=size, select=select, prior_precision=prior_precision)  # type: ignore[arg-type]
         image = None if mean is None and std is None else Image(mean=tuple(mean or ()), std=tuple(std or ()))
-        told: dict[str, Any] = {
+        common: dict[str, Any] = {
             "calibrate": Calibrate(method=chosen_method(method)),
             "seed": seed,
             "data_root": data_root,
@@ -244,21 +244,21 @@ def laplace(
             "device": chosen_device(device),
         }
         if precision is not None:
-            told["precision"] = chosen_precision(precision)
+            common["precision"] = chosen_precision(precision)
         if arch is None:
             for name, value in (("--target", target), ("--mean", mean), ("--std", std)):
                 if value is not None:
                     raise InputError(f"{name} belongs to a state dict; say which network it is with --arch.")
-            model = from_artifact(file, data, out, settings, **told)
+            model = from_artifact(file, data, out, settings, **common)
         else:
             if task not in ("classification", "regression"):
                 raise InputError(f"--task is {task!r}; expected classification or regression.")
-            model = from_weights(file, arch, data, out, settings, task=task, target=target, image=image, **told)
+            model = from_weights(file, arch, data, out, settings, task=task, target=target, image=image, **common)
     except ValidationError as error:
         first = error.errors()[0]
         place = "".join(f"--{part} " for part in first["loc"]).replace("_", "-")
         raise InputError(f"{place}{first['msg'].removeprefix('Value error, ')}; it is {first['input']!r}.") from None
-    _tell(out, model, as_json)
+    _print_result(out, model, as_json)
 
 
 def chosen_precision(name: str) -> str:
@@ -361,27 +361,27 @@ def calibrate(
         expected = known.get(name, "a share between 0 and 1")
         raise InputError(f"--{name} is {first['input']}; expected {expected}.") from None
     model = load(file)
-    found = read_for(model.manifest, data, data_root, download=download)
-    name, held = part_of(found, model.card, part, default="calibration")
-    if name != "calibration":  # the model's own calibration part is apart by division
+    data_set = read_for(model.manifest, data, data_root, download=download)
+    name, held = part_of(data_set, model.card, part, default="calibration")
+    if name != "calibration":  # the calibration part never overlaps the training part
         check_held_out(model, held)
     _writable(out)
     own = name == "calibration"  # of the model's own data: its other parts can be used too
-    others = {key: part_of(found, model.card, key)[1] if own else None for key in ("validation", "train")}
+    others = {key: part_of(data_set, model.card, key)[1] if own else None for key in ("validation", "train")}
     model = calibrated(model.to(chosen_device(device)), held, settings, seed=seed, **others)
-    if own:  # its test part says what the new promises are worth
-        model = model.with_card(metrics=measured(model, part_of(found, model.card, "test")[1], seed=seed))
+    if own:  # measure the new thresholds on its test part
+        model = model.with_card(metrics=measured(model, part_of(data_set, model.card, "test")[1], seed=seed))
     save(model, out)
-    _tell(out, model, as_json)
+    _print_result(out, model, as_json)
 
 
 def _stem(recipe: str) -> str:
-    """What an artifact is called after: the recipe, or the file or folder of one's own data."""
+    """Name of the artifact: that of the recipe, or of the file or folder of one's own data."""
     return Path(recipe.partition(":")[2] or recipe).stem or "model"
 
 
 def _writable(out: Path) -> Path:
-    """Before the work, not after it."""
+    """Check that the file can be written, before the work."""
     from dubito.models.errors import InputError
 
     if out.is_dir() or not out.resolve().parent.is_dir():
@@ -393,16 +393,17 @@ def _writable(out: Path) -> Path:
 
 @contextmanager
 def _stopping() -> Iterator[None]:
-    from dubito.training.recipe import Stopped
+    """Print why training was stopped, and exit with code 130."""
+    from dubito.training.recipe import TrainingStopped
 
     try:
         yield
-    except Stopped as stopped:
+    except TrainingStopped as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(130) from None
 
 
-def _tell(out: Path, model: "Model", as_json: bool) -> None:
+def _print_result(out: Path, model: "Model", as_json: bool) -> None:
     from dubito.models.numerics.parameters import count
     from dubito.models.report import said_of_sets
     from dubito.models.verdict import beside_plain, columns
@@ -499,12 +500,12 @@ def evaluate(
     from dubito.training.beside import compare
     from dubito.training.data.data import part_of
     from dubito.training.data.sources import read_for
-    from dubito.training.evaluation.evaluate import check
     from dubito.training.evaluation.evaluate import evaluate as measure_all
+    from dubito.training.evaluation.predicting import check_examples
     from dubito.training.evaluation.table import show
 
-    way = chosen_method(method)
-    if way == "probit" and samples is not None:
+    predictive = chosen_method(method)
+    if predictive == "probit" and samples is not None:
         raise InputError("--method is probit, which takes no draws; leave --samples out.")
     model = load(file)
     rival = None if against is None else load(against)
@@ -515,20 +516,20 @@ def evaluate(
         )
     name, examples = part_of(read_for(model.manifest, data, data_root, download=download), model.card, part)
     if rival is not None:
-        check(rival, examples)
+        check_examples(rival, examples)
     outside = {}
     for other in ood or []:
-        found = read_for(model.manifest, other, data_root, download=download, labelled=False)
-        outside[other] = part_of(found, model.card)[1]
+        data_set = read_for(model.manifest, other, data_root, download=download, labelled=False)
+        outside[other] = part_of(data_set, model.card)[1]
     if report is not None:
         from dubito.training.evaluation.report import open_folder, write
 
-        open_folder(report)  # before the work, not after it
+        open_folder(report)  # fails before the work, not after it
     model = model.to(chosen_device(device))
-    if way is None and samples is not None:  # whoever asks for draws gets draws
-        way = "sampling"
+    if predictive is None and samples is not None:  # --samples implies sampling
+        predictive = "sampling"
     K = 20 if samples is None else samples
-    evaluation = measure_all(model, examples, outside, shift=shift, samples=K, seed=seed, method=way)
+    evaluation = measure_all(model, examples, outside, shift=shift, samples=K, seed=seed, method=predictive)
     if model.card.plain is not None:
         plain = model.card.plain
         evaluation.figures["plain"] = plain.model_dump(mode="json") | {"verdict": beside_plain(plain)}

@@ -1,4 +1,4 @@
-"""Recipes: what `dubito train` is told, as TOML that is checked before anything starts. Unknown keys are mistakes."""
+"""Recipes: the options of `dubito train` as TOML, checked before anything starts. Unknown keys are errors."""
 
 import tomllib
 from importlib.resources import files
@@ -12,16 +12,16 @@ from dubito.models.manifest import Precision, Predictive, Selection, SetScore
 from dubito.models.names import LAPLACE, Measure
 from dubito.training.names import OWN_DATA, recipes, shipped
 
-# strict: true, "20" and 20.0 are no whole numbers
+# strict: true, "20" and 20.0 are not whole numbers
 Whole = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, gt=0)]
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+PositiveNumber = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, gt=0, lt=1)]
 
-WORDS = {"True": True, "False": False, "None": None, "none": None}  # read by `--set` too; TOML has no none
+WORDS = {"True": True, "False": False, "None": None, "none": None}  # values of `--set` beside TOML's
 EXPECTED = {"model_type": "expected a table", "dict_type": "expected a table", "tuple_type": "expected a list"}
-NO_KL = {  # what the plain network's training has none of
+NO_KL = {  # options of `fit` that do not apply to the plain network
     "pretrain_epochs": 0,
     "likelihood_epochs": 0,
     "warmup_epochs": 0,
@@ -31,18 +31,18 @@ NO_KL = {  # what the plain network's training has none of
     "samples": 1,
 }
 Noise = Literal["constant", "input", "auto"]  # one σ per target; one per target and input; chosen by validation NLL
-MOST_COMPLAINTS = 3  # at a time
+MOST_COMPLAINTS = 3  # shown at a time
 
 
 class RecipeError(DubitoError):
-    """A recipe that cannot be followed."""
+    """A recipe that is not valid."""
 
 
-class Strict(BaseModel):
+class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Data(Strict):
+class Data(Section):
     """Where the examples come from, and how the training part is divided by the recipe's seed."""
 
     name: str  # one of `sources.NAMES`: digits, mnist …, uci/NAME, uci-gap/NAME, folder:PATH, npz:PATH, csv:PATH
@@ -69,29 +69,29 @@ class Data(Strict):
         return self
 
 
-class Network(Strict):
+class Network(Section):
     architecture: str
-    arguments: dict[str, JsonValue] = {}  # sizes that the data tells (classes, inputs, channels …) may be left out
+    arguments: dict[str, JsonValue] = {}  # sizes that follow from the data (classes, inputs, channels …) are optional
     weights: str | None = None  # a state dict (.safetensors) of the plain network to start from
 
 
-class Posterior(Strict):
+class PosteriorOptions(Section):
     method: str
     options: dict[str, JsonValue] = {}  # of `bayesianize`: inducing, lam_max, members …; or those of `Laplace`
     layers: dict[str, JsonValue] = {}  # options of some layers, by name or glob
 
 
-class Fit(Strict):
+class Fit(Section):
     """Likelihood alone first, then the KL's weight rises linearly to `kl`, then the ELBO with it."""
 
     epochs: Count
     pretrain_epochs: Whole = 0  # of the plain network first, whose weights the posterior then starts from
-    noise_epochs: Whole = 0  # of noise that depends on the input: constant first, then as many while it comes in
+    noise_epochs: Whole = 0  # of target noise that depends on the input: constant, then as many while its gain rises
     likelihood_epochs: Whole = 0
     warmup_epochs: Whole = 0
     batch: Count = 128
     optimiser: Literal["adam", "sgd"] = "adam"
-    lr: Positive = 1e-3
+    lr: PositiveNumber = 1e-3
     momentum: Annotated[NonNegative, Field(lt=1)] = 0.9  # of sgd
     weight_decay: NonNegative = 0.0
     schedule: Literal["constant", "cosine", "step"] = "cosine"
@@ -99,12 +99,12 @@ class Fit(Strict):
     samples: Count = 1  # draws per step
     kl: NonNegative = 1.0
     function_space: bool = False  # weight λ's term by min(1, N/d_in) [Ritter21, eq. 45]
-    clip: Positive | None = None  # of the gradient's norm
-    frozen_norm_epochs: Whole = 0  # the last ones, at most half: BatchNorm keeps its statistics, as in answers
+    clip: PositiveNumber | None = None  # of the gradient's norm
+    frozen_norm_epochs: Whole = 0  # the last ones, at most half: BatchNorm keeps its statistics, as in predictions
     patience: Count | None = None  # epochs of ELBO without a better validation NLL before stopping at the best
     amp: bool = True  # bfloat16 autocast, on GPUs only
     compile: bool = False  # torch.compile
-    graph: bool = True  # on GPUs, a step is captured once and replayed: small networks train many times faster
+    graph: bool = True  # on GPUs, a step is a CUDA graph: small networks train many times faster
 
     @model_validator(mode="after")
     def _consistent(self) -> "Fit":
@@ -124,28 +124,28 @@ class Fit(Strict):
 
     @property
     def frozen_from(self) -> int:
-        """The epoch from which on BatchNorm keeps its statistics."""
+        """First epoch in which BatchNorm keeps its statistics."""
         return self.epochs - min(self.frozen_norm_epochs, self.epochs // 2)
 
 
-class Pretrain(Strict):
-    """How the plain network is fitted first, where that differs from `fit`."""
+class Pretrain(Section):
+    """Options of fitting the plain network first, where they differ from `fit`."""
 
     batch: Count | None = None
     optimiser: Literal["adam", "sgd"] | None = None
-    lr: Positive | None = None
+    lr: PositiveNumber | None = None
     momentum: Annotated[NonNegative, Field(lt=1)] | None = None
     weight_decay: NonNegative | None = None
     schedule: Literal["constant", "cosine", "step"] | None = None
     milestones: tuple[Count, ...] | None = None
-    clip: Positive | None = None
+    clip: PositiveNumber | None = None
 
 
-class Tune(Strict):
-    """Short runs with other options of the posterior, judged by the NLL of the validation part, before the real one."""
+class Tune(Section):
+    """Short trial runs with other options of the posterior; the lowest validation NLL decides."""
 
     trials: tuple[dict[str, JsonValue], ...]  # options of each, over `posterior.options`; the best are taken
-    epochs: Count  # of each; the phases of `fit` are shortened alike
+    epochs: Count  # of each; the phases of `fit` are shortened in proportion
 
     @model_validator(mode="after")
     def _some(self) -> "Tune":
@@ -154,12 +154,12 @@ class Tune(Strict):
         return self
 
 
-class Laplace(Strict):
+class Laplace(Section):
     """`posterior.options` of the method subnetwork-laplace."""
 
-    size: Count | None = None  # S weights; None: 1,000, or all where there are fewer. Not of last-layer
+    size: Count | None = None  # S weights; None: 1,000, or all where there are fewer. Not for last-layer
     select: Selection = "variance"
-    prior_precision: Positive | None = None  # None: a grid on the validation part's log-likelihood
+    prior_precision: PositiveNumber | None = None  # None: a grid on the validation part's log-likelihood
     batch: Count = 128  # examples at a time, at most
 
     @model_validator(mode="after")
@@ -169,25 +169,25 @@ class Laplace(Strict):
         return self
 
 
-class Calibrate(Strict):
+class Calibrate(Section):
     false_positive_rate: Share = 0.05
     coverage: Share = 0.9
-    directions: Whole = 4  # R of way 3
+    directions: Whole = 4  # R of the factored law
     temperature: bool = False
-    method: Predictive | None = None  # that answers by default; None: probit where there is a closed form
-    sets: SetScore = "aps"  # of classification: how classes are scored
-    per: Literal["class", "group"] | None = None  # a quantile for each class, or each group that the data names
-    measure: Measure | None = None  # that OOD flags go by; None: chosen by spoiled copies of held-out examples
-    bank: Annotated[int, Field(strict=True, ge=0, le=1 << 16)] = 512  # points that `knn` may keep; 0: none is tried
+    method: Predictive | None = None  # default predictive; None: probit where there is a closed form
+    sets: SetScore = "aps"  # score of classes, for classification
+    per: Literal["class", "group"] | None = None  # a quantile for each class, or for each group named in the data
+    measure: Measure | None = None  # of the OOD flags; None: chosen with spoiled copies of held-out examples
+    bank: Annotated[int, Field(strict=True, ge=0, le=1 << 16)] = 512  # points of the feature bank for `knn`; 0: none
 
 
-class Recipe(Strict):
+class Recipe(Section):
     seed: Annotated[Whole, Field(lt=1 << 31)] = 0
     task: Literal["classification", "regression"] = "classification"
     noise: Noise | None = None  # of regression's targets; None: auto where the network is trained here by a posterior
     data: Data
     network: Network
-    posterior: Posterior
+    posterior: PosteriorOptions
     fit: Fit
     pretrain: Pretrain = Pretrain()
     tune: Tune | None = None
@@ -196,12 +196,12 @@ class Recipe(Strict):
 
     @property
     def pretraining(self) -> Fit:
-        """How the plain network is fitted: `fit` with the changes of `pretrain`, without a KL."""
+        """Options for the plain network: `fit` with the changes of `pretrain`, without a KL."""
         changes = {"epochs": max(1, self.fit.pretrain_epochs), **NO_KL, **self.pretrain.model_dump(exclude_none=True)}
         return Fit.model_validate(self.fit.model_dump() | changes)
 
     def trial(self, options: dict[str, JsonValue]) -> "Recipe":
-        """This recipe with other options of its posterior, as short as `tune` says."""
+        """This recipe with other options of its posterior, shortened to `tune.epochs`."""
         assert self.tune is not None
         share = self.tune.epochs / self.fit.epochs
         phases = ("noise_epochs", "likelihood_epochs", "warmup_epochs", "frozen_norm_epochs")
@@ -215,14 +215,14 @@ class Recipe(Strict):
 
     @property
     def noise_kind(self) -> Noise:
-        """`auto` trains a network whose noise depends on the input, and keeps that as far as validation favours it."""
+        """Kind of target noise. `auto`: depends on the input, with a gain chosen on validation data."""
         if self.noise is not None:
             return self.noise
         return "constant" if self.posterior.method == LAPLACE or self.network.weights is not None else "auto"
 
     @property
     def laplace(self) -> "Laplace | None":
-        """How the trained network is made Bayesian afterwards, where that is the method."""
+        """Options of subnetwork Laplace, if that is the method."""
         return Laplace.model_validate(self.posterior.options) if self.posterior.method == LAPLACE else None
 
     @model_validator(mode="after")
@@ -254,26 +254,26 @@ class Recipe(Strict):
 
 
 def _first(error: ValidationError, section: type[BaseModel]) -> str:
-    found = error.errors()[0]
-    place = ".".join(map(str, found["loc"]))
-    if found["type"] == "extra_forbidden":
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
         return f"there is no {place}; there are: {', '.join(section.model_fields)}"
-    if found["type"] == "value_error":
-        return found["msg"].removeprefix("Value error, ")
-    return f"{place} is {found['input']!r}; {found['msg'].replace('Input should be', 'expected')}"
+    if first["type"] == "value_error":
+        return first["msg"].removeprefix("Value error, ")
+    return f"{place} is {first['input']!r}; {first['msg'].replace('Input should be', 'expected')}"
 
 
 def read_recipe(source: str, changes: list[str] | None = None) -> Recipe:
-    """A shipped recipe by name, `npz:PATH` and the like, or a TOML file; `changes` are `key=value` with dotted keys."""
+    """Read a shipped recipe by name, `npz:PATH` and the like, or a TOML file; `changes` are `dotted.key=value`."""
     table = _read(source)
     for change in changes or []:
         _set(table, change)
     try:
         return Recipe.model_validate(table)
     except ValidationError as error:
-        found = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")  # a misspelt key before its lack
-        said = [_complaint(e["loc"], e["type"], e["msg"], e["input"]) for e in found[:MOST_COMPLAINTS]]
-        more = f"; and {len(found) - len(said)} more" if len(found) > len(said) else ""
+        errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")  # misspelt keys first
+        said = [_complaint(e["loc"], e["type"], e["msg"], e["input"]) for e in errors[:MOST_COMPLAINTS]]
+        more = f"; and {len(errors) - len(said)} more" if len(errors) > len(said) else ""
         raise RecipeError(
             f"recipe {source}: {'; '.join(said)}{more}. Change the recipe, or pass --set KEY=VALUE."
         ) from None
@@ -287,7 +287,7 @@ def _complaint(loc: tuple[int | str, ...], kind: str, message: str, came: object
         section = Recipe if len(loc) == 1 else Recipe.model_fields[str(loc[0])].annotation
         assert section is not None
         return f"there is no key {place}; there are: {', '.join(section.model_fields)}"
-    if kind == "value_error":  # of our own validators, which say what came
+    if kind == "value_error":  # from our own validators, whose message is complete
         return (f"{place}: " if place else "") + message.removeprefix("Value error, ")
     return f"{place} is {came!r}; {EXPECTED.get(kind, message.replace('Input should be', 'expected'))}"
 
@@ -340,28 +340,28 @@ def _set(table: dict[str, Any], change: str) -> None:
 
 
 def _keys(dotted: str) -> list[str]:
-    """The parts of a key as TOML reads it; one empty part where it cannot."""
+    """The parts of a dotted key as TOML reads it; one empty part if it is not valid."""
     try:
-        found: Any = tomllib.loads(f"{dotted} = 0")
+        table: Any = tomllib.loads(f"{dotted} = 0")
     except tomllib.TOMLDecodeError:
         return [""]
     keys = []
-    while isinstance(found, dict) and found:
-        key, found = next(iter(found.items()))
+    while isinstance(table, dict) and table:
+        key, table = next(iter(table.items()))
         keys.append(key)
-    return keys if found == 0 else [""]  # such as a comment
+    return keys if table == 0 else [""]  # such as a comment
 
 
 def _value(text: str) -> Any:
-    """As TOML reads it; else as a bare word, unless that is a number (.5) or one of `WORDS`."""
+    """A value as TOML reads it; else one of `WORDS`, a number such as .5, or a bare word."""
     try:
-        found = tomllib.loads(f"value = {text}")
+        table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         if text[0] in "[{\"'":
             raise
     else:
-        if len(found) == 1:
-            return found["value"]
+        if len(table) == 1:
+            return table["value"]
     if text in WORDS:
         return WORDS[text]
     try:

@@ -1,4 +1,4 @@
-"""A bank of features: few points that stand for those of the training data."""
+"""Makes a feature bank: a few points that represent the features of the training data."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,16 +14,16 @@ from dubito.models.network.plan import cheapest
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import evaluating, predict
 from dubito.training.data.data import Examples, enter
-from dubito.training.evaluation.evaluate import declared_by
+from dubito.training.evaluation.predicting import declared_by
 from dubito.training.seeds import stream
 
-MOST_EXAMPLES = 20_000  # of the training part that the points are found on
+MOST_EXAMPLES = 20_000  # training examples from which the points are found
 ROUNDS = 25  # of Lloyd's algorithm
-ROWS = 1 << 14  # rows of features that are compared with all points at a time
+ROWS = 1 << 14  # rows of features compared with all points at a time
 
 
 def make_bank(model: Model, train: Examples, N: int, seed: int) -> FeatureBank | None:
-    """N points in all, as many for each member; None where the network's outputs are not made by one linear layer."""
+    """A bank of N points, divided evenly among members; None where the outputs do not come from one linear layer."""
     layer = find_layer(model, enter(train.x[:1], declared_by(model)).to(model.device))
     if layer is None:
         return None
@@ -33,7 +33,7 @@ def make_bank(model: Model, train: Examples, N: int, seed: int) -> FeatureBank |
 
 
 def find_layer(model: Model, x: Tensor) -> tuple[str, int] | None:
-    """The linear layer that makes the outputs and the number d of its features, by a pass of the mean on one input."""
+    """Name of the last linear layer and its number of features d, found by a pass of the posterior mean."""
     network, factors = model.network, model.factors
     bare = replace(factors, form=None, read=None)
 
@@ -49,7 +49,7 @@ def find_layer(model: Model, x: Tensor) -> tuple[str, int] | None:
 
 
 class FeatureReader:
-    """Features of a model's inputs: the inputs of the layer `name`, d numbers each."""
+    """Reads the features of a model: the inputs of the layer `name`, d numbers each."""
 
     def __init__(self, model: Model, name: str, d: int) -> None:
         watch(model.network.net.get_submodule(name))
@@ -57,34 +57,35 @@ class FeatureReader:
         self.factors: NetworkFactors = replace(model.factors, read=Whole(d))
 
     def read(self, x: Tensor, samples: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Logits (K, B, C) and features (K, B, d) of K draws; with 0 those of the mean, of each member where there are
-        any."""
+        """Logits (K, B, C) and features (K, B, d) of K draws; with 0, of the posterior mean, or of each member's."""
         network: BayesianNetwork = self.network
-        found = predict(network, self.factors, x, samples, seed, keep_outputs=True, temperature=self.model.temperature)
-        assert found.outputs is not None
-        assert found.read is not None
-        return found.outputs, found.read
+        prediction = predict(
+            network, self.factors, x, samples, seed, keep_outputs=True, temperature=self.model.temperature
+        )
+        assert prediction.outputs is not None
+        assert prediction.read is not None
+        return prediction.outputs, prediction.read
 
 
 def unit_features(reader: FeatureReader, train: Examples, most: int, seed: int, samples: int = 0) -> Tensor:
-    """Features of length 1 of some training inputs under the posterior mean: (E, n, d), E members.
+    """Features of some training inputs, scaled to length 1, with the posterior mean of E members: (E, n, d).
 
-    With `samples`, under so many draws, others for each 512 inputs: (samples, n, d).
+    With `samples`, of as many draws, new ones for each 512 inputs: (samples, n, d).
     """
     declared = declared_by(reader.model)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(stream(seed, "bank")))[:most]
     device = reader.model.device
-    found = [
+    chunks = [
         F.normalize(reader.read(enter(train.x[rows].to(device), declared), samples, stream(seed, "bank", i))[1], dim=-1)
         for i, rows in enumerate(order.sort().values.split(512))
     ]
-    return torch.cat(found, 1)
+    return torch.cat(chunks, 1)
 
 
 def centres(features: Tensor, N: int, seed: int) -> Tensor:
-    """N points that the features (n, d) are near to, by Lloyd's algorithm from N of them: (N, d).
+    """N cluster centres of the features (n, d), by Lloyd's algorithm started at N of them: (N, d).
 
-    A point that no feature is nearest to begins again at the feature that is farthest from all points.
+    A centre that loses all its features restarts at the feature farthest from all centres.
     """
     if len(features) <= N:
         return features
@@ -101,7 +102,7 @@ def centres(features: Tensor, N: int, seed: int) -> Tensor:
 
 
 def _nearest(features: Tensor, points: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Squared distances to the nearest points, and which these are, some features at a time."""
+    """Squared distances to the nearest points and the indices of these, in chunks of features."""
     lengths = points.square().sum(-1)
     for some in features.split(ROWS):
         least, which = (lengths - 2 * some @ points.T).min(-1)

@@ -1,7 +1,7 @@
-"""Subnetwork Laplace [Daxberger21]: from a trained network to a Gaussian over some of its weights.
+"""Subnetwork Laplace [Daxberger21]: a Gaussian over S weights of a trained network.
 
-The diagonal of the generalised Gauss-Newton matrix over all weights tells which S to choose; the whole matrix over
-those S, with the prior's precision on its diagonal, is the precision of the Gaussian.
+The S weights are chosen by the diagonal of the generalised Gauss-Newton matrix over all weights. The precision H_S of
+the Gaussian is the Gauss-Newton matrix H over those S, plus the prior precision on its diagonal.
 """
 
 import copy
@@ -25,21 +25,21 @@ from dubito.training.data.data import Examples, enter
 from dubito.training.metrics import gaussian_nll, nll
 from dubito.training.terminal import bar
 
-USUAL_SIZE = 1000  # S
+USUAL_SIZE = 1000  # default S
 JACOBIAN = 1 << 26  # numbers of a Jacobian held at a time
-VALIDATION = 1 << 28  # numbers of the validation examples' Jacobian, which is kept for the whole grid
+VALIDATION = 1 << 28  # numbers of the Jacobian of validation examples, which is kept for the whole grid
 COARSE = tuple(10.0**n for n in range(-4, 5))
 FINE = 4  # steps to a factor of ten
 
 
 class LaplaceError(DubitoError):
-    """A network or data that no Laplace approximation can be made of."""
+    """A network or data for which there is no Laplace approximation."""
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedLaplace:
     network: BayesianNetwork
-    scores: dict[float, float]  # mean validation log-likelihood by prior precision; empty where it was given
+    scores: dict[float, float]  # mean validation log-likelihood by prior precision; empty if the precision was given
 
 
 def linearise(
@@ -49,7 +49,7 @@ def linearise(
     declared: Input,
     settings: Laplace | None = None,
     seed: int = 0,
-) -> Fitted:
+) -> FittedLaplace:
     """A copy of a trained plain network with a Gaussian over S of its weights."""
     settings = Laplace() if settings is None else settings
     check_plain(network)
@@ -63,16 +63,16 @@ def linearise(
         precision, scores = best_precision(network, validation, declared, index, H, settings.batch)
     entry = SubnetworkEntry(size=len(index), select=settings.select, prior_precision=precision, examples=len(train))
     network.set_joint(Subnetwork.of(index, factor(H, precision), entry))
-    return Fitted(network, scores)
+    return FittedLaplace(network, scores)
 
 
-def said(fitted: Fitted) -> str:
-    """What the grid found, in a sentence or two."""
+def describe(fitted: FittedLaplace) -> str:
+    """The chosen prior precision and its validation log-likelihood, in a sentence or two."""
     chosen = fitted.network.joint
     assert isinstance(chosen, Subnetwork)
     S, precision = chosen.entry.size, chosen.entry.prior_precision
     if not fitted.scores:
-        return f"a posterior over {S:,} weights, with a prior precision of {precision:.4g} as told"
+        return f"a posterior over {S:,} weights, with the given prior precision of {precision:.4g}"
     text = (
         f"a posterior over {S:,} weights, with a prior precision of {precision:.4g}: validation log-likelihood "
         f"{fitted.scores[precision]:.4f}, from {min(fitted.scores.values()):.4f} elsewhere on the grid"
@@ -98,7 +98,7 @@ def check_plain(network: BayesianNetwork) -> None:
 
 
 def check_size(net: nn.Module, settings: Laplace) -> int:
-    """S, where the network has as many weights."""
+    """S, checked against the number of weights."""
     D = sum(p.numel() for p in net.parameters())
     S = min(USUAL_SIZE, D) if settings.size is None else settings.size
     if S > D:
@@ -107,7 +107,7 @@ def check_size(net: nn.Module, settings: Laplace) -> int:
 
 
 def choose(network: BayesianNetwork, train: Examples, declared: Input, settings: Laplace, seed: int = 0) -> Tensor:
-    """The places (S,), rising, of the chosen weights among all parameters in a row."""
+    """Indices (S,), ascending, of the chosen weights in the flattened parameters."""
     net = network.net
     D, device = sum(p.numel() for p in net.parameters()), next(net.parameters()).device
     if settings.select == "last-layer":
@@ -125,10 +125,10 @@ def choose(network: BayesianNetwork, train: Examples, declared: Input, settings:
 
 
 def least_curved(diagonal: Tensor, S: int) -> Tensor:
-    """The S largest variances 1/(diagonal + prior precision), which are the least curvatures whatever the prior.
+    """Indices of the S largest variances 1/(diagonal + prior precision): the smallest curvatures, for any prior.
 
-    Weights of no curvature at all come last, although their variance is the prior's: no output depended on them at any
-    training input (behind a dead unit, say), so a posterior over them would change no answer.
+    Weights with zero curvature come last: no output depends on them at any training input (behind a dead unit, for
+    example), so a posterior over them would not change a prediction.
     """
     reached = torch.where(diagonal > 0, diagonal, torch.inf)
     return reached.sort(stable=True).indices[:S]
@@ -137,17 +137,18 @@ def least_curved(diagonal: Tensor, S: int) -> Tensor:
 def _last_layer(net: nn.Module) -> Tensor:
     last = [name for name, module in net.named_modules() if isinstance(module, CONVERTIBLE)][-1:]
     if not last:
-        raise LaplaceError("the network has no Linear or Conv layer, so it has no last one; choose another way.")
+        raise LaplaceError("the network has no Linear or Conv layer, so it has no last one; choose another --select.")
     owner = net.get_submodule(last[0])
     mine = {id(p) for p in owner.parameters(recurse=False)}
     names = {name for name, p in net.named_parameters() if id(p) in mine}
-    return torch.cat([torch.arange(at.start, at.stop) for name, at in layout(net).items() if name in names])
+    spans = [span for name, span in layout(net).items() if name in names]
+    return torch.cat([torch.arange(span.start, span.stop) for span in spans])
 
 
 def roots(network: BayesianNetwork, f: Tensor) -> Tensor:
-    """v (n, B, C) with Σ v vᵀ = the second derivative of the negative log-likelihood at the outputs f (B, C).
+    """v (n, B, C) with Σ v vᵀ = the Hessian of the negative log-likelihood at the outputs f (B, C).
 
-    Classes: √p_c (e_c − p) for each c, which add up to diag(p) − p pᵀ. Values: e_d/σ_d.
+    Classification: √p_c (e_c − p) for each c, which sum to diag(p) − p pᵀ. Regression: e_d/σ_d.
     """
     if network.noise is not None:
         return (torch.diag(1 / network.noise().detach())[:, None].expand(-1, len(f), -1)).to(f)
@@ -176,9 +177,9 @@ def curvature(network: BayesianNetwork, train: Examples, declared: Input, index:
     with evaluating(network), bar(f"curvature of {S:,} weights", len(train)) as advance:
         C = len(roots(network, _outputs(network, enter(train.x[:1].to(device), declared))))
         for x in train.x.split(max(1, min(batch, JACOBIAN // (C * S)))):
-            there = Linearised(net, enter(x.to(device), declared), index, network.learned)
-            v = roots(network, there.outputs)
-            A = torch.einsum("nbc,bcs->nbs", v, there.jacobian()).flatten(0, 1).double()
+            linearised = Linearised(net, enter(x.to(device), declared), index, network.learned)
+            v = roots(network, linearised.outputs)
+            A = torch.einsum("nbc,bcs->nbs", v, linearised.jacobian()).flatten(0, 1).double()
             H.addmm_(A.T, A)
             advance(len(x))
     _check_finite(H)
@@ -200,7 +201,7 @@ def _check_finite(curvature: Tensor) -> None:
 
 
 def factor(H: Tensor, precision: float) -> Tensor:
-    """L with L Lᵀ = H + precision · I; H is left as it was."""
+    """Cholesky factor L with L Lᵀ = H + precision · I; H is unchanged."""
     diagonal = H.diagonal().clone()
     H.diagonal().add_(precision)
     L, info = torch.linalg.cholesky_ex(H)
@@ -218,7 +219,7 @@ def factor(H: Tensor, precision: float) -> Tensor:
 def best_precision(
     network: BayesianNetwork, validation: Examples, declared: Input, index: Tensor, H: Tensor, batch: int
 ) -> tuple[float, dict[float, float]]:
-    """The prior precision with the best validation log-likelihood of the closed form: powers of ten, then between."""
+    """Prior precision with the best validation log-likelihood of the probit predictive: powers of ten, then finer."""
     f, J, y = _validation_jacobian(network, validation, declared, index, batch)
     scores: dict[float, float] = {}
     with bar("prior precision", len(COARSE) + 2 * (FINE - 1)) as advance:
@@ -238,27 +239,27 @@ def best_precision(
 def _validation_jacobian(
     network: BayesianNetwork, validation: Examples, declared: Input, index: Tensor, batch: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs (V, C), Jacobians (V, C, S) and targets, of as many examples as the memory set aside for it takes."""
+    """Outputs (V, C), Jacobians (V, C, S) and targets of as many examples as `VALIDATION` allows."""
     device, S = next(network.parameters()).device, len(index)
     with evaluating(network), bar("validation part", len(validation)) as advance:
         C = _outputs(network, enter(validation.x[:1].to(device), declared)).shape[1]
         V = min(len(validation), max(1, VALIDATION // (C * S)))
         parts = []
         for x in validation.x[:V].split(max(1, min(batch, JACOBIAN // (C * S)))):
-            there = Linearised(network.net, enter(x.to(device), declared), index, network.learned)
-            parts.append((there.outputs, there.jacobian()))
+            linearised = Linearised(network.net, enter(x.to(device), declared), index, network.learned)
+            parts.append((linearised.outputs, linearised.jacobian()))
             advance(len(x))
     return torch.cat([f for f, _ in parts]), torch.cat([J for _, J in parts]), validation.y[:V].to(device)
 
 
 def _score(network: BayesianNetwork, f: Tensor, J: Tensor, y: Tensor, L: Tensor, precision: float) -> float:
-    """Mean log-likelihood of the targets; anything but a number is an error."""
+    """Mean log-likelihood of the targets; raises if it is not finite."""
     rows = J.flatten(0, 1)
-    found = [
+    variances = [
         torch.linalg.solve_triangular(L, some.double().mT, upper=False).square().sum(0)
         for some in rows.split(max(1, JACOBIAN // len(L)))
     ]
-    score = -closed_nll(network, f.double(), torch.cat(found).view_as(f), y)
+    score = -closed_nll(network, f.double(), torch.cat(variances).view_as(f), y)
     if not math.isfinite(score):
         raise LaplaceError(
             f"the validation log-likelihood at a prior precision of {precision:g} is {score}, which is no number: "
@@ -268,9 +269,11 @@ def _score(network: BayesianNetwork, f: Tensor, J: Tensor, y: Tensor, L: Tensor,
 
 
 def closed_nll(network: BayesianNetwork, f: Tensor, variance: Tensor, y: Tensor) -> float:
-    """Mean negative log-likelihood of the closed-form predictive, in the targets' own units."""
+    """Mean negative log-likelihood of the probit predictive, in the targets' own units."""
     tally = tally_for(network)
     if isinstance(tally, ValueTally):
-        found = tally.regressed(f, variance)
-        return gaussian_nll(found.mean.cpu(), (found.epistemic_variance + found.aleatoric_variance).cpu(), y.cpu())
+        summary = tally.regressed(f, variance)
+        return gaussian_nll(
+            summary.mean.cpu(), (summary.epistemic_variance + summary.aleatoric_variance).cpu(), y.cpu()
+        )
     return nll(probit(f, variance).probabilities.cpu(), y.cpu())

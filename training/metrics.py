@@ -1,4 +1,4 @@
-"""How good predictions are, and how good their doubt: plain functions of tensors on the CPU.
+"""Metrics of predictions and of their uncertainty: functions of tensors on the CPU.
 
 `p` holds probabilities (N, C) and `y` the true classes (N,); for regression, (N, D) throughout.
 """
@@ -28,24 +28,24 @@ def brier(p: Tensor, y: Tensor) -> float:
 
 
 def ece(p: Tensor, y: Tensor) -> float:
-    """Expected calibration error of the leading class."""
+    """Expected calibration error of the most probable class."""
     return sum(abs(b.confidence - b.accuracy) * b.share for b in reliability(p, y))
 
 
 @dataclass(frozen=True)
 class Bin:
-    """One bar of a reliability diagram: the examples whose leading probability lies in (low, high]."""
+    """One bin of a reliability diagram: the examples whose largest probability lies in (low, high]."""
 
     low: float
     high: float
-    confidence: float  # their mean leading probability; 0 where there are none
+    confidence: float  # mean of their largest probability; 0 where there are none
     accuracy: float
     share: float  # of all examples
 
 
 def reliability(p: Tensor, y: Tensor) -> list[Bin]:
     confidence, leading = p.max(-1)
-    edges = (torch.arange(1, BINS).double() / BINS).to(p.dtype)  # rounded as p is: an edge belongs to the bin below it
+    edges = (torch.arange(1, BINS).double() / BINS).to(p.dtype)  # rounded like p: an edge belongs to the bin below it
     one_hot = F.one_hot(torch.bucketize(confidence, edges), BINS).double()  # (N, BINS)
     n = one_hot.sum(0)
     means = [one_hot.T @ values.double() / n.clamp(min=1) for values in (confidence, leading == y)]
@@ -54,29 +54,29 @@ def reliability(p: Tensor, y: Tensor) -> list[Bin]:
 
 
 def roc(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """False and true positive rates as the threshold on the score falls, from (0, 0) to (1, 1); ties fall together."""
+    """False and true positive rates as the threshold on the score falls, from (0, 0) to (1, 1)."""
     values, place = torch.cat([inside, outside]).double().unique(return_inverse=True)
     rates = []
-    for here in (place[: len(inside)], place[len(inside) :]):
-        above = here.bincount(minlength=len(values)).flip(0).cumsum(0).double()
-        rates.append(torch.cat([torch.zeros(1).double(), above / len(here)]))
+    for group in (place[: len(inside)], place[len(inside) :]):
+        above = group.bincount(minlength=len(values)).flip(0).cumsum(0).double()
+        rates.append(torch.cat([torch.zeros(1).double(), above / len(group)]))
     return rates[0], rates[1]
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
-    """The chance that an outside example scores above an inside one, ties counted half."""
+    """Probability that an outside example scores above an inside one; ties count half."""
     false, true = roc(inside, outside)
     return float(torch.trapezoid(true, false))
 
 
 def placements(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each inside example, the share of outside ones that score above it, and of each outside example, the share of
-    inside ones below it; ties count half. The mean of either is the AUROC [DeLong, DeLong and Clarke-Pearson 1988]."""
+    """For each inside example the share of outside ones that score above it, for each outside example the share of
+    inside ones below it; ties count half. The mean of either is the AUROC [DeLong88]."""
     shares = []
-    for here, there in ((inside, outside), (outside, inside)):
-        order = there.double().sort().values
-        low, high = (torch.searchsorted(order, here.double(), right=right) for right in (False, True))
-        shares.append((low + high).double() / (2 * len(there)))  # below, ties half
+    for own, others in ((inside, outside), (outside, inside)):
+        order = others.double().sort().values
+        low, high = (torch.searchsorted(order, own.double(), right=right) for right in (False, True))
+        shares.append((low + high).double() / (2 * len(others)))  # below, ties half
     return 1 - shares[0], shares[1]
 
 
@@ -103,15 +103,16 @@ def rmse(mean: Tensor, y: Tensor) -> float:
 
 
 def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> float:
-    """Of all D targets together, mean over examples, in nats."""
+    """NLL of a Gaussian, summed over the D targets, mean over examples, in nats."""
     v = variance.double()
     return float(((y.double() - mean.double()).square() / v + (2 * math.pi * v).log()).sum(-1).mean() / 2)
 
 
 def standard_error(values: Tensor, blocks: int) -> float:
-    """Of the mean of `values`, where row i belongs to block i mod `blocks` and the rows of a block share their draws.
+    """Standard error of the mean of `values`, where row i belongs to block i mod `blocks`.
 
-    Rows that share draws err together, so the blocks' means count, not the rows. NaN for a single block.
+    The rows of a block share draws, so their errors are correlated: it comes from the means of the blocks. NaN for a
+    single block.
     """
     blocks = min(blocks, len(values))
     means = torch.stack([values[i::blocks].double().mean() for i in range(blocks)])

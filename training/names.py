@@ -21,5 +21,5 @@ def shipped() -> list[str]:
 
 
 def recipes() -> list[str]:
-    """What `dubito train` takes, a TOML file apart; a recipe for one's own data has its path behind it."""
+    """Names that `dubito train` takes, beside TOML files; a recipe for one's own data is KIND:PATH."""
     return [*(name for name in shipped() if name not in OWN_DATA), *(f"{kind}:PATH" for kind in OWN_DATA)]

@@ -1,4 +1,4 @@
-"""Subnetwork Laplace of a network that was trained before: one of our plain artifacts, or anybody's state dict."""
+"""Subnetwork Laplace for a network that is already trained: a deterministic artifact, or a state dict."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from dubito.models.manifest import Image, Input, Precision, Provenance, Regressi
 from dubito.models.names import LAPLACE
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.model import Model
-from dubito.training.config import Calibrate, Data, Fit, Laplace, Network, Posterior, Recipe
+from dubito.training.config import Calibrate, Data, Fit, Laplace, Network, PosteriorOptions, Recipe
 from dubito.training.data.data import Parts, data_recipe, divide, input_of
 from dubito.training.data.sources import read_for
-from dubito.training.laplace import LaplaceError, check_plain, linearise, said
+from dubito.training.laplace import LaplaceError, check_plain, describe, linearise
 from dubito.training.recipe import build_network, finish, read_parts, set_noise, task_of
 from dubito.training.terminal import remark
 
@@ -33,32 +33,32 @@ def from_artifact(
     download: bool = False,
     device: torch.device | None = None,
 ) -> Model:
-    """Of an artifact of method deterministic. Its own data set is divided as it was in training."""
+    """Subnetwork Laplace for a deterministic artifact. Its own data set is divided as it was in training."""
     model = load(file)
     check_plain(model.network)
-    told, own = model.card.provenance, data_recipe(model.card)
-    found = read_for(model.manifest, data, data_root, download=download)
-    same = own is not None and told.recipe is not None and found.hash() == told.data_hash
+    origin, own = model.card.provenance, data_recipe(model.card)
+    data_set = read_for(model.manifest, data, data_root, download=download)
+    same = own is not None and origin.recipe is not None and data_set.hash() == origin.data_hash
     if not same:
-        own, told = Data(name=data), Provenance()
+        own, origin = Data(name=data), Provenance()
     assert own is not None
-    kept = (told.recipe or {}).get("seed", 0)
-    divided_by = kept if same and isinstance(kept, int) else seed
-    parts = divide(found, own.validation, own.calibration, own.test, divided_by)
+    trained_by = (origin.recipe or {}).get("seed", 0)
+    divided_by = trained_by if same and isinstance(trained_by, int) else seed
+    parts = divide(data_set, own.validation, own.calibration, own.test, divided_by)
     architecture = model.manifest.architecture
     recipe = Recipe(
         seed=divided_by,
         task=model.manifest.task.kind,
         data=own,
         network=Network(architecture=architecture.name, arguments=architecture.arguments),
-        posterior=Posterior(method=LAPLACE, options=settings.model_dump(mode="json", exclude_defaults=True)),
-        fit=_fit_of(told),
+        posterior=PosteriorOptions(method=LAPLACE, options=settings.model_dump(mode="json", exclude_defaults=True)),
+        fit=_fit_of(origin),
         calibrate=Calibrate() if calibrate is None else calibrate,
         precision=model.manifest.precision if precision is None else precision,
     )
     if model.card.input is None:
         raise ArtifactError(f"{file} does not say what its inputs look like; save it with a card that does.")
-    return _made(model.network, recipe, parts, model.card.input, out, settings, device)
+    return _linearise_and_finish(model.network, recipe, parts, model.card.input, out, settings, device)
 
 
 def from_weights(
@@ -79,18 +79,18 @@ def from_weights(
     download: bool = False,
     device: torch.device | None = None,
 ) -> Model:
-    """Of a state dict in safetensors, for an architecture that has a name here.
+    """Subnetwork Laplace for a state dict in safetensors, of a named architecture.
 
-    Nobody knows which examples it was trained on: the data set is divided by the seed, and what it holds out was held
-    out from the network only where its owner did so. A regression network answers in the targets' own units; the noise
-    of the targets is what its errors on the validation part say.
+    It is not known which examples the network was trained on: the data set is divided by the seed, and its parts are
+    held out only if the network was not trained on them. A regression network must predict in the targets' own units;
+    the target noise is estimated from its errors on the validation part.
     """
     recipe = Recipe(
         seed=seed,
         task="regression" if task == "regression" else "classification",
         data=Data(name=data, target=target),
         network=Network(architecture=architecture, arguments=arguments or {}, weights=str(file)),
-        posterior=Posterior(method=LAPLACE, options=settings.model_dump(mode="json", exclude_defaults=True)),
+        posterior=PosteriorOptions(method=LAPLACE, options=settings.model_dump(mode="json", exclude_defaults=True)),
         fit=Fit(epochs=1),
         calibrate=Calibrate() if calibrate is None else calibrate,
         precision=precision,
@@ -107,10 +107,10 @@ def from_weights(
         task_ = Regression(outputs=task_.outputs)
     network = bayesianize(net, "deterministic", task=task_)
     set_noise(network, parts.validation, declared)
-    return _made(network, recipe, parts, declared, out, settings, device)
+    return _linearise_and_finish(network, recipe, parts, declared, out, settings, device)
 
 
-def _made(
+def _linearise_and_finish(
     network: BayesianNetwork,
     recipe: Recipe,
     parts: Parts,
@@ -121,11 +121,11 @@ def _made(
 ) -> Model:
     network = network.to(torch.device("cpu") if device is None else device)
     fitted = linearise(network, parts.train, parts.validation, declared, settings, recipe.seed)
-    remark(said(fitted))
+    remark(describe(fitted))
     return finish(fitted.network, recipe, parts, declared, out, plain=network)
 
 
-def _fit_of(told: Provenance) -> Fit:
-    """As the network was trained, where that is known."""
-    fit = (told.recipe or {}).get("fit")
+def _fit_of(origin: Provenance) -> Fit:
+    """Options with which the network was trained, if its recipe is known."""
+    fit = (origin.recipe or {}).get("fit")
     return Fit.model_validate(fit) if isinstance(fit, dict) else Fit(epochs=1)

@@ -1,4 +1,4 @@
-"""Pruning: the least of Z to zero, the rest fine-tuned with the masks fixed, then calibrated and measured anew."""
+"""Pruning: sets the smallest entries of Z to zero, fine-tunes the rest with fixed masks, calibrates and measures."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ from dubito.models.pruning import prune as prune_network
 from dubito.training.config import Calibrate, Recipe, RecipeError
 from dubito.training.data.data import DataError
 from dubito.training.fit.ranks import Ranks
-from dubito.training.recipe import Fitting, finish, read_parts, settle_noise
+from dubito.training.recipe import Phases, finish, read_parts, settle_noise
 
 
 def prune(
@@ -27,13 +27,13 @@ def prune(
     device: torch.device | None = None,
     fresh: bool = False,
 ) -> Model | None:
-    """A smaller artifact from one that `train` made; None on ranks other than the first."""
+    """Prune an artifact that `train` made; None on ranks other than the first."""
     device = torch.device("cpu") if device is None else device
     if not 0 < lr < math.inf:
         raise RecipeError(f"lr is {lr}; expected a rate above 0.")
     model = load(file)
     recipe = recipe_of(model)
-    model.network.set_feature_bank(None)  # other weights have other features
+    model.network.set_feature_bank(None)  # pruning changes the features
     prune_network(model.network, keep)
     with Ranks.here().in_turn():
         parts = read_parts(recipe, data_root, download)
@@ -50,37 +50,37 @@ def prune(
         of_tuning = {"epochs": epochs, **dict.fromkeys(none, 0), "lr": lr}
         fit = recipe.fit.model_copy(update={**of_tuning, "optimiser": "adam", "schedule": "cosine", "milestones": ()})
         tuned = recipe.model_copy(update={"fit": fit})
-        fitting = Fitting(tuned, parts, declared, out, device, fresh, start=f"{model.manifest.sha256} {keep}")
-        run = fitting.fit(network, fit, "posterior")
+        phases = Phases(tuned, parts, declared, out, device, fresh, start=f"{model.manifest.sha256} {keep}")
+        run = phases.fit(network, fit, "posterior")
         if run.ranks.index > 0:
             return None
         network = run.finish()
     elif Ranks.here().index > 0:
         return None
     settle_noise(network, recipe, parts, declared)
-    made = finish(network, recipe, parts, declared, out, model.card.provenance)
+    pruned = finish(network, recipe, parts, declared, out, model.card.provenance)
     if epochs:
-        fitting.clean()
-    return made
+        phases.clean()
+    return pruned
 
 
 def recipe_of(model: Model) -> Recipe:
-    """What the model was trained by, with what it promises and how it is stored today."""
-    told = model.card.provenance.recipe
-    if told is None:
+    """The recipe of the model, with its present calibration and precision."""
+    stored = model.card.provenance.recipe
+    if stored is None:
         raise RecipeError(
             "this artifact does not say what it was trained by, so there is no data to fine-tune it on. In Python, "
-            "dubito.models.pruning.prune prunes any network, and dubito.training.fit.fit.Run trains it."
+            "dubito.models.pruning.prune prunes any network, and dubito.training.fit.fit.FitRun trains it."
         )
     try:
-        recipe = Recipe.model_validate(told)
+        recipe = Recipe.model_validate(stored)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise RecipeError(f"the recipe inside this artifact cannot be followed: {place}: {first['msg']}.") from None
-    today: dict[str, object] = {"precision": model.manifest.precision}
+    present: dict[str, object] = {"precision": model.manifest.precision}
     if (promised := model.card.calibration) is not None:
-        today["calibrate"] = Calibrate(
+        present["calibrate"] = Calibrate(
             false_positive_rate=promised.false_positive_rate,
             coverage=promised.coverage,
             directions=max((e.row().get("directions", 0) for e in model.manifest.layers.values()), default=0),
@@ -91,4 +91,4 @@ def recipe_of(model: Model) -> Recipe:
             measure=recipe.calibrate.measure,
             bank=recipe.calibrate.bank,
         )
-    return recipe.model_copy(update=today)
+    return recipe.model_copy(update=present)

@@ -1,4 +1,4 @@
-"""A recipe followed from start to end: data, network, fit, calibration, and the measured quality in the artifact."""
+"""Training by a recipe: data, network, fit, calibration, measurement, artifact."""
 
 import copy
 import time
@@ -29,28 +29,27 @@ from dubito.training.data.data import Examples, Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
 from dubito.training.evaluation.evaluate import measure
 from dubito.training.fit.checkpoint import draft_of, resume, save_checkpoint
-from dubito.training.fit.fit import Epoch, FitError, Run
-from dubito.training.fit.log import progress, tensorboard, write_csv
-from dubito.training.fit.noise import fit_noise
-from dubito.training.fit.noise import said as noise_said
+from dubito.training.fit.fit import Epoch, FitError, FitRun
+from dubito.training.fit.log import progress_bar, tensorboard, write_csv
+from dubito.training.fit.noise import describe_noise, fit_noise
 from dubito.training.fit.ranks import Ranks
 from dubito.training.fit.remarks import remarks
 from dubito.training.fit.stop import stoppable
 from dubito.training.fit.tune import tune
-from dubito.training.laplace import check_size, linearise, said
+from dubito.training.laplace import check_size, describe, linearise
 from dubito.training.terminal import remark
 
-REMEMBERED = 1024  # training inputs whose hashes stay in the artifact, to know them again
+REMEMBERED = 1024  # training inputs whose hashes are stored in the artifact, to recognise them
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch
-SHORT = 1.0  # seconds: epochs that take less share a checkpoint
+SHORT = 1.0  # seconds: shorter epochs share a checkpoint
 
 
-class Stopped(DubitoError):
-    """Training was asked to stop, and left a checkpoint."""
+class TrainingStopped(DubitoError):
+    """Training was stopped by a signal, and left a checkpoint."""
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     model: Model
     log: list[Epoch]
 
@@ -63,16 +62,16 @@ def train(
     download: bool = False,
     device: torch.device | None = None,
     fresh: bool = False,
-) -> Trained | None:
+) -> TrainedModel | None:
     """Fit, calibrate on the calibration part, measure on the test part, save; None on ranks other than the first.
 
-    Checkpoints stand beside `out` until it is written, and are taken up by the next call with the same recipe.
+    Checkpoints are written beside `out`; the next call with the same recipe resumes from them.
     """
     device = torch.device("cpu") if device is None else device
     with Ranks.here().in_turn():
         parts = read_parts(recipe, data_root, download)
     declared = input_of(parts.train)
-    fitting = Fitting(recipe, parts, declared, out, device, fresh)
+    phases = Phases(recipe, parts, declared, out, device, fresh)
     torch.manual_seed(recipe.seed)
     net = build_network(recipe, parts, declared)
     _check_posteriors(net, recipe, parts)
@@ -81,51 +80,51 @@ def train(
     if recipe.network.weights is not None:
         plain = bayesianize(net, "deterministic", task=task)
         set_noise(plain, parts.validation, declared)
-    trained_noise: dict[str, Tensor] | None = None  # of the targets, as the plain network's training left it
+    trained_noise: dict[str, Tensor] | None = None  # target noise after the plain network's training
     if recipe.fit.pretrain_epochs:
-        plain = fitting.fit(bayesianize(net, "deterministic", task=task), recipe.pretraining, "plain").finish().cpu()
+        plain = phases.fit(bayesianize(net, "deterministic", task=task), recipe.pretraining, "plain").finish().cpu()
         net = plain.net
         if plain.noise is not None:
             trained_noise = {name: t.clone() for name, t in plain.noise.state_dict().items()}
             fit_noise(plain, parts.validation, declared, choose=recipe.noise_kind == "auto", seed=recipe.seed)
     start: Literal["network", "prior"] = "prior" if plain is None else "network"
 
-    def fit_posterior(net: nn.Module, changed: Recipe, phase: str) -> Run:
+    def fit_posterior(net: nn.Module, changed: Recipe, phase: str) -> FitRun:
         torch.manual_seed(recipe.seed)
         network, fit = make_bayesian(net, changed, parts, start), changed.fit
         if trained_noise is not None and network.noise is not None:
             network.noise.load_state_dict(trained_noise)
             fit = fit.model_copy(update={"noise_epochs": 0})
-        return fitting.fit(network, fit, phase)
+        return phases.fit(network, fit, phase)
 
     if recipe.tune is not None:
         first = Ranks.here().index == 0
         if fresh and first:
-            fitting.trials.unlink(missing_ok=True)
-        recipe = tune(recipe, net, fit_posterior, fitting.trials, parts.hash, first=first)
-        fitting = replace(fitting, recipe=recipe)
+            phases.trials.unlink(missing_ok=True)
+        recipe = tune(recipe, net, fit_posterior, phases.trials, parts.hash, first=first)
+        phases = replace(phases, recipe=recipe)
     run = fit_posterior(net, recipe, "posterior")
     if run.ranks.index > 0:
         return None
     network = run.finish()
     settle_noise(network, recipe, parts, declared)
-    if recipe.laplace is not None:  # so far it is the plain network at its most likely weights
+    if recipe.laplace is not None:  # so far it is the plain network
         plain = network
         fitted = linearise(network, parts.train, parts.validation, declared, recipe.laplace, recipe.seed)
-        remark(said(fitted))
+        remark(describe(fitted))
         network = fitted.network
     for sentence in remarks(network, run.log):
         remark(sentence)
-    trained = Trained(finish(network, recipe, parts, declared, out, plain=plain), run.log)
-    fitting.clean()
+    trained = TrainedModel(finish(network, recipe, parts, declared, out, plain=plain), run.log)
+    phases.clean()
     return trained
 
 
 def settle_noise(network: BayesianNetwork, recipe: Recipe, parts: Parts, declared: Input) -> None:
-    """Of a regression's targets, on the validation part; a Laplace approximation takes it as training left it."""
+    """Fit the target noise of a regression on the validation part; a Laplace approximation keeps the trained one."""
     if network.noise is not None and recipe.laplace is None:
         choose = recipe.noise_kind == "auto"
-        remark(noise_said(fit_noise(network, parts.validation, declared, choose=choose, seed=recipe.seed)))
+        remark(describe_noise(fit_noise(network, parts.validation, declared, choose=choose, seed=recipe.seed)))
 
 
 def read_parts(recipe: Recipe, root: Path | None, download: bool = False) -> Parts:
@@ -140,14 +139,14 @@ def read_parts(recipe: Recipe, root: Path | None, download: bool = False) -> Par
         raise RecipeError(f"{d.name} has one class only ({data.labels[0]!r}); expected two or more to tell apart.")
     parts = divide(data, d.validation, d.calibration, d.test, recipe.seed)
     held = (parts.calibration, parts.validation)
-    divided(*held, recipe.calibrate, recipe.task, recipe.seed)  # what cannot be calibrated is refused before the work
+    divided(*held, recipe.calibrate, recipe.task, recipe.seed)  # raises before the work if calibration would fail
     if regression:
         _check_units(parts.train.y, d.name)
     return parts
 
 
 def _check_units(y: Tensor, name: str) -> None:
-    """Variances are in the targets' units squared, and in float32."""
+    """Refuse targets whose variances float32 cannot hold."""
     for spread in y.double().std(0, unbiased=False).tolist():
         if spread > 0 and not 1e-15 < spread < 1e15:
             raise RecipeError(
@@ -157,7 +156,7 @@ def _check_units(y: Tensor, name: str) -> None:
 
 
 def task_of(parts: Parts, recipe: Recipe | None = None) -> Task:
-    """Without a recipe, a regression's noise is constant."""
+    """The task of the data; without a recipe, the noise of a regression is constant."""
     if parts.labels is not None:
         return Classification()
     y = parts.train.y.double()
@@ -172,7 +171,7 @@ def task_of(parts: Parts, recipe: Recipe | None = None) -> Task:
 
 @torch.no_grad()
 def set_noise(network: BayesianNetwork, validation: Examples, declared: Input) -> None:
-    """Of a regression network that came trained: the root mean squared error on the validation part, by output."""
+    """Set the target noise of a trained regression network to its RMSE on the validation part, per output."""
     if network.noise is None:
         return
     assert isinstance(network.task, Regression)
@@ -184,14 +183,14 @@ def set_noise(network: BayesianNetwork, validation: Examples, declared: Input) -
 
 
 def build_network(recipe: Recipe, parts: Parts, declared: Input) -> nn.Module:
-    """The plain network; what the data tells of its sizes need not stand in the recipe."""
+    """The plain network; sizes that the recipe does not give follow from the data."""
     task = task_of(parts, recipe)
     outputs = task.numbers if isinstance(task, Regression) else len(parts.labels or ())
-    told: dict[str, Any] = {"classes": outputs, "outputs": outputs, "inputs": parts.train.x[0].numel()}
+    sizes: dict[str, Any] = {"classes": outputs, "outputs": outputs, "inputs": parts.train.x[0].numel()}
     if len(declared.shape) == 3:
-        told |= {"channels": declared.shape[0], "size": list(declared.shape[1:])}
+        sizes |= {"channels": declared.shape[0], "size": list(declared.shape[1:])}
     taken = sizes_of(recipe.network.architecture)
-    arguments = {k: v for k, v in told.items() if k in taken} | recipe.network.arguments
+    arguments = {k: v for k, v in sizes.items() if k in taken} | recipe.network.arguments
     net = build(recipe.network.architecture, **arguments)
     for module in net.modules():
         if isinstance(module, Standardise):
@@ -206,11 +205,11 @@ def build_network(recipe: Recipe, parts: Parts, declared: Input) -> nn.Module:
 
 
 def _check_sizes(net: nn.Module, name: str, shape: tuple[int, ...], outputs: int) -> None:
-    """One blank input must go in, and one number for each class or target come out."""
+    """Check that the network takes inputs of this shape, and has one output per class or target."""
     try:
         with evaluating(net), torch.no_grad():
             came = tuple(net(torch.zeros(1, *shape)).shape)
-    except Exception as error:  # whatever a network comes up with that was made for other inputs
+    except Exception as error:  # any error of a network that was built for other inputs
         said = " ".join(str(error).split())
         raise RecipeError(f"network.architecture: {name} cannot take inputs of shape {shape}: {said}.") from None
     if came != (1, outputs):
@@ -226,7 +225,7 @@ def _load_weights(net: nn.Module, path: str) -> None:
 
 
 def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts) -> None:
-    """Options that no posterior can have are refused before anything is trained; nothing is filled with numbers."""
+    """Refuse options of the posterior that are not valid, before the work; uses the meta device."""
     blank = copy.deepcopy(net).to("meta")
     for options in ({}, *(recipe.tune.trials if recipe.tune is not None else ())):
         make_bayesian(blank, recipe.with_options(options), parts, "prior")
@@ -234,7 +233,7 @@ def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts) -> None:
 
 def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["network", "prior"]) -> BayesianNetwork:
     if recipe.laplace is not None:
-        check_size(net, recipe.laplace)  # before the work, not after it
+        check_size(net, recipe.laplace)  # fails before the work, not after it
         return bayesianize(net, "deterministic", task=task_of(parts, recipe))
     options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.posterior.options.items()}
     layers: Any = recipe.posterior.layers or None
@@ -247,8 +246,8 @@ def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """Where the phases of a recipe are fitted, and what they leave beside the artifact on the way."""
+class Phases:
+    """Fits the phases of a recipe (plain network, trials, posterior), with checkpoints beside the artifact."""
 
     recipe: Recipe
     parts: Parts
@@ -256,29 +255,29 @@ class Fitting:
     out: Path
     device: torch.device
     fresh: bool = False
-    start: str = ""  # what the networks come from, where the recipe does not say it
+    start: str = ""  # identifies the initial network, if the recipe does not
 
     def checkpoint(self, phase: str) -> Path:
         return self.out.with_name(f"{self.out.stem}.{phase}.checkpoint.safetensors")
 
     @property
     def trials(self) -> Path:
-        """What the trials of `tune` came to so far."""
+        """File with the results of the trials of `tune` so far."""
         return self.out.with_name(f"{self.out.stem}.trials.json")
 
     def clean(self) -> None:
-        """Away with the checkpoints, and with what a killed process left of one."""
+        """Delete the checkpoints, and drafts left by a killed process."""
         trials = () if self.recipe.tune is None else range(1, len(self.recipe.tune.trials) + 1)
         paths = [self.checkpoint(phase) for phase in ("plain", *(f"trial-{i}" for i in trials), "posterior")]
         for path in (*paths, self.trials):
             for file in (path, draft_of(path)):
                 file.unlink(missing_ok=True)
 
-    def fit(self, network: BayesianNetwork, fit: Fit, phase: str) -> Run:
-        """To the end, or until somebody asks to stop: then the checkpoint holds every step that was done."""
+    def fit(self, network: BayesianNetwork, fit: Fit, phase: str) -> FitRun:
+        """Fit to the end; a signal stops it after a step, with a checkpoint."""
         parts, path, origin = self.parts, self.checkpoint(phase), f"{self.parts.hash} {self.start}"
         augment = augmentation(self.recipe.data, parts.train)
-        run = Run(network, parts.train, parts.validation, self.declared, fit, self.recipe.seed, self.device, augment)
+        run = FitRun(network, parts.train, parts.validation, self.declared, fit, self.recipe.seed, self.device, augment)
         first = run.ranks.index == 0
         if self.fresh:
             if first:
@@ -298,19 +297,19 @@ class Fitting:
 
         name = self.out.stem if phase == "posterior" else f"{self.out.stem}.{phase}"
         board = tensorboard(self.out.with_name(f"{name}.tensorboard")) if first else nullcontext(lambda _: None)
-        with stoppable() as stop, progress(run, phase) as tell, board as note:
+        with stoppable() as stop, progress_bar(run, phase) as show, board as note:
             while not run.done:
-                ended = run.epoch(tell, pause)
-                asked = run.ranks.any(stop(), self.device)
-                if first and ended:  # before the checkpoint: an epoch that is taken up again is written again
+                ended = run.epoch(show, pause)
+                stopped = run.ranks.any(stop(), self.device)
+                if first and ended:  # before the checkpoint: a resumed epoch is written again
                     note(run.log[-1])
-                if first and (asked or run.done or time.monotonic() - saved > SHORT):
+                if first and (stopped or run.done or time.monotonic() - saved > SHORT):
                     write_csv(run.log, self.out.with_name(f"{name}.log.csv"))  # table.csv may be the data
                     save_checkpoint(run, self.recipe, path, origin=origin)
                     saved = time.monotonic()
-                if asked:
+                if stopped:
                     same = "The same command without --fresh" if self.fresh else "The same command"
-                    raise Stopped(
+                    raise TrainingStopped(
                         f"stopped after step {run.step} of {fit.epochs * len(run.batches)} ({phase}); "
                         f"{path} holds it. {same} goes on from there."
                     )
@@ -326,9 +325,9 @@ def finish(
     origin: Provenance | None = None,
     plain: BayesianNetwork | None = None,
 ) -> Model:
-    """Saved beside `out`, read back, calibrated and measured as it is stored; `out` then has what was found inside.
+    """Save a draft, load it, calibrate and measure it as stored, and write `out` with the results.
 
-    Where there is a plain network that it came from, that is measured too, on the same data.
+    The plain network that it started from is measured on the same data, if there is one.
     """
     device = next(network.parameters()).device
     if origin is None:
@@ -357,8 +356,8 @@ def finish(
 
 
 def _sample(train: Examples, seed: int) -> list[str]:
-    """Hashes of some inputs that occur once: those that occur again may well be met elsewhere too."""
-    found = train.fingerprints()
-    often = Counter(found)
+    """Hashes of some inputs that occur once in the training part; repeated ones may occur elsewhere too."""
+    hashes = train.fingerprints()
+    often = Counter(hashes)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
-    return sorted([found[i] for i in order if often[found[i]] == 1][:REMEMBERED])
+    return sorted([hashes[i] for i in order if often[hashes[i]] == 1][:REMEMBERED])

@@ -1,4 +1,4 @@
-"""Lines and bars on stderr, while a command works."""
+"""Messages and progress bars on stderr."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,13 +8,13 @@ from rich.progress import Progress
 
 
 def remark(text: str) -> None:
-    """A line on stderr."""
+    """Print a line on stderr."""
     Console(stderr=True).print(text, highlight=False, markup=False)
 
 
 @contextmanager
 def bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of long work, on stderr where that is a terminal; the function given advances it by n."""
+    """A progress bar on stderr, if that is a terminal; the yielded function advances it by n."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
         task = shown.add_task(title, total=total)

@@ -1,1 +1,1 @@
-"""Numbers: free parameters, Hadamard transforms, standard normals, and proof that a device computes right."""
+"""Numerics: free parameters, Hadamard transforms, standard normals, GPU streams, checks of a device's arithmetic."""

@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BY_PRODUCT = {"cpu": 128, "cuda": 32}  # up to so many columns x H is as fast; measured: RESULTS.md
-LARGEST_KERNEL = 8192  # columns: a row of them fits the registers of one program
-STEP = 32  # columns that are transformed by a product before sums and differences begin
+BY_PRODUCT = {"cpu": 128, "cuda": 32}  # columns up to which the product x H is as fast, as measured in RESULTS.md
+LARGEST_KERNEL = 8192  # columns: a longer row does not fit the registers of one triton program
+STEP = 32  # columns that are transformed by a product before the rounds of sums and differences
 
 
 def transform(x: Tensor) -> Tensor:
-    """H x for each vector of the last axis, any shape before it; gradients flow, and are transforms themselves."""
+    """H x for each vector of the last axis; differentiable, and the gradient is a transform too."""
     D = x.shape[-1]
     if D < 1 or D & (D - 1):
         raise ValueError(f"the last axis has {D} entries; a Walsh–Hadamard transform needs a power of two.")
     if x.device.type == "cpu" and BY_PRODUCT["cpu"] >= D and not torch.is_autocast_enabled("cpu"):
-        return x @ matrix(D, x.dtype, x.device)  # torch's own gradient costs less than asking for ours
+        return x @ matrix(D, x.dtype, x.device)  # here torch's own gradient is cheaper than ours
     return _Transform.apply(x)  # type: ignore[no-any-return]
 
 
 class _Transform(torch.autograd.Function):
-    """H is its own transpose, so nothing is kept for the gradient."""
+    """The transform with its gradient. H is symmetric, so nothing is saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -52,9 +52,9 @@ class _Transform(torch.autograd.Function):
 
 
 def by_steps(x: Tensor) -> Tensor:
-    """The twin of the kernel: a product with a small H, then log₂(D/STEP) rounds of sums and differences.
+    """The transform without a kernel: a product with a small H, then log₂(D/STEP) rounds of sums and differences.
 
-    In float32 or better, whatever the type of x: it is rounded once.
+    Computed in at least float32, and rounded once to the dtype of x.
     """
     D = x.shape[-1]
     dtype = torch.promote_types(x.dtype, torch.float32)

@@ -1,8 +1,8 @@
 """The Walsh–Hadamard transform on a GPU: one read and one write of each element. Needs triton; imported on first use.
 
-A program holds its rows in registers. Each of the log₂ D rounds takes sums and differences of the elements that differ
-in one bit of their place; triton moves them between lanes (or warps, where a row has several) only for bits that a
-thread does not hold itself.
+A triton program holds its rows in registers. Each of the log₂ D rounds takes sums and differences of the elements whose
+indices differ in one bit; triton moves them between lanes (or warps, for long rows) only for bits that a thread does
+not hold itself.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HELD = 64  # elements of a thread, at most; with more, registers run out
-LEAST = 1024  # elements of a program: small rows are taken several at a time
+HELD = 64  # most elements of a thread: with more, registers run out
+LEAST = 1024  # fewest elements of a triton program, which takes several short rows
 
 
 @triton.jit
 def _round(box, size: tl.constexpr, h: tl.constexpr):
-    """Elements h apart become their sum and their difference."""
+    """Replace each pair of elements h apart by its sum and difference."""
     pairs = tl.permute(tl.reshape(box, (size // (2 * h), 2, h)), (0, 2, 1))
     a, b = tl.split(pairs)
     return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (size,))

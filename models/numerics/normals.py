@@ -1,4 +1,4 @@
-"""Standard normals from a seed: a row per sample, the same rows however many are asked for at a time."""
+"""Standard normals from a seed: one row per draw, the same rows however many are generated at a time."""
 
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 class Normals:
-    """The stream of one seed on one device. Cutting K up changes nothing: a row is one call of the generator, or, on a
-    GPU with triton, a function of its number.
+    """The normals of one seed on one device. They do not depend on how K is divided into calls: a row is one call of
+    the generator or, on a GPU with triton, a function of its index.
 
     On a CPU the generator is numpy's SFC64, more than twice as fast as torch's own: with the exact law of the λ-noise,
-    drawing is what a prediction spends its time on.
+    a prediction spends most of its time on drawing normals.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
-        self._given = 0  # rows so far
+        self._given = 0  # number of rows generated so far
 
     @cached_property
     def _numpy(self) -> np.random.Generator:
@@ -29,7 +29,7 @@ class Normals:
         return torch.Generator(self.device).manual_seed(self.seed)
 
     def skip(self, K: int) -> None:
-        """So many rows are made by somebody else, by their number."""
+        """Count K rows that were generated elsewhere, by their indices."""
         self._given += K
 
     def rows(self, K: int, n: int) -> Tensor:
@@ -50,11 +50,11 @@ class Normals:
 
 @cache
 def counted(device: torch.device) -> bool:
-    """Whether rows are made by their number: a GPU with triton."""
+    """Whether a row is a function of its index: on a GPU with triton."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
 def normals(like: Tensor, *shape: int, divisor: float = 1.0) -> Tensor:
-    """To start from, by torch's global generator; on the meta device there is nothing to draw."""
+    """Normals over `divisor` for initial values, by torch's global generator; empty on the meta device."""
     empty = like.new_empty(shape)
     return empty if empty.is_meta else empty.normal_().div_(divisor)

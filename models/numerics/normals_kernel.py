@@ -1,7 +1,7 @@
-"""Standard normals on a GPU, each a function of (seed, sample, place): one kernel for all. Needs triton.
+"""Standard normals on a GPU, each a function of (seed, draw, position): one kernel for all. Needs triton.
 
-Philox, counters (place ÷ 4, sample) and the seed for a key, then Box and Muller's pairs: a counter has four places. The
-seed and the number of the first sample are read from memory, so that a captured graph draws anew with every replay.
+Philox with the seed as its key and counters (position ÷ 4, draw), then Box-Muller pairs: four positions per counter.
+The seed and the index of the first draw are read from memory, so that a graph makes new draws with every replay.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -11,19 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FOUR = 4  # places of one counter; part of what a seed means
-BLOCK = 512  # counters of one program
+FOUR = 4  # positions of one counter; changing it would change the draws of a seed
+BLOCK = 512  # counters of one triton program
 
 
 @triton.jit
 def _pair(x, y):
-    """Box and Muller's: √(−2 ln u) times cosine and sine of 2πv, where u and v are the words as numbers below 1.
+    """A Box-Muller pair: √(−2 ln u) times cosine and sine of 2πv, where u and v are the words scaled to [0, 1).
 
-    A series for both (to 1e-7) is many times as fast as functions that take any angle.
+    Polynomials for both (accurate to 1e-7) are many times as fast as the general functions.
     """
     radius = tl.sqrt(-2.0 * tl.log(tl.maximum(tl.uint_to_uniform_float(x), 1e-7)))
     v = tl.uint_to_uniform_float(y)
-    b = 0.25 - tl.abs(v - 0.5)  # a quarter of a turn to either side: cos 2πv = −sin 2πb, sin 2πv = ± cos 2πb
+    b = 0.25 - tl.abs(v - 0.5)  # reduced to a quarter turn either way: cos 2πv = −sin 2πb, sin 2πv = ± cos 2πb
     z = b * b
     sine = -15.094642576822984 * z + 42.05869394489765
     sine = (
@@ -38,7 +38,7 @@ def _pair(x, y):
 
 @triton.jit
 def _four(seed, sample, counter):
-    """The normals of a counter's four places."""
+    """The normals of a counter's four positions."""
     w, x, y, z = tl.randint4x(seed, (sample << 32) | counter.to(tl.int64))
     a, b = _pair(w, x)
     c, d = _pair(y, z)
@@ -47,14 +47,14 @@ def _four(seed, sample, counter):
 
 @triton.jit
 def normals(seed, sample, place, n: tl.constexpr):
-    """At places place[i] … place[i] + n − 1, where all of place and n are multiples of four: (rows,) -> (rows, n)."""
+    """Normals at positions place[i] … place[i] + n − 1, all multiples of four: (rows,) -> (rows, n)."""
     a, b, c, d = _four(seed, sample, (place // 4)[:, None] + tl.arange(0, n // 4)[None, :])
     return tl.join(tl.join(a, c), tl.join(b, d)).reshape(place.shape[0], n)
 
 
 @triton.jit
 def normals_at(seed, sample, place):
-    """At any places: four times the work of those that come in fours."""
+    """Normals at any positions; four times the work of `normals`."""
     a, b, c, d = _four(seed, sample, place // 4)
     lane = place % 4
     return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
@@ -71,7 +71,7 @@ def _kernel(key, out, first, n, BLOCK: tl.constexpr):
 
 
 def fill(out: Tensor, key: Tensor, first: int = 0) -> Tensor:
-    """`out` (K, n) with places `first` … `first` + n − 1 of samples start … start + K − 1 of a seed.
+    """Fill `out` (K, n) with positions `first` … `first` + n − 1 of draws start … start + K − 1 of a seed.
 
     `key` is (seed, start), int64, on the same device.
     """

@@ -1,4 +1,4 @@
-"""The free numbers of a posterior: plain or positive, each of which can be pruned."""
+"""Free parameters of a posterior: real or positive; either can be pruned."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-TRIANGLE = "subnetwork.triangle"  # what a state calls the factor of a subnetwork's precision
+TRIANGLE = "subnetwork.triangle"  # key in a state dict of the Cholesky factor of a subnetwork's precision
 
 
 class Optional(nn.Module):
-    """A module with a buffer that may be None: a state with or without it loads into either."""
+    """A module with a buffer that may be None: a state dict with or without it loads into either."""
 
     optional: str
 
@@ -24,7 +24,7 @@ class Optional(nn.Module):
 
 
 class Free(Optional):
-    """A tensor of free numbers; with a mask, the pruned ones are exactly zero and get no gradient."""
+    """A real tensor; with a mask, pruned entries are exactly zero and get no gradient."""
 
     keep: Tensor | None
     optional = "keep"
@@ -39,10 +39,10 @@ class Free(Optional):
 
 
 class Positive(Optional):
-    """A tensor held above `floor` and, where there is a cap, below it; both bounds are smooth.
+    """A tensor above `floor` and, if there is a cap, below it, by a softplus or a scaled sigmoid.
 
-    A hard clamp has no gradient beyond its bound, so a value that starts there never moves; a softplus
-    (no cap) or a scaled sigmoid (cap) has one everywhere. Pruned entries are exactly zero.
+    These have a gradient everywhere; a hard clamp has none beyond its bound, so a value that starts there would never
+    move. Pruned entries are exactly zero.
     """
 
     keep: Tensor | None
@@ -68,19 +68,19 @@ class Positive(Optional):
         return value if self.keep is None else value * self.keep
 
     def _unbound(self, value: Tensor) -> Tensor:
-        """The raw tensor that gives `value`, pulled a little inside the bounds where it lies outside them."""
+        """The raw tensor for `value`, which is moved slightly inside the bounds if it lies outside."""
         if self.cap is None:
             above = (value - self.floor).clamp(min=1e-3 * max(self.floor, 1e-6))
-            return above + torch.log(-torch.expm1(-above))  # the inverse of softplus, safe for small values
+            return above + torch.log(-torch.expm1(-above))  # inverse of softplus, stable for small values
         share = (value - self.floor) / (self.cap - self.floor)
-        return torch.logit(share.clamp(1e-6, 1 - 1e-3))  # near the cap, and only there, the gradient grows small
+        return torch.logit(share.clamp(1e-6, 1 - 1e-3))  # the gradient is small only near the cap
 
     def extra_repr(self) -> str:
         return f"{tuple(self.raw.shape)}, floor={self.floor}, cap={self.cap}"
 
 
 def together(parts: Sequence[Positive]) -> list[Tensor]:
-    """What each part would give alone, with as few kernels for all parts of the same bounds as for one."""
+    """The value of each part, computed together for all parts with the same bounds, which saves kernels."""
     found: dict[int, Tensor] = {}
     for at in alike([(p.floor, p.cap, p.raw.dtype, p.raw.device) for p in parts]):
         values = parts[at[0]]._bound(in_a_row([parts[i].raw for i in at]))
@@ -90,7 +90,7 @@ def together(parts: Sequence[Positive]) -> list[Tensor]:
 
 
 def alike(keys: Sequence[Hashable]) -> list[list[int]]:
-    """The places of each key, in the order of their first."""
+    """Indices of equal keys, by key in order of first occurrence."""
     places: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         places.setdefault(key, []).append(i)
@@ -98,7 +98,7 @@ def alike(keys: Sequence[Hashable]) -> list[list[int]]:
 
 
 def neighbours(keys: Sequence[Hashable]) -> list[list[int]]:
-    """The places of equal keys that stand next to each other."""
+    """Indices of runs of equal keys."""
     runs: list[list[int]] = []
     for i, key in enumerate(keys):
         if i and keys[i - 1] == key:
@@ -109,17 +109,17 @@ def neighbours(keys: Sequence[Hashable]) -> list[list[int]]:
 
 
 def in_a_row(tensors: Sequence[Tensor]) -> Tensor:
-    """All entries as one vector; a tensor alone is not copied."""
+    """All entries as one vector; a single tensor is not copied."""
     return torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0].flatten()
 
 
 def parted(tensor: Tensor, lengths: Sequence[int], dim: int = 0) -> Sequence[Tensor]:
-    """`split`, which would copy the gradient of a single part, too."""
+    """`split`, without the copy of the gradient that it makes for a single part."""
     return tensor.split(list(lengths), dim) if len(lengths) > 1 else [tensor]
 
 
 def numbers(values: Sequence[float], like: Tensor) -> Tensor:
-    """A vector of what the host knows, filled in where it is needed: a captured step cannot copy from the host."""
+    """A vector of numbers known on the host, made by fills: a graph cannot copy from the host."""
     return torch.cat([like.new_full((len(at),), values[at[0]]) for at in neighbours(values)])
 
 
@@ -145,7 +145,7 @@ def keep_largest(parts: Sequence[Free] | Sequence[Positive], scores: Sequence[Te
 
 
 def count(module: nn.Module) -> int:
-    """Numbers that must be stored: all parameters less the pruned ones, and a subnetwork's triangle."""
+    """Number of stored parameters: all but the pruned ones, and a subnetwork's triangle."""
     pruned = 0
     for part in module.modules():
         if isinstance(part, Free | Positive) and part.keep is not None:

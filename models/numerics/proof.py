@@ -1,8 +1,8 @@
-"""Does a device compute right in a type of numbers? A few convolutions and products say so, and those of a pass.
+"""Checks whether a device computes right in a dtype: by a few convolutions and products, and by those of a pass.
 
-It cannot be taken for granted. On CPUs with AMX, torch 2.15 (its oneDNN) gives wrong bfloat16 convolutions, without any
-sign, where the stride along the width exceeds 1: patches (the kernel is the stride), and outputs one column wide
-(pytorch/pytorch#169688). A list of CPUs would soon be out of date, so each is tried.
+Some do not. On CPUs with AMX, torch 2.15 (its oneDNN) gives wrong bfloat16 convolutions, without any warning, where the
+stride along the width exceeds 1: patches (the kernel is the stride), and outputs one column wide
+(pytorch/pytorch#169688). A list of CPUs would soon be out of date, so every device is checked.
 """
 
 import math
@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dubito.models.errors import NumericsError
 
-TF32 = 2.0**-10  # machine epsilon: GPUs may round the factors of float32 products so
-ROUNDINGS = 4  # machine epsilons of the largest value that one product may be off: it is rounded once, at its end
+TF32 = 2.0**-10  # machine epsilon of TF32, to which GPUs may round the factors of float32 products
+ROUNDINGS = 4  # tolerance of one product, in machine epsilons of its largest value: it is rounded once, at its end
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 Convolve = Callable[..., Tensor]  # x, W, stride, padding, dilation, groups
 
-# shapes of x and W, and options: those known to go wrong somewhere, and usual ones beside them
+# shapes of x and W, and options: cases known to be wrong on some device, and usual ones
 CONVOLUTIONS: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...] = (
     ((2, 16, 16, 16), (32, 16, 4, 4), {"stride": 4}),
     ((2, 16, 12, 12), (32, 16, 6, 6), {"stride": 6}),
@@ -42,7 +42,7 @@ CONVOLUTIONS: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...
     ((2, 3, 9, 9), (24, 3, 3, 3), {"padding": 1}),
 )
 PRODUCTS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((33, 77), (77, 65)), ((3, 17, 40), (3, 40, 24)))
-CHECKED = {  # operators that a pass spends its time on, as they come with and without autograd
+CHECKED = {  # operators on which a pass spends its time, with and without autograd
     *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     *("convolution", "convolution_backward", "linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum"),
     "scaled_dot_product_attention",
@@ -50,7 +50,7 @@ CHECKED = {  # operators that a pass spends its time on, as they come with and w
 
 
 def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Before a pass: raises where the device computes wrongly in a type narrower than float32, be it autocast's."""
+    """Raise NumericsError if the device computes wrongly in the dtype of a pass (autocast's, if that is on)."""
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     if dtype.is_floating_point and dtype.itemsize < 4 and (fault := fault_of(device, dtype)) is not None:
@@ -62,7 +62,7 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
 
 @cache
 def fault_of(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What `probe` found, once for each process."""
+    """`probe`, once per process."""
     return probe(device, dtype)
 
 
@@ -72,14 +72,14 @@ def convolve(x: Tensor, W: Tensor, stride: Any = 1, padding: Any = 0, dilation: 
 
 @torch.inference_mode()
 def probe(device: torch.device, dtype: torch.dtype, convolve: Convolve = convolve) -> str | None:
-    """What the device gets wrong in this type, against float64 on the host; None where all is right within rounding."""
+    """The first wrong result of the device in this dtype, compared with float64 on the host; None if there is none."""
     rng = torch.Generator("cpu").manual_seed(0)
 
     def random(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=rng, device="cpu").to(dtype)
 
     with torch.autocast(device.type, enabled=False), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a type has no units of its own here, and is slow
+        warnings.simplefilter("ignore")  # about dtypes that this device has no units for
         for *shapes, options in CONVOLUTIONS:
             x, W = map(random, shapes)
             expected = _exactly(x, W, **options)
@@ -107,7 +107,7 @@ def _channels_last(t: Tensor) -> Tensor:
 
 
 def _compare(what: str, run: Callable[[], Tensor], expected: Tensor, device: torch.device) -> str | None:
-    torch.full((1 << 17,), math.nan, device=device)  # freed at once: who reads memory that he has not written gets this
+    torch.full((1 << 17,), math.nan, device=device)  # freed at once: a read of uninitialised memory then gives NaN
     try:
         found = run()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -120,9 +120,10 @@ def _compare(what: str, run: Callable[[], Tensor], expected: Tensor, device: tor
 def fault_in(
     what: str, found: Tensor, expected: Tensor, roundings: int, bound: Callable[[], Tensor] | None = None
 ) -> str | None:
-    """A sentence where they differ by more than so many machine epsilons of the largest value expected.
+    """A message if `found` differs from `expected` by more than `roundings` machine epsilons of its largest value.
 
-    `bound` is the same sum without signs, asked for where terms may have cancelled. Infinite values tell nothing.
+    `bound` gives the same sums of absolute values, computed only if terms may have cancelled. Infinite values are
+    not compared.
     """
     if not expected.numel():
         return None
@@ -140,7 +141,7 @@ def fault_in(
 
 
 class Checked(TorchDispatchMode):
-    """Computes products of a pass once more in a wider type, one of each shape, whichever layer or function asks."""
+    """Recomputes the products of a pass in a wider dtype, once for each shape, and keeps the first wrong one."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -149,7 +150,7 @@ class Checked(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: to keep the compiler out of here torch would import it, which takes seconds, and nothing is compiled."""
+        """False: otherwise torch imports its compiler, which takes seconds, and nothing is compiled here."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,7 +186,7 @@ def _fault_of_call(func: Any, given: tuple[Any, Any], out: Any) -> str | None:
         expected = again(_wider)
     except torch.AcceleratorError:
         raise
-    except RuntimeError:  # there is no such operator in the wider type, or no memory for it
+    except RuntimeError:  # no such operator in the wider dtype, or too little memory
         return None
     for i, found in enumerate(tree_leaves(out)):
         if isinstance(found, Tensor) and found.dtype in WIDER:

@@ -1,4 +1,4 @@
-"""Work of a GPU side by side: kernels too small, or of too uneven parts, to fill it one after the other."""
+"""Runs work on parallel CUDA streams, for kernels that do not fill the GPU one after the other."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 def begin(runs: Sequence[Callable[[], T]], device: torch.device) -> list[Callable[[], T]]:
-    """All are begun now, each on a stream of its own; whoever calls for one makes the current stream wait for it.
+    """Start all runs, each on a stream of its own; the returned functions make the current stream wait for a result.
 
-    Where this is captured, each must be called for before the capture ends. What they make is not overwritten while the
-    current stream uses it: the next to begin waits for what was asked of that stream before.
+    In a capture, each must be called before the capture ends. Results are not overwritten while the current stream uses
+    them: the next `begin` waits for all work queued on that stream before.
     """
     here = torch.cuda.current_stream(device)
     return [_begun(run, here, stream(device, i)) for i, run in enumerate(runs)]
@@ -35,5 +35,5 @@ def _begun(run: Callable[[], T], here: torch.cuda.Stream, side: torch.cuda.Strea
 
 @cache
 def stream(device: torch.device, name: int | str) -> torch.cuda.Stream:
-    """The same ones each time: libraries keep memory for each that they have worked on, and never give it back."""
+    """A cached stream: libraries keep workspace for every stream that they have used, and never free it."""
     return torch.cuda.Stream(device)

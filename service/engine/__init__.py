@@ -1,1 +1,1 @@
-"""Predictions for many requests: batches, execution plans, captured graphs, kernels, device memory."""
+"""Predictions for many requests: batches, executions and plans, graphs, kernels, device memory."""

@@ -1,6 +1,6 @@
-"""Draws made ahead of the requests: a few seeds, each with the weights of its first samples.
+"""Posterior draws made ahead of the requests: a few seeds, each with the weights of its first K draws.
 
-A request that names no seed is answered with one of these seeds; asked for by name, the seed gives the same answer.
+A request without a seed is answered with one of these seeds. A request that names that seed gets the same answer.
 """
 
 import logging
@@ -23,16 +23,16 @@ log = logging.getLogger("dubito")
 
 
 @dataclass
-class Set:
-    """The first samples of one seed."""
+class SeedDraws:
+    """The weights of the first draws of one seed."""
 
     seed: int
     stock: Stock
-    used: float | None = None  # since when
+    used: float | None = None  # time of its first use
 
 
 class Bank:
-    """`sets` seeds of `samples` each; none is used for longer than `seconds`."""
+    """`sets` seeds with `samples` draws each; none is used for longer than `seconds`."""
 
     def __init__(self, model: Model, sets: int, samples: int, seconds: float) -> None:
         self.model, self.samples, self.seconds = model, samples, seconds
@@ -41,22 +41,22 @@ class Bank:
         self._thread = threading.Thread(target=self._refresh, name="bank", daemon=True)
         self._thread.start()
 
-    def take(self, most: int) -> Set | None:
-        """Any of them; None where so many draws were not made ahead."""
+    def take(self, most: int) -> SeedDraws | None:
+        """One of the seeds at random; None where it has fewer than `most` draws."""
         if most > self.samples:
             return None
-        at = random.randrange(len(self.sets))
-        chosen, now = self.sets[at], time.monotonic()
+        index = random.randrange(len(self.sets))
+        chosen, now = self.sets[index], time.monotonic()
         if chosen.used is None:
             chosen.used = now
-        elif now - chosen.used > self.seconds:  # the thread is behind: whoever asks waits for new ones
-            chosen = self.sets[at] = self._draw()
+        elif now - chosen.used > self.seconds:  # the background thread is late: this request waits for new draws
+            chosen = self.sets[index] = self._draw()
             chosen.used = now
         return chosen
 
     @property
     def bytes(self) -> int:
-        """Of the weights; what all samples share counts with the factors."""
+        """Bytes of the draws; tensors that all draws share count as factors."""
         return sum(bytes_of_draws(one.stock) for one in self.sets)
 
     @property
@@ -64,40 +64,40 @@ class Bank:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """It is alive until what is being drawn is there."""
+        """Stop the thread; it is `alive` until its current draw is done."""
         self._stop.set()
 
     def _refresh(self) -> None:
-        """In the background: each set that is in use is replaced well before its time."""
+        """Background thread: replaces each used set after at most half of `seconds`."""
         pause = self.seconds / (2 * len(self.sets))
-        at = 0
+        index = 0
         while not self._stop.wait(pause):
-            if self.sets[at].used is not None:
+            if self.sets[index].used is not None:
                 try:
-                    self.sets[at] = self._draw()
-                except Exception:  # out of memory, say; whoever asks next will draw, or fail aloud
+                    self.sets[index] = self._draw()
+                except Exception:  # out of memory, for example; the next request draws, or fails with its own error
                     log.exception("the bank could not be refreshed")
-            at = (at + 1) % len(self.sets)
+            index = (index + 1) % len(self.sets)
 
-    def _draw(self) -> Set:
+    def _draw(self) -> SeedDraws:
         seed = randbits(SEED_BITS)
-        return Set(seed, drawn(self.model, self.samples, seed))
+        return SeedDraws(seed, drawn(self.model, self.samples, seed))
 
 
 @torch.inference_mode()
 def drawn(model: Model, K: int, seed: int) -> Stock:
-    """The weights of the seed's first K samples."""
+    """The weights of the seed's first K draws, by layer."""
     noise = Normals(seed, model.device).rows(K, model.factors.normals)
     return model.factors.stock(model.network, Draws(K, noise, seed))
 
 
 def bytes_of_draws(stock: Stock) -> int:
-    """What samples have to themselves."""
+    """Bytes of the tensors that each draw has of its own."""
     return sum(part.nbytes for operand in stock.values() for part in _own(operand))
 
 
 def bytes_of_sample(model: Model) -> int:
-    """Normals and weights of one sample of the whole network."""
+    """Bytes of the normals and weights of one draw of the whole network."""
     factors = model.factors
     return bytes_of_draws(drawn(model, 1, 0)) + 4 * factors.normals if factors.random else 0
 

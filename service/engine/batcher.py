@@ -1,4 +1,4 @@
-"""The batcher: what is queued when the device is free goes together; nobody waits for a batch to fill."""
+"""The batcher: requests that are queued when the device becomes free form a batch; none waits for a batch to fill."""
 
 import asyncio
 import logging
@@ -14,45 +14,45 @@ from secrets import randbits
 from typing import TypeVar
 
 from dubito.models.predictions.prediction import SEED_BITS
-from dubito.service.engine.engine import Answer, Answered, Ask, Broken, Engine, joined
+from dubito.service.engine.engine import Answer, Broken, Engine, PredictRequest, PredictResult, joined
 from dubito.service.engine.pace import Pace
 from dubito.service.problems import Gone, Late, Overloaded
 
 log = logging.getLogger("dubito")
-PATIENCE = 0.05  # seconds from which an answer is slow in coming
-WORTH = 1.05  # times as many inputs a second, for which some are left to the next batch
+PATIENCE = 0.05  # seconds after which an answer counts as slow
+WORTH = 1.05  # gain in inputs per second for which some requests are left to the next batch
 T = TypeVar("T")
-LONGEST_WAIT = 60.0  # seconds that a refused client is told to stay away
+LONGEST_WAIT = 60.0  # longest Retry-After of a refused request, in seconds
 
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A request, or a part of one, on its way."""
+    """A queued request, or a part of one."""
 
-    ask: Ask
-    future: "asyncio.Future[Answered]"
-    most: int  # rows that go together with it
-    seconds: float  # that it may take
-    slow: Callable[[], None] | None  # hears that it takes a while
-    timer: asyncio.TimerHandle | None = None  # of the deadline, once that is near or the answer is slow
+    request: PredictRequest
+    future: "asyncio.Future[PredictResult]"
+    most: int  # most rows of a batch that it is in
+    seconds: float  # until its deadline
+    slow: Callable[[], None] | None  # called if it is not answered within `PATIENCE`
+    timer: asyncio.TimerHandle | None = None  # of the deadline; set once that is near or the answer is slow
     queued: float = field(default_factory=time.monotonic)
     ended: float = 0.0
-    taken: bool = False  # by the device
-    counted: bool = True  # as work to be done
+    taken: bool = False  # by the inference thread
+    counted: bool = True  # in the batcher's `work` and `rows`
 
 
 class Batch:
-    """Tickets that were taken together."""
+    """Tickets that are answered together."""
 
     def __init__(self, tickets: list[Ticket]) -> None:
         self.tickets = tickets
-        self.wanted: list[Ticket] = []  # those of them that reached the device
+        self.wanted: list[Ticket] = []  # those still waited for when the device was free
         self.answers: Callable[[], list[Answer]] = list
-        self.failed: Exception | None = None  # all of them
-        self.cpu = 0.0  # seconds
+        self.failed: Exception | None = None  # error of the whole batch
+        self.cpu = 0.0  # seconds of processor time
 
     def run(self, part: Callable[[], T]) -> T | None:
-        """A part of the work; where it fails, all do, but for the device itself."""
+        """Run a part of the work. An error fails the whole batch; a broken device ends the thread."""
         if self.failed is not None:
             return None
         began = time.thread_time()
@@ -68,10 +68,10 @@ class Batch:
 
 
 class Batcher:
-    """One thread that answers, fed by coroutines of one event loop.
+    """One inference thread, fed by coroutines of one event loop.
 
-    The loop puts tickets into a deque and rings a bell where the thread sleeps; the thread takes them out, and tells
-    the loop when they are answered. All counting is the loop's, so nothing needs a lock.
+    The loop appends tickets to a deque and wakes the thread if it sleeps; the thread takes them out, and calls the loop
+    back when they are answered. Only the loop changes the counts, so they need no lock.
     """
 
     def __init__(
@@ -83,32 +83,32 @@ class Batcher:
         device: threading.Lock,
         on_batch: Callable[[int, float], None] = lambda rows, cpu: None,
     ) -> None:
-        """A batch has at most `max_work`, rows times samples, and no more rows than the engine likes together; more is
-        not queued than `max_queue`. `device` is held while it is used: models that share a device take turns.
+        """A batch has at most `max_work` (rows × draws), and at most the rows that the engine computes best together;
+        at most `max_queue` is queued. `device` is held during passes: models that share a device take turns.
 
-        `on_batch` is told of each batch: its rows, and the processor time of this thread for it.
+        `on_batch` is called for each batch, with its rows and its processor time.
         """
         self.engine, self.max_work, self.max_queue, self.on_batch = engine, max_work, max_queue, on_batch
-        self.max_rows = sys.maxsize  # of a batch of such requests as came last
+        self.max_rows = sys.maxsize  # of a batch, for requests like the last one
         self.device = device
         self.queue: deque[Ticket] = deque()
-        self.work = self.rows = 0  # that were accepted and are not done: rows times samples, and rows
-        self.running: list[Ticket] = []  # taken and not yet told of
-        self.since: float | None = None  # when the device began with the running batch, or was last seen to get on
+        self.work = self.rows = 0  # accepted and not yet answered: rows × draws, and rows
+        self.running: list[Ticket] = []  # taken and not yet delivered
+        self.since: float | None = None  # time at which the running batch began, or last made progress
         self.pace = Pace()
         self.closing = self.dead = False
-        self.asleep = False  # the thread, until the bell is rung
-        self.ringing = False  # soon
-        self.gathered = 0  # rows that were put while it slept
-        self.fresh: dict[Ticket, None] = {}  # those without a timer, by age
-        self.look: asyncio.TimerHandle | None = None  # at those
+        self.asleep = False  # the thread waits for the bell
+        self.ringing = False  # a call that wakes it is scheduled
+        self.gathered = 0  # rows queued while it slept
+        self.fresh: dict[Ticket, None] = {}  # tickets without a timer, oldest first
+        self.look: asyncio.TimerHandle | None = None  # next check of the fresh tickets
         self.bell: SimpleQueue[None] = SimpleQueue()
         self.loop = asyncio.get_running_loop()
         self.thread = threading.Thread(target=self._run, name="inference", daemon=True)
         self.thread.start()
 
     def alive(self, stuck_seconds: float) -> bool:
-        """Whether the thread is there and gets on."""
+        """Whether the thread runs, and its batch is not stuck."""
         since = self.since
         return not self.dead and (since is None or time.monotonic() - since < stuck_seconds)
 
@@ -117,8 +117,8 @@ class Batcher:
         return len(self.queue)
 
     def check_room(self, more: int, seconds: float) -> None:
-        """Raises Overloaded where too much is under way or would not be through in time, or Gone. Whoever is alone may
-        ask for anything."""
+        """Raise Overloaded where the queue is full or too slow for the deadline, Gone where the model is unloaded. A
+        request is never refused while nothing else is queued."""
         if self.closing or self.dead:
             raise Gone
         if not self.work:
@@ -128,24 +128,24 @@ class Batcher:
         if self.work + more > self.max_queue or wait > seconds:
             raise Overloaded(self.work, self.max_queue, min(LONGEST_WAIT, max(0.1, wait)))
 
-    def put(self, ask: Ask, seconds: float, slow: Callable[[], None] | None = None) -> list[Ticket]:
-        """Accepted when this returns: answered, failed or late within `seconds`. Oversize requests go in parts.
+    def put(self, request: PredictRequest, seconds: float, slow: Callable[[], None] | None = None) -> list[Ticket]:
+        """Queue a request; it is answered, failed or late within `seconds`. Large requests are split into parts.
 
-        `slow` is called where the answer is not there after a while.
+        `slow` is called if the answer is not there after `PATIENCE`.
         """
-        self.check_room(ask.work, seconds)
-        self.max_rows = self.engine.most_rows(ask)
-        whole = ask.rows == 1 or (ask.work <= self.max_work and ask.rows <= self.max_rows)
-        asks = [ask] if whole else self._parts(ask)
-        tickets = [self._ticket(part, seconds, slow if part is asks[0] else None) for part in asks]
+        self.check_room(request.work, seconds)
+        self.max_rows = self.engine.most_rows(request)
+        whole = request.rows == 1 or (request.work <= self.max_work and request.rows <= self.max_rows)
+        requests = [request] if whole else self._parts(request)
+        tickets = [self._ticket(part, seconds, slow if part is requests[0] else None) for part in requests]
         self.queue.extend(tickets)
-        self.work += ask.work
-        self.rows += ask.rows
+        self.work += request.work
+        self.rows += request.rows
         if self.asleep:
-            self.gathered += ask.rows
+            self.gathered += request.rows
             if 2 * self.gathered >= self.max_rows:
-                self._wake()  # the others will be the next batch: waiting for all, the device would idle in between
-            elif not self.ringing:  # once the loop has put whatever else has come by now
+                self._wake()  # half a batch: the rest becomes the next one, and the device does not idle meanwhile
+            elif not self.ringing:  # wake it after the loop has queued the other requests that are ready now
                 self.ringing = True
                 self.loop.call_soon(self._wake)
         return tickets
@@ -156,15 +156,15 @@ class Batcher:
             self.asleep = False
             self.bell.put(None)
 
-    def _parts(self, ask: Ask) -> list[Ask]:
-        """Each fits a batch; one seed for all, so that all rows of the request see the same functions."""
-        seed = randbits(SEED_BITS) if ask.seed is None else ask.seed
-        rows = min(self.max_rows, max(1, self.max_work * ask.rows // ask.work))
-        return [replace(ask, x=ask.x[at : at + rows], seed=seed, start=at) for at in range(0, ask.rows, rows)]
+    def _parts(self, request: PredictRequest) -> list[PredictRequest]:
+        """Split a request into parts that fit a batch, with one seed, so that all rows use the same draws."""
+        seed = randbits(SEED_BITS) if request.seed is None else request.seed
+        rows = min(self.max_rows, max(1, self.max_work * request.rows // request.work))
+        return [replace(request, x=request.x[i : i + rows], seed=seed, start=i) for i in range(0, request.rows, rows)]
 
-    def _ticket(self, ask: Ask, seconds: float, slow: Callable[[], None] | None) -> Ticket:
-        """Most are answered before anybody looks, and never get a timer of their own."""
-        ticket = Ticket(ask, self.loop.create_future(), self.max_rows, seconds, slow)
+    def _ticket(self, request: PredictRequest, seconds: float, slow: Callable[[], None] | None) -> Ticket:
+        """A ticket; most are answered before `_look` runs, and never get a timer of their own."""
+        ticket = Ticket(request, self.loop.create_future(), self.max_rows, seconds, slow)
         if seconds <= 2 * PATIENCE:
             ticket.timer = self.loop.call_later(max(0.0, seconds), self._expire, ticket)
         else:
@@ -174,7 +174,7 @@ class Batcher:
         return ticket
 
     def _look(self) -> None:
-        """At tickets that are not fresh any more: between one and two `PATIENCE` old."""
+        """Start the deadline timers of tickets older than `PATIENCE`, and call their `slow`."""
         now = time.monotonic()
         for ticket in [*takewhile(lambda ticket: now - ticket.queued >= PATIENCE, self.fresh)]:
             del self.fresh[ticket]
@@ -183,24 +183,24 @@ class Batcher:
                 ticket.slow()
         self.look = self.loop.call_later(PATIENCE, self._look) if self.fresh else None
 
-    async def answered(self, tickets: Sequence[Ticket]) -> Answered:
-        """The answer, or Late or whatever the model made of the request; whoever is cancelled takes it along."""
+    async def result(self, tickets: Sequence[Ticket]) -> PredictResult:
+        """Wait for the result; raises Late or the request's own error. Cancelling drops the request."""
         try:
             return joined([await ticket.future for ticket in tickets])
         finally:
             self.drop(tickets)
 
     def drop(self, tickets: Sequence[Ticket]) -> None:
-        """Nobody waits for them any more: those that are queued never reach the device, and no longer count."""
+        """Cancel tickets: those still queued are not computed, and no longer count as work."""
         for ticket in tickets:
             self.fresh.pop(ticket, None)
-            ticket.slow = None  # which knows the ticket: a circle would keep the body until it is collected
+            ticket.slow = None  # it refers to the ticket: the cycle would keep the body until a garbage collection
             if ticket.timer is not None:
                 ticket.timer.cancel()
-            if ticket.future.cancel() or ticket.future.cancelled():  # by whoever cancelled the task that waits for it
+            if ticket.future.cancel() or ticket.future.cancelled():  # also if the waiting task was cancelled
                 self._forgo(ticket)
             else:
-                ticket.future.exception()  # looked at, so that it is not reported as forgotten
+                ticket.future.exception()  # marks it as retrieved: asyncio would log it otherwise
 
     def _expire(self, ticket: Ticket) -> None:
         if not ticket.future.done():
@@ -208,19 +208,19 @@ class Batcher:
             self._forgo(ticket)
 
     def _forgo(self, ticket: Ticket) -> None:
-        """Its work will not be done, unless it has been begun."""
+        """No longer count a ticket's work, unless the thread has taken it."""
         if not ticket.taken:
             self._discount(ticket)
 
     def _discount(self, ticket: Ticket) -> None:
         if ticket.counted:
             ticket.counted = False
-            self.work -= ticket.ask.work
-            self.rows -= ticket.ask.rows
+            self.work -= ticket.request.work
+            self.rows -= ticket.request.rows
 
     def _run(self) -> None:
         """The inference thread."""
-        last: Batch | None = None  # through the device, and not yet told of: the next may have it meanwhile
+        last: Batch | None = None  # computed and not yet delivered: the device can start the next batch meanwhile
         try:
             while (tickets := self._take(last is None)) is not None:
                 if tickets:
@@ -232,17 +232,17 @@ class Batcher:
             log.critical("the inference loop has died", exc_info=True)
         finally:
             self.dead = True
-            self._tell(self._drop_all)
+            self._on_loop(self._drop_all)
 
     def _take(self, patient: bool) -> list[Ticket] | None:
-        """What is queued, up to a batch's work and rows, without those that nobody waits for; None at the end.
+        """The next batch from the queue, without cancelled tickets; None once the batcher is closed.
 
-        Where it is not patient, nothing may be queued yet.
+        If `patient`, wait until something is queued; else the batch may be empty.
         """
         while patient and not self.queue:
             if self.closing:
                 return None
-            self.asleep = True  # first, and then look again: whoever puts something now rings
+            self.asleep = True  # set before the queue is checked again: from now on `put` rings the bell
             if not self.queue and not self.closing:
                 self.bell.get()
             self.asleep = False
@@ -251,12 +251,12 @@ class Batcher:
         while self.queue:
             ticket = self.queue[0]
             most = min(most, ticket.most)
-            if batch and (work + ticket.ask.work > self.max_work or rows + ticket.ask.rows > most):
+            if batch and (work + ticket.request.work > self.max_work or rows + ticket.request.rows > most):
                 break
             self.queue.popleft()
-            if not ticket.future.done():  # else nobody waits for it any more
+            if not ticket.future.done():  # else it was cancelled, or is late
                 batch.append(ticket)
-                work, rows = work + ticket.ask.work, rows + ticket.ask.rows
+                work, rows = work + ticket.request.work, rows + ticket.request.rows
         self._leave(batch)
         for ticket in batch:
             ticket.taken = True
@@ -264,9 +264,9 @@ class Batcher:
         return batch
 
     def _leave(self, batch: list[Ticket]) -> None:
-        """The last of them, for the next time, where the others would all but fill a smaller pass, and sooner so."""
-        rates = self.engine.rates([ticket.ask for ticket in batch]) if len(batch) > 1 else ()
-        ends = [*accumulate(ticket.ask.rows for ticket in batch)]
+        """Return the last tickets to the queue where a smaller batch computes more inputs per second."""
+        rates = self.engine.rates([ticket.request for ticket in batch]) if len(batch) > 1 else ()
+        ends = [*accumulate(ticket.request.rows for ticket in batch)]
         if not rates or ends[-1] >= len(rates):
             return
         best = max(range(len(batch)), key=lambda i: rates[ends[i]])
@@ -276,9 +276,9 @@ class Batcher:
         del batch[best + 1 :]
 
     def _serve(self, batch: Batch, last: Batch | None) -> Batch | None:
-        """The batch goes through the device, and the last one is told of; what is left to be told of is returned."""
+        """Compute a batch on the device, and deliver the previous one; returns the batch if it is still undelivered."""
         if not self.device.acquire(blocking=False):
-            if last is not None:  # it need not wait for others
+            if last is not None:  # deliver it while another model has the device
                 self._conclude(last)
             last = None
             self.device.acquire()
@@ -292,12 +292,12 @@ class Batcher:
         return None
 
     def _pass(self, batch: Batch, last: Batch | None) -> bool:
-        """On the device; whether the answers are left to be made of what it found."""
+        """Compute a batch; True where its answers are still to be made from what the device returned."""
         self.since = started = time.monotonic()
-        batch.wanted = [t for t in batch.tickets if not t.future.done()]  # the device may have been long in coming
-        asks = [ticket.ask for ticket in batch.wanted]
+        batch.wanted = [t for t in batch.tickets if not t.future.done()]  # some may have expired meanwhile
+        requests = [ticket.request for ticket in batch.wanted]
         try:
-            launched = batch.run(lambda: self.engine.launch(asks)) if asks else None
+            launched = batch.run(lambda: self.engine.launch(requests)) if requests else None
         finally:
             if last is not None:
                 self._conclude(last)
@@ -305,40 +305,41 @@ class Batcher:
         if launched is not None:
             batch.run(launched.wait)
             batch.answers = launched.answers
-        elif asks:
-            found = batch.run(lambda: self.engine.answer(asks))
-            batch.answers = lambda: found or []
-        if asks:
-            self.pace.add(sum(ask.work for ask in asks), time.monotonic() - started)
+        elif requests:
+            answers = batch.run(lambda: self.engine.answer(requests))
+            batch.answers = lambda: answers or []
+        if requests:
+            self.pace.add(sum(request.work for request in requests), time.monotonic() - started)
         return launched is not None
 
     def _conclude(self, batch: Batch) -> None:
-        found = batch.run(batch.answers)
-        answers: Sequence[Answer] = [batch.failed] * len(batch.wanted) if batch.failed is not None else found or []
+        """Make the answers of a computed batch, and deliver them."""
+        completed = batch.run(batch.answers)
+        answers: Sequence[Answer] = [batch.failed] * len(batch.wanted) if batch.failed is not None else completed or []
         ended = time.monotonic()
         for ticket in batch.wanted:
             ticket.ended = ended
         if batch.wanted:
-            self.on_batch(sum(ticket.ask.rows for ticket in batch.wanted), batch.cpu)
+            self.on_batch(sum(ticket.request.rows for ticket in batch.wanted), batch.cpu)
         self.running = self.running[len(batch.tickets) :]
         self.since = None
-        self._tell(lambda: self._deliver(batch.tickets, dict(zip(batch.wanted, answers, strict=True))))
+        self._on_loop(lambda: self._deliver(batch.tickets, dict(zip(batch.wanted, answers, strict=True))))
 
     def _deliver(self, batch: list[Ticket], answers: dict[Ticket, Answer]) -> None:
         for ticket in batch:
             self._discount(ticket)
             if ticket.future.done():
                 continue
-            found = answers[ticket]
-            if isinstance(found, Exception):
-                ticket.future.set_exception(found)
+            answer = answers[ticket]
+            if isinstance(answer, Exception):
+                ticket.future.set_exception(answer)
             else:
-                ticket.future.set_result(found)
+                ticket.future.set_result(answer)
 
-    def _tell(self, what: Callable[[], None]) -> None:
+    def _on_loop(self, what: Callable[[], None]) -> None:
         try:
             self.loop.call_soon_threadsafe(what)
-        except RuntimeError:  # the loop is closed: nobody listens any more
+        except RuntimeError:  # the loop is closed
             return
 
     def _drop_all(self) -> None:
@@ -350,11 +351,11 @@ class Batcher:
                 ticket.future.set_exception(Gone())
 
     async def close(self) -> None:
-        """No new requests; those that were accepted are answered first."""
+        """Refuse new requests, answer the accepted ones, and end the thread."""
         self.closing = True
         self._wake()
         while self.thread.is_alive():
             await asyncio.sleep(0.005)
-        await asyncio.sleep(0)  # its last word comes first
+        await asyncio.sleep(0)  # let its last delivery run
         if self.look is not None:
             self.look.cancel()

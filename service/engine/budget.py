@@ -1,9 +1,9 @@
-"""The memory of a device: what models keep there, what a pass takes, and so which passes fit.
+"""The memory of a device: what models keep there, what a pass needs, and so which passes fit.
 
-A pass of K samples of B inputs takes at a moment t about K (s_t + B a_t): weights, and activations. Its peak is the
-largest of these, so it is convex in B: between two sizes that were measured, a straight line never says too little, and
-beyond the largest neither does a line from zero. Measured is what the allocator hands out, on a CPU what the operators
-make; workspaces inside a CPU's operators are not seen.
+At time t, a pass of K draws and B inputs needs about K (s_t + B a_t): weights and activations. Its peak over t is
+convex in B, so linear interpolation between two measured sizes never underestimates it, nor does a line from zero
+beyond the largest one. On a GPU the allocator is measured, on a CPU the outputs of operators (not the workspaces
+inside them).
 """
 
 from bisect import bisect_left
@@ -16,23 +16,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-SHARE = 0.8  # of a GPU's memory, where nobody says
-TRIED = 2  # samples of a pass that is measured: with one, dense weights are never laid out side by side
+SHARE = 0.8  # of a GPU's memory, by default
+TRIED = 2  # draws of a measured pass: with one, dense weights would never be stacked
 KINDS = ("resident", "draws", "bank", "plans")
 
 
 class Budget:
-    """Of one device, shared by the models on it."""
+    """The memory of one device, shared by the models on it."""
 
     def __init__(self, limit: int | None) -> None:
-        """None: as much as there is."""
+        """`limit` in bytes; None: no limit."""
         self.limit = limit
         self.shares: list[Share] = []
 
     @classmethod
-    def of(cls, asked: int, device: torch.device) -> "Budget":
-        if asked:
-            return cls(asked)
+    def of(cls, limit: int, device: torch.device) -> "Budget":
+        """`limit` 0: a share of a GPU's memory, no limit on a CPU."""
+        if limit:
+            return cls(limit)
         if device.type == "cuda":
             return cls(int(SHARE * torch.cuda.get_device_properties(device).total_memory))
         return cls(None)
@@ -43,26 +44,26 @@ class Budget:
 
     def release(self, share: "Share") -> None:
         self.shares.remove(share)
-        share.kinds.clear()  # which know the model: a circle would keep it
+        share.kinds.clear()  # they refer to the model: the cycle would keep it in memory
 
     def held(self, kind: str) -> int:
         return sum(share.kinds[kind]() for share in list(self.shares) if kind in share.kinds)
 
     @property
     def left(self) -> int:
-        """For a pass and its draws: there is one at a time."""
+        """Bytes left for a pass and its draws; only one pass runs at a time."""
         assert self.limit is not None
         return self.limit - sum(self.held(kind) for kind in KINDS if kind != "draws")
 
 
 class Share:
-    """One model's part: what it holds of each kind, and what its passes take."""
+    """One model's part: the bytes it holds by kind, and the bytes its passes need."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.kinds: dict[str, Callable[[], int]] = {}
-        self.peaks: dict[int, int] = {}  # inputs of a pass of `TRIED` samples -> bytes
-        self.sample = 0  # bytes of one sample's draws: a pass in several blocks keeps those of all layers
+        self.peaks: dict[int, int] = {}  # inputs of a pass of `TRIED` draws -> bytes
+        self.sample = 0  # bytes of one draw of all layers, which a pass in several blocks keeps
 
     @property
     def limited(self) -> bool:
@@ -72,7 +73,7 @@ class Share:
         self.peaks[B] = max(peak, self.peaks.get(B, 0))
 
     def need(self, B: int, K: int) -> float:
-        """Bytes of a pass, its draws among them; 0 where nothing was measured."""
+        """Bytes of a pass with its draws; 0 where nothing was measured."""
         return max(K, TRIED) / TRIED * self._peak(B) + K * self.sample
 
     def fits(self, B: int, K: int) -> bool:
@@ -82,18 +83,18 @@ class Share:
         sizes = sorted(self.peaks)
         if not sizes:
             return 0.0
-        at = bisect_left(sizes, B)
-        if at == len(sizes):
+        i = bisect_left(sizes, B)
+        if i == len(sizes):
             return self.peaks[sizes[-1]] * B / sizes[-1]
-        if at == 0 or sizes[at] == B:
-            return self.peaks[sizes[at]]
-        low, high = sizes[at - 1], sizes[at]
+        if i == 0 or sizes[i] == B:
+            return self.peaks[sizes[i]]
+        low, high = sizes[i - 1], sizes[i]
         share = (B - low) / (high - low)
         return (1 - share) * self.peaks[low] + share * self.peaks[high]
 
 
 def peak_of(run: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that tensors made by `run` take at a time."""
+    """Peak bytes of the tensors that `run` creates."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -108,7 +109,7 @@ def peak_of(run: Callable[[], object], device: torch.device) -> int:
 
 
 class _Living(TorchDispatchMode):
-    """Follows each storage that an operator makes until it is gone."""
+    """Tracks the storages that operators create, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,7 +118,7 @@ class _Living(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: to keep the compiler out of here torch would import it, which takes seconds, and nothing is compiled."""
+        """False: otherwise torch imports its compiler, which takes seconds, and nothing is compiled here."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

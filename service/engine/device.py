@@ -1,4 +1,4 @@
-"""Where models run, and in which type of numbers."""
+"""The device and the dtype in which models run."""
 
 import torch
 
@@ -15,7 +15,7 @@ def device_of(name: str) -> torch.device:
 
 
 def dtype_of(name: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """Of activations, and why."""
+    """The dtype of activations, and the reason for it."""
     if name != "auto":
         return getattr(torch, name), "the settings say so"
     if device.type != "cuda":
@@ -26,7 +26,7 @@ def dtype_of(name: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 
 def trusted(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, str | None]:
-    """The type itself where the device computes right in it; else float32, and what was wrong."""
+    """The dtype if the device computes right in it; else float32, and what was wrong."""
     if (wrong := fault_of(device, torch.float32)) is not None:
         raise NumericsError(
             f"this {device.type} computes wrongly even in float32 (torch {torch.__version__}): {wrong}. Nothing can be "

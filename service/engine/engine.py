@@ -1,4 +1,4 @@
-"""Many requests answered together: those that may share draws share passes, and none is hurt by another's failure."""
+"""Answers batches of requests: requests that may share draws share passes, and one that fails affects no other."""
 
 import logging
 import math
@@ -35,32 +35,32 @@ from dubito.models.predictions.stopwatch import Stopwatch
 from dubito.models.predictions.uncertainty import Reals
 from dubito.service.engine.bank import Bank
 from dubito.service.engine.budget import TRIED, Budget, Share, peak_of
-from dubito.service.engine.graphs import Program, Programs, for_gpu
-from dubito.service.engine.plans import Memory, Plans
+from dubito.service.engine.graphs import PassGraph, PassGraphs, for_gpu
+from dubito.service.engine.plans import PlanCache, Plans
 
 log = logging.getLogger("dubito")
 UNFIT = "input {} holds NaN, infinity or a number too large for float32; expected none."
-PROVEN = 2  # inputs of the passes whose every product is computed twice
-WEIGHED = (1, 4, 16, 64, 256)  # inputs of passes that are measured for what they take, beside the buckets
+PROVEN = 2  # inputs of the passes in which every product is checked
+WEIGHED = (1, 4, 16, 64, 256)  # inputs of passes whose memory is measured, beside the buckets
 
 
-@dataclass(slots=True)  # not frozen, as one is made for each request
-class Ask:
-    """One request, parsed: inputs in the model's input space, and how to answer them."""
+@dataclass(slots=True)  # not frozen, which would be slower to create
+class PredictRequest:
+    """One parsed request: inputs in the model's input space, and its options."""
 
     x: NDArray[np.float32]  # (B, ...), read only
     samples: int | Literal["auto"]
-    seed: int | None  # None: any draws will do, another request's too
-    max_samples: int  # of "auto"
+    seed: int | None  # None: any draws, which may be shared with other requests
+    max_samples: int  # for "auto"
     tolerance: float
-    keep: bool = False  # the draws themselves are wanted
-    closed: bool = False  # no draws at all: the closed form, whose work is reckoned as that of so many draws
-    group: str | None = None  # whose quantile makes the prediction sets
-    start: int = 0  # of the request whose part this is: its first row
+    keep: bool = False  # return each draw's outputs too
+    closed: bool = False  # probit: the closed form without draws, whose work counts as that of `samples` draws
+    group: str | None = None  # whose quantile gives the prediction sets
+    start: int = 0  # first row, where this is a part of a larger request
 
     rows: int = field(init=False)
-    most: int = field(init=False)  # draws
-    work: int = field(init=False)  # rows times samples, at most
+    most: int = field(init=False)  # largest number of draws
+    work: int = field(init=False)  # rows × draws, at most
 
     def __post_init__(self) -> None:
         self.rows = len(self.x)
@@ -69,128 +69,128 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Answered:
-    """What is known about each input of a request, on the host."""
+class PredictResult:
+    """The results of a request, one row per input, on the host."""
 
-    columns: Columns  # `samples` among them: the draws of each
-    rules: Sequence[Rule]  # by which the columns were decided, one for each input
-    samples: int  # drawn, the most of any input
+    columns: Columns  # among them `samples`: number of draws of each input
+    rules: Sequence[Rule]  # thresholds and quantiles that were applied, one for each input
+    samples: int  # largest number of draws of any input
     seed: int
-    seconds: Mapping[str, float]  # of the passes that it came from, by stage
-    settled: bool = False  # by "auto": inputs differ in their draws
-    outputs: Tensor | None = None  # (K, B, ...) where they were to be kept
-    method: Predictive = "sampling"
+    seconds: Mapping[str, float]  # of the passes, by stage
+    settled: bool = False  # by "auto": inputs differ in their number of draws
+    outputs: Tensor | None = None  # (K, B, ...), each draw's outputs, with `keep`
+    predictive: Predictive = "sampling"
 
 
-Answer = Answered | Exception
+Answer = PredictResult | Exception
 
 
 class Broken(Exception):
-    """The device answers nothing any more; what comes of it is no request's fault."""
+    """The device is unusable; the error is not caused by a request."""
 
 
 class Engine:
-    """A model on its device."""
+    """Answers requests with one model on its device."""
 
     def __init__(
         self,
         model: Model,
         buckets: Sequence[int],
-        memory: Memory | None = None,
+        plan_cache: PlanCache | None = None,
         plan_seconds: float = 0.0,
         bank: Bank | None = None,
         share: Share | None = None,
     ) -> None:
-        """Ways of computing are measured for about `plan_seconds`, those apart that the memory holds.
+        """Executions that `plan_cache` does not hold are measured for about `plan_seconds`.
 
-        Where there is a bank, draws that nobody has named a seed for come out of it. `share` is the part of the
-        device's memory: without one there is no bound.
+        With a bank, requests without a seed get its draws. `share` limits the device memory; None: no limit.
         """
         self.bank = bank
-        self.programs: Programs | None = None
+        self.graphs: PassGraphs | None = None
         if model.device.type == "cuda":
             model = for_gpu(model)
-            self.programs = Programs(model.network, model.factors, buckets[-1])
+            self.graphs = PassGraphs(model.network, model.factors, buckets[-1])
         self.share = Budget(None).share() if share is None else share
-        self.draws = 0  # of the largest pass so far: samples
-        self.seed = seed_of(None)  # of the next launch that names none
+        self.draws = 0  # of the largest pass so far
+        self.seed = seed_of(None)  # for the next launch without a seed
         self.model, self.buckets = model, buckets
         self.rulebook = Rulebook(model.card.calibration)
-        self.plans = Plans(cheapest(model.factors), memory or Memory(None, model.device), plan_seconds)
+        self.plans = Plans(cheapest(model.factors), plan_cache or PlanCache(None, model.device), plan_seconds)
 
-    def most_rows(self, ask: Ask) -> int:
-        """Inputs that are best asked for together: those of the largest captured pass, where such passes answer."""
-        if self.programs is None or self.bank is not None or ask.keep or ask.closed or ask.samples == 0:
+    def most_rows(self, request: PredictRequest) -> int:
+        """Most inputs of a batch: those of the largest graph, where graphs answer the request."""
+        if self.graphs is None or self.bank is not None or request.keep or request.closed or request.samples == 0:
             return sys.maxsize
-        K = CHUNK if ask.samples == "auto" else ask.samples
-        return self.buckets[-1] if self.programs.answers(self.buckets[-1], K) else sys.maxsize
+        K = CHUNK if request.samples == "auto" else request.samples
+        return self.buckets[-1] if self.graphs.answers(self.buckets[-1], K) else sys.maxsize
 
-    def rates(self, asks: Sequence[Ask]) -> Sequence[float]:
-        """Inputs of these requests that are answered in a second where 0, 1, 2 and so on go together; as far as that is
-        known."""
-        K = self._one_pass(asks)
-        return () if self.programs is None or K is None else self.programs.rates(K)
+    def rates(self, requests: Sequence[PredictRequest]) -> Sequence[float]:
+        """Inputs per second of a batch of 0, 1, 2, ... inputs, as far as graphs were timed."""
+        K = self._one_pass(requests)
+        return () if self.graphs is None or K is None else self.graphs.rates(K)
 
-    def _one_pass(self, asks: Sequence[Ask]) -> int | None:
-        """K, where one captured pass may answer them all."""
-        K = asks[0].samples
-        if K == "auto" or self.bank is not None or (len(asks) > 1 and any(ask.seed is not None for ask in asks)):
+    def _one_pass(self, requests: Sequence[PredictRequest]) -> int | None:
+        """The number of draws K, where one graph may answer all requests; else None."""
+        K = requests[0].samples
+        seeded = len(requests) > 1 and any(request.seed is not None for request in requests)
+        if K == "auto" or self.bank is not None or seeded:
             return None
-        return None if any(ask.samples != K or ask.keep or ask.closed for ask in asks) else K
+        return None if any(request.samples != K or request.keep or request.closed for request in requests) else K
 
-    def answer(self, asks: Sequence[Ask]) -> list[Answer]:
-        """In order. Requests of one group share a pass; where a group fails, each of its requests is tried alone."""
+    def answer(self, requests: Sequence[PredictRequest]) -> list[Answer]:
+        """Answers in order. Requests of one group share a pass; if it fails, each of its requests is computed alone."""
         groups: dict[object, list[int]] = {}
-        found: dict[int, Answer] = {}
-        for i, ask in enumerate(asks):
-            groups.setdefault(self._group(ask, i), []).append(i)
+        answers: dict[int, Answer] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(self._group(request, i), []).append(i)
         for members in groups.values():
-            x = np.concatenate([asks[i].x for i in members])
+            x = np.concatenate([requests[i].x for i in members])
             if _not_finite(x) is None:
-                found |= zip(members, self._answer_group([asks[i] for i in members], x), strict=True)
+                answers |= zip(members, self._answer_group([requests[i] for i in members], x), strict=True)
                 continue
-            bad = {i: row for i in members if (row := _not_finite(asks[i].x)) is not None}
-            found |= {i: InputError(UNFIT.format(asks[i].start + row)) for i, row in bad.items()}
-            if fine := [asks[i] for i in members if i not in bad]:
-                again = self._answer_group(fine, np.concatenate([ask.x for ask in fine]))
-                found |= zip((i for i in members if i not in bad), again, strict=True)
-        return [found[i] for i in range(len(asks))]
+            bad = {i: row for i in members if (row := _not_finite(requests[i].x)) is not None}
+            answers |= {i: InputError(UNFIT.format(requests[i].start + row)) for i, row in bad.items()}
+            if fine := [requests[i] for i in members if i not in bad]:
+                rest = self._answer_group(fine, np.concatenate([request.x for request in fine]))
+                answers |= zip((i for i in members if i not in bad), rest, strict=True)
+        return [answers[i] for i in range(len(requests))]
 
-    def launch(self, asks: Sequence[Ask]) -> "Launched | None":
-        """One captured pass that answers them all, begun; None where there is none.
+    def launch(self, requests: Sequence[PredictRequest]) -> "LaunchedBatch | None":
+        """Start the graph that answers all requests; None where there is none.
 
-        No other pass may be begun before it was waited for.
+        `wait` must be called before another pass starts.
         """
         try:
-            return self._launch(asks)
+            return self._launch(requests)
         except torch.AcceleratorError as error:
             raise Broken from error
-        except Exception as error:  # seen again by whoever asks for it alone
+        except Exception as error:  # raised again for the request that caused it, when each is computed alone
             log.warning("a batch is not launched", extra={"why": f"{type(error).__name__}: {error}"[:200]})
             return None
 
-    def _launch(self, asks: Sequence[Ask]) -> "Launched | None":
-        K, given = self._one_pass(asks), asks[0].seed
-        if self.programs is None or K is None:
+    def _launch(self, requests: Sequence[PredictRequest]) -> "LaunchedBatch | None":
+        K, given = self._one_pass(requests), requests[0].seed
+        if self.graphs is None or K is None:
             return None
-        program = self.programs.at(bucket_of(self.buckets, sum(ask.rows for ask in asks)), K)
-        if program is None:
+        graph = self.graphs.at(bucket_of(self.buckets, sum(request.rows for request in requests)), K)
+        if graph is None:
             return None
         watch, seed = Stopwatch(self.model.device), self.seed if given is None else seed_of(given)
-        x = program.put([ask.x for ask in asks])
+        x = graph.put([request.x for request in requests])
         watch.lap("sample")
-        program.go(seed, 0)
-        self.seed = seed_of(None)  # whatever can be done once the device works is done then
-        launched = Launched(self, asks, self._job(torch.from_numpy(x), seed, watch, K), program, _not_finite(x) is None)
+        graph.go(seed, 0)
+        self.seed = seed_of(None)  # from here on the host works while the device computes
+        job = self._job(torch.from_numpy(x), seed, watch, K)
+        launched = LaunchedBatch(self, requests, job, graph, _not_finite(x) is None)
         watch.lap("forward")
         return launched
 
     def warm(self, samples: int, device: AbstractContextManager[object]) -> None:
-        """Every bucket planned and run once, with draws as a request would have them; raises what a request would.
+        """Measure executions and run every bucket once; raises what a request would raise.
 
-        Where the device computes wrongly, that is a NumericsError.
+        Raises NumericsError where the device computes wrongly.
 
-        `device` is entered for each anew: others who answer on it wait for one bucket, not for all.
+        `device` is entered for each bucket: other models on it wait for one bucket, not for all.
         """
         if self.share.limited:
             self._fit(device)
@@ -200,24 +200,24 @@ class Engine:
             x = self._zeros(rows)
             job = self._job(self._normals(rows), 0, None)
             once = job.samples_at_once(rows)
-            K = min(samples, once + samples % once)  # whole passes, and what is left over
-            asks = [Ask(x, K, None, max(1, K), 0.5)]
+            K = min(samples, once + samples % once)  # a full pass, and the remainder
+            requests = [PredictRequest(x, K, None, max(1, K), 0.5)]
             if self.model.factors.closed_form:
-                asks.append(Ask(x, 0, None, 1, 0.5, closed=True))
+                requests.append(PredictRequest(x, 0, None, 1, 0.5, closed=True))
             with device:
                 if samples and self.model.factors.random:
                     self.plans.measure(job, min(samples, once))
                     self._weigh(rows)
-                for found in self.answer(asks):
-                    if isinstance(found, Exception):
-                        raise found
-                if self.programs is not None and samples:
+                for result in self.answer(requests):
+                    if isinstance(result, Exception):
+                        raise result
+                if self.graphs is not None and samples:
                     before = torch.cuda.memory_reserved(self.model.device)
                     for k in {min(samples, once), samples % once, min(CHUNK, once)} - {0}:
                         if self.share.fits(rows, k):
-                            self.programs.capture(job, k)
+                            self.graphs.capture(job, k)
                     self.plans.bytes += max(0, torch.cuda.memory_reserved(self.model.device) - before)
-        self.plans.memory.save()
+        self.plans.cache.save()
 
     def _zeros(self, rows: int) -> NDArray[np.float32]:
         declared = self.model.card.input
@@ -225,11 +225,11 @@ class Engine:
         return np.zeros((rows, *declared.shape), np.float32)
 
     def _normals(self, rows: int) -> Tensor:
-        """Inputs that no product is trivial for, the same each time."""
+        """Fixed random inputs, with which wrong products show."""
         return torch.randn(self._zeros(rows).shape, generator=torch.Generator().manual_seed(0))
 
     def _prove(self) -> None:
-        """The products of a pass of draws, and of one of the mean, are right within rounding, whichever layer asks."""
+        """Check every product of a pass with draws and of a pass with the posterior mean against a wider dtype."""
         job = replace(self._job(self._normals(PROVEN), 0, None, TRIED), captured=nothing_captured)
         checked = Checked()
         with evaluating(job.network), torch.inference_mode(), checked:
@@ -242,29 +242,29 @@ class Engine:
             raise NumericsError(f"this {self.model.device.type} computes the network wrongly: {checked.fault}.")
 
     def _fit(self, device: AbstractContextManager[object]) -> None:
-        """Only buckets whose passes fit are kept; larger requests are worked off in parts."""
+        """Keep only the buckets whose passes fit the memory; larger requests are split."""
         for rows in sorted({*self.buckets, *(n for n in WEIGHED if n < max(self.buckets))}):
             with device:
                 self._weigh(rows)
-            if not self.share.fits(rows, 1):  # nor would more
+            if not self.share.fits(rows, 1):  # larger ones do not fit either
                 break
         kept = tuple(rows for rows in self.buckets if self.share.fits(rows, 1))
-        told = {"left": self.share.budget.left, "limit": self.share.budget.limit}
+        memory = {"left": self.share.budget.left, "limit": self.share.budget.limit}
         if not self.share.fits(1, 1):
             raise DubitoError(
-                f"one input takes {self.share.need(1, 1):,.0f} bytes, and {told['left']:,} are left of the "
-                f"{told['limit']:,} that the setting memory_bytes allows: raise it, or serve fewer models."
+                f"one input takes {self.share.need(1, 1):,.0f} bytes, and {memory['left']:,} are left of the "
+                f"{memory['limit']:,} that the setting memory_bytes allows: raise it, or serve fewer models."
             )
         if dropped := [rows for rows in self.buckets if rows not in kept]:
-            log.warning("batches that do not fit the memory go in parts", extra={"batches": dropped, **told})
+            log.warning("batches that do not fit the memory go in parts", extra={"batches": dropped, **memory})
         self.buckets = kept
 
     def _weigh(self, rows: int) -> None:
-        """What a pass takes, as it is planned now, where there is a bound."""
+        """Measure the memory of a pass with the current plan, where memory is limited."""
         if not self.share.limited:
             return
         job = self._job(torch.from_numpy(self._zeros(rows)), 0, None, TRIED)
-        job = replace(job, fits=None, captured=nothing_captured)  # in one go, and seen by the allocator
+        job = replace(job, fits=None, captured=nothing_captured)  # in one pass, and without graphs
 
         def run() -> None:
             with evaluating(job.network), torch.inference_mode():
@@ -278,95 +278,101 @@ class Engine:
         except torch.OutOfMemoryError:
             self.share.measured(rows, self.share.budget.left + 1)
 
-    def _group(self, ask: Ask, i: int) -> object:
-        """Requests with the same key may share passes. One with a seed is alone: its answer is the same to the bit
-        whoever else asks."""
-        if ask.keep or ask.seed is not None:
+    def _group(self, request: PredictRequest, i: int) -> object:
+        """Key of the requests that may share passes. A request with a seed is alone, so that its answer has the same
+        bits whatever else is in the batch."""
+        if request.keep or request.seed is not None:
             return i
-        if ask.closed:
-            return ("closed", ask.group)
-        if ask.samples == 0 or self.model.factors.normals == 0:
-            return ("repeatable", ask.samples, ask.group)
+        if request.closed:
+            return ("closed", request.group)
+        if request.samples == 0 or self.model.factors.normals == 0:
+            return ("repeatable", request.samples, request.group)
         return "drawn"
 
-    def _answer_group(self, asks: list[Ask], x: NDArray[np.float32]) -> list[Answer]:
+    def _answer_group(self, requests: list[PredictRequest], x: NDArray[np.float32]) -> list[Answer]:
         try:
-            return list(self._together(asks, torch.from_numpy(x)))
+            return list(self._together(requests, torch.from_numpy(x)))
         except torch.AcceleratorError as error:
             raise Broken from error
-        except Exception as error:  # whatever one request's inputs made of the pass
-            if len(asks) == 1:
+        except Exception as error:  # caused by one request's inputs: compute each request alone
+            if len(requests) == 1:
                 return [error]
-        return [a for ask in asks for a in self._answer_group([ask], ask.x.copy())]
+        return [a for request in requests for a in self._answer_group([request], request.x.copy())]
 
-    def _together(self, asks: list[Ask], x: Tensor) -> list[Answered]:
-        first = asks[0]
+    def _together(self, requests: list[PredictRequest], x: Tensor) -> list[PredictResult]:
+        first = requests[0]
         watch = Stopwatch(self.model.device)
         if first.closed or first.keep or first.samples == 0 or self.model.factors.normals == 0:
-            return self._repeatable(asks, x, watch)
-        most = max(ask.most for ask in asks)
+            return self._repeatable(requests, x, watch)
+        most = max(request.most for request in requests)
         ahead = self.bank.take(most) if self.bank is not None and first.seed is None else None
         if ahead is None:
-            return self.conclude(asks, self._job(x, first.seed, watch, most))
-        return self.conclude(asks, self._job(x, ahead.seed, watch, most, ahead.stock))
+            return self.conclude(requests, self._job(x, first.seed, watch, most))
+        return self.conclude(requests, self._job(x, ahead.seed, watch, most, ahead.stock))
 
-    def conclude(self, asks: Sequence[Ask], job: Job) -> list[Answered]:
-        """Drawn and summed up."""
-        most = [ask.most for ask in asks for _ in range(ask.rows)]
-        settle = [ask.tolerance if ask.samples == "auto" else 0.0 for ask in asks for _ in range(ask.rows)]
+    def conclude(self, requests: Sequence[PredictRequest], job: Job) -> list[PredictResult]:
+        """Draw, average and apply the calibration: one result per request."""
+        most = [request.most for request in requests for _ in range(request.rows)]
+        settle = [
+            request.tolerance if request.samples == "auto" else 0.0 for request in requests for _ in range(request.rows)
+        ]
         summary, drawn = answer_each(job, np.array(most), np.array(settle))
         taken: list[int] = drawn.tolist()
         rules: list[Rule] = []
-        for ask in asks:
-            tolerance, limit = (ask.tolerance, ask.max_samples) if ask.samples == "auto" else (None, None)
-            rows = taken[len(rules) : len(rules) + ask.rows]
-            rules += [self.rulebook.rule(K, tolerance, limit, ask.group) for K in rows]
-        return self._apart(asks, columns_of(summary, rules), rules, taken, job.seed, job.watch)
+        for request in requests:
+            tolerance, limit = (request.tolerance, request.max_samples) if request.samples == "auto" else (None, None)
+            rows = taken[len(rules) : len(rules) + request.rows]
+            rules += [self.rulebook.rule(K, tolerance, limit, request.group) for K in rows]
+        return self._apart(requests, columns_of(summary, rules), rules, taken, job.seed, job.watch)
 
-    def _repeatable(self, asks: list[Ask], x: Tensor, watch: Stopwatch) -> list[Answered]:
-        """Passes that every request of the group asks for alike."""
-        first, model = asks[0], self.model
+    def _repeatable(self, requests: list[PredictRequest], x: Tensor, watch: Stopwatch) -> list[PredictResult]:
+        """Results of requests that need the same passes: closed form, posterior mean, kept draws, ensembles."""
+        first, model = requests[0], self.model
         samples = max(1, model.factors.members) if first.samples == "auto" else first.samples
         passes = self._passes(watch)
         if first.closed:
-            found = predict_closed(model.network, model.factors, x, **passes)
+            prediction = predict_closed(model.network, model.factors, x, **passes)
         else:
-            found = predict(model.network, model.factors, x, samples, first.seed, keep_outputs=first.keep, **passes)
-        rules = self.rulebook.of(found, first.group)
-        columns = columns_of(found.summary, rules)
-        outputs = None if found.outputs is None else found.outputs.cpu()  # kept for a request alone
-        drawn = [found.samples] * len(rules)
-        return self._apart(asks, columns, rules, drawn, found.seed, watch, outputs, found.method, settles=False)
+            keep = first.keep
+            prediction = predict(model.network, model.factors, x, samples, first.seed, keep_outputs=keep, **passes)
+        rules = self.rulebook.of(prediction, first.group)
+        columns = columns_of(prediction.summary, rules)
+        outputs = None if prediction.outputs is None else prediction.outputs.cpu()  # only of a request that is alone
+        drawn = [prediction.samples] * len(rules)
+        return self._apart(
+            requests, columns, rules, drawn, prediction.seed, watch, outputs, prediction.method, settles=False
+        )
 
     def _apart(
         self,
-        asks: Sequence[Ask],
+        requests: Sequence[PredictRequest],
         columns: Columns,
         rules: list[Rule],
         drawn: list[int],
         seed: int,
         watch: Stopwatch,
         outputs: Tensor | None = None,
-        method: Predictive = "sampling",
+        predictive: Predictive = "sampling",
         settles: bool = True,
-    ) -> list[Answered]:
-        """Give each request its own rows; without `settles`, "auto" is answered like a number of samples."""
+    ) -> list[PredictResult]:
+        """Split batch results per request; without `settles`, "auto" is answered like a number of draws."""
         columns["samples"] = np.array(drawn)
         watch.lap("summarise")
         seconds = watch.seconds
-        made, at = [], 0
-        for ask in asks:
-            end = at + ask.rows
-            mine = {name: column[at:end] for name, column in columns.items()}
-            settled = settles and ask.samples == "auto"
-            made.append(Answered(mine, rules[at:end], max(drawn[at:end]), seed, seconds, settled, outputs, method))
-            at = end
-        return made
+        results, start = [], 0
+        for request in requests:
+            end = start + request.rows
+            mine = {name: column[start:end] for name, column in columns.items()}
+            settled = settles and request.samples == "auto"
+            most = max(drawn[start:end])
+            results.append(PredictResult(mine, rules[start:end], most, seed, seconds, settled, outputs, predictive))
+            start = end
+        return results
 
     def _job(
         self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1, stock: Stock | None = None
     ) -> Job:
-        captured = None if self.programs is None else self.programs.at
+        captured = None if self.graphs is None else self.graphs.at
         more = self._passes(watch)
         network, factors = self.model.network, self.model.factors
         job = Job.of(network, factors, x, seed, most=most, stock=stock, captured=captured, finite=True, **more)
@@ -383,41 +389,43 @@ class Engine:
         }
 
 
-class Launched:
-    """Requests on the device. Once that was waited for, it is free for others; then come the answers."""
+class LaunchedBatch:
+    """Requests whose graph runs on the device. After `wait` the device is free; then `answers` gives the results."""
 
-    def __init__(self, engine: Engine, asks: Sequence[Ask], job: Job, program: Program, fit: bool) -> None:
-        """The job's inputs lie where the next ones will: once it was waited for, only their number may be asked.
+    def __init__(
+        self, engine: Engine, requests: Sequence[PredictRequest], job: Job, graph: PassGraph, fit: bool
+    ) -> None:
+        """The next launch overwrites the job's inputs: after `wait` only their number may be used.
 
-        Where the inputs are not `fit`, each request whose own inputs are wrong gets an error that says so.
+        `fit`: all inputs are finite. If not, each request whose inputs are not gets an InputError.
         """
-        self.engine, self.asks, self.job, self.program, self.fit = engine, asks, job, program, fit
+        self.engine, self.requests, self.job, self.graph, self.fit = engine, requests, job, graph, fit
         self.sums: Reals
-        self.found: list[Answer] | None = None
+        self.completed: list[Answer] | None = None  # answers that were computed without the graph
 
     def wait(self) -> None:
-        self.job.watch.go_on()  # what was done meanwhile is counted elsewhere
+        self.job.watch.go_on()  # the time since the launch was spent on other requests
         try:
-            sums = self.program.fetch()[: self.job.B]
+            sums = self.graph.fetch()[: self.job.B]
         except torch.AcceleratorError as error:
             raise Broken from error
         self.job.watch.lap("forward")
         if self.fit and np.isfinite(sums).all():
             self.sums = sums
-        else:  # whose fault it is, is seen when each is asked for alone
-            self.found = self.engine.answer(self.asks)
+        else:  # computing each request alone shows which one fails
+            self.completed = self.engine.answer(self.requests)
 
     def answers(self) -> list[Answer]:
-        if self.found is not None:
-            return self.found
+        if self.completed is not None:
+            return self.completed
         self.job.watch.go_on()
-        known = Fetched(self.sums)
-        return list(self.engine.conclude(self.asks, replace(self.job, captured=lambda B, K: known)))
+        known = HostResults(self.sums)
+        return list(self.engine.conclude(self.requests, replace(self.job, captured=lambda B, K: known)))
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """The result of a pass that is done."""
+class HostResults:
+    """Results already copied to the host, in place of a graph."""
 
     known: Reals
 
@@ -426,21 +434,21 @@ class Fetched:
 
 
 def _not_finite(x: NDArray[np.float32]) -> int | None:
-    """The first such row."""
+    """Index of the first row that is not finite; None where all are."""
     flat = x.reshape(-1)
     with np.errstate(over="ignore"):
-        if math.isfinite(flat.dot(flat)):  # one pass; too large a sum tells nothing yet
+        if math.isfinite(flat.dot(flat)):  # one pass over the data; an infinite sum may still be an overflow
             return None
     finite = np.isfinite(x).reshape(len(x), -1).all(1)
     return None if finite.all() else int(finite.argmin())
 
 
-def joined(parts: Sequence[Answered]) -> Answered:
-    """The parts of one request as one answer."""
+def joined(parts: Sequence[PredictResult]) -> PredictResult:
+    """The results of the parts of one request as one result."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    return Answered(
+    return PredictResult(
         {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns},
         [rule for part in parts for rule in part.rules],
         max(part.samples for part in parts),
@@ -448,5 +456,5 @@ def joined(parts: Sequence[Answered]) -> Answered:
         {stage: sum(part.seconds.get(stage, 0.0) for part in parts) for stage in first.seconds},
         first.settled,
         None if first.outputs is None else torch.cat([part.outputs for part in parts if part.outputs is not None], 1),
-        first.method,
+        first.predictive,
     )

@@ -1,7 +1,7 @@
-"""A network to be served: each Bayesian layer together with the BatchNorm, the sum and the ReLU that follow it.
+"""Operator fusion for serving: each Bayesian layer with the BatchNorm, residual sum and ReLU that follow it is a unit.
 
-Together they can be one kernel; where they are not, they are what they were. The layers themselves are shared with the
-network that they come from.
+A unit can be one kernel; without a kernel it computes the operators one after the other. Layers are shared with the
+original network.
 """
 
 import logging
@@ -24,7 +24,7 @@ RECTIFIED = (F.relu, torch.relu, torch.relu_)
 
 
 class Unit(nn.Module):
-    """A Bayesian layer, then scale and shift, then a residual added, then a ReLU; each but the layer may be missing."""
+    """A Bayesian layer, then optionally scale and shift, a residual sum and a ReLU."""
 
     scale: Tensor
     shift: Tensor
@@ -42,36 +42,36 @@ class Unit(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         run = current(self.layer, x)
-        how = run.plan.get(self.layer, "loop")
-        return self.compute(x, residual, run.operands[self.layer](), run.K, how, run.channels_last)
+        execution = run.plan.get(self.layer, "loop")
+        return self.compute(x, residual, run.operands[self.layer](), run.K, execution, run.channels_last)
 
     def compute(
-        self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, how: How, channels_last: bool
+        self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, execution: How, channels_last: bool
     ) -> Tensor:
-        if how in ("fused", "parted", "grouped"):
-            return self._by_kernel(x, residual, operand, K, how)
-        out = apply(self.geometry, x, operand, K, how, channels_last)
+        if execution in ("fused", "parted", "grouped"):
+            return self._by_kernel(x, residual, operand, K, execution)
+        out = apply(self.geometry, x, operand, K, execution, channels_last)
         if self.norm is not None:
             out = self.norm(out)
         if residual is not None:
             out = out + residual
         return out.relu_() if self.relu else out
 
-    def _by_kernel(self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, how: How) -> Tensor:
+    def _by_kernel(self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, execution: How) -> Tensor:
         from dubito.service.engine import kernels
 
         geometry = self.geometry
-        after = kernels.After(self.scale, self.shift, residual, 0.0 if self.relu else -math.inf)
+        after = kernels.Epilogue(self.scale, self.shift, residual, 0.0 if self.relu else -math.inf)
         assert isinstance(geometry, Conv)
         match operand:
-            case Factored(B, G, e) if how != "grouped":
-                run = kernels.factored if how == "fused" else kernels.parted
+            case Factored(B, G, e) if execution != "grouped":
+                run = kernels.factored if execution == "fused" else kernels.parted
                 return run(geometry, x, B, G.to(x.dtype), None if e is None else e.to(x.dtype), after)
             case Factored(B, G, None):
                 return kernels.dense(geometry, x, B @ G.mT.to(x.dtype), after)
             case Dense(W):
                 return kernels.dense(geometry, x, kernels.tap_by_tap(geometry, W.mT.to(x.dtype)), after)
-        raise AssertionError(f"{how} of {type(operand).__name__}")
+        raise AssertionError(f"{execution} of {type(operand).__name__}")
 
 
 class _Tracer(fx.Tracer):
@@ -81,13 +81,13 @@ class _Tracer(fx.Tracer):
 
 
 def fuse(net: nn.Module, device: torch.device) -> nn.Module:
-    """The network, evaluating on a device, with units for layers; as it is, where its code cannot be followed.
+    """The network with units in place of layers, on a device; unchanged where torch.fx cannot trace it.
 
-    A layer whose inputs are features stays as it is: nothing follows it.
+    A layer whose inputs are recorded as features is not fused.
     """
     try:
         graph = _Tracer().trace(net)
-    except Exception as error:  # code that looks at its inputs' values or sizes, mostly
+    except Exception as error:  # mostly code that branches on its inputs' values or sizes
         log.info("layers are served one by one", extra={"why": f"the network cannot be traced: {str(error)[:200]}"})
         return net
     root = fx.GraphModule(net, graph)
@@ -98,8 +98,8 @@ def fuse(net: nn.Module, device: torch.device) -> nn.Module:
             continue
         last, norm, residual = node, None, None
         if (after := _only_user(last)) is not None and _is_norm(modules.get(str(after.target)), after):
-            found = modules[str(after.target)]
-            norm, last = found if isinstance(found, ScaleShift) else folded(found), after
+            batch_norm = modules[str(after.target)]
+            norm, last = batch_norm if isinstance(batch_norm, ScaleShift) else folded(batch_norm), after
         if (after := _only_user(last)) is not None and _is_sum(after):
             first, second = after.args
             residual, last = (second if first is last else first), after
@@ -119,12 +119,12 @@ def fuse(net: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _chain(first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """From the last node back to the first."""
-    found = [first]
-    while found[0] is not last:
-        (after,) = found[0].users
-        found.insert(0, after)
-    return found
+    """The nodes from the last back to the first."""
+    nodes = [first]
+    while nodes[0] is not last:
+        (after,) = nodes[0].users
+        nodes.insert(0, after)
+    return nodes
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

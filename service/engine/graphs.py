@@ -1,4 +1,4 @@
-"""Passes captured as CUDA graphs: one launch draws the weights of K samples and runs the network on B inputs."""
+"""Passes captured as CUDA graphs: one launch makes K posterior draws and runs the network on B inputs."""
 
 import logging
 import time
@@ -24,13 +24,13 @@ from dubito.models.predictions.uncertainty import Reals, on_host
 from dubito.service.engine.fusion import Unit, fuse
 
 log = logging.getLogger("dubito")
-WARM = 2  # runs before a capture: kernels are compiled, workspaces taken
+WARM = 2  # runs before a capture, which compile kernels and allocate workspaces
 TIMED = 4  # runs after it, of which the fastest counts
-BETWEEN = 0.001  # seconds that a device waits for the host from one pass to the next, or a little more
+BETWEEN = 0.001  # upper estimate of the seconds that the device waits for the host between two passes
 
 
 def for_gpu(model: Model) -> Model:
-    """The same model with its layers as units, and the factors of layers that are drawn together side by side."""
+    """The same model with fused layers, and with stacked factors for layers that are drawn together."""
     if not model.factors.structure.layers:
         return model
     with evaluating(model.network):
@@ -39,7 +39,7 @@ def for_gpu(model: Model) -> Model:
 
 
 def tap_by_tap(factors: NetworkFactors, form: nn.Module) -> NetworkFactors:
-    """For a network in this form: B's of convolutions lie as pictures do, channels last, where no W is formed."""
+    """Factors for a fused network: B of convolutions ordered tap by tap, channels last, where no W is formed."""
     layers = dict(factors.layers)
     for unit in form.modules():
         if not isinstance(unit, Unit) or not isinstance(unit.geometry, Conv) or unit.geometry.bias:
@@ -52,26 +52,26 @@ def tap_by_tap(factors: NetworkFactors, form: nn.Module) -> NetworkFactors:
     return replace(factors, layers=MappingProxyType(layers), form=form)
 
 
-class Port:
-    """Memory of the host that the device reads by itself: inputs, and which draws they get. The captured passes of a
-    model share it: there is one at a time."""
+class PinnedInputs:
+    """Pinned host memory from which a graph copies its inputs, seed and first draw. The graphs of a model share it,
+    since only one runs at a time."""
 
     def __init__(self, most: int, x: Tensor) -> None:
-        """For as many as `most` inputs; `x` (B, ...) stands for their shape and type."""
+        """For at most `most` inputs of the shape and dtype of `x` (B, ...)."""
         self.device = x.device
-        wide = torch.float32 if x.is_floating_point() else x.dtype  # made narrow on the device
+        wide = torch.float32 if x.is_floating_point() else x.dtype  # cast to x.dtype on the device
         self.x = torch.zeros((most, *x.shape[1:]), dtype=wide, pin_memory=True)
         self.key = torch.zeros(2, dtype=torch.int64, pin_memory=True)
         self._x, self._key = self.x.numpy(), self.key.numpy()
         self._bytes = self._x.data.cast("B")
         self._row = self._x.nbytes // most
         self._idle = True
-        self._held: tuple[weakref.ref[Tensor], int] | None = None  # the inputs that are there, and for how many
+        self._held: tuple[weakref.ref[Tensor], int] | None = None  # the tensor that was copied last, and its B
 
     def put(self, parts: Sequence[NDArray[Any]], B: int) -> NDArray[Any]:
-        """These are the inputs from now on, up to B; what is left of those is like the first.
+        """Copy the inputs of the next pass, padded to B with the first one; returns them without padding.
 
-        Copied as bytes: numpy would let other threads go first with each part, and the device waits.
+        Copied as bytes: numpy would release the GIL for each part, and the device would wait for other threads.
         """
         self.wait()
         self._held = None
@@ -81,12 +81,12 @@ class Port:
             given = np.ascontiguousarray(part, self._x.dtype).data.cast("B")
             to[end : end + given.nbytes] = given
             end += given.nbytes
-        for at in range(end, B * self._row, self._row):
-            to[at : at + self._row] = to[: self._row]
+        for start in range(end, B * self._row, self._row):
+            to[start : start + self._row] = to[: self._row]
         return self._x[: end // self._row]
 
     def hold(self, x: Tensor, B: int) -> None:
-        """The same for a tensor, which may be there already: then these are further samples of it."""
+        """`put` for a tensor, unless it is already there, as it is for further draws of the same inputs."""
         if self._held is None or self._held[0]() is not x or self._held[1] != B:
             self.put([on_host(x.to(dtype=self.x.dtype))], B)
             self._held = weakref.ref(x), B
@@ -98,14 +98,14 @@ class Port:
         graph.replay()
 
     def wait(self) -> None:
-        """For what was begun: it reads what the host writes next, or writes what the host reads."""
+        """Wait for the running graph, which uses the buffers that the host reads or writes next."""
         if not self._idle:
             torch.cuda.current_stream(self.device).synchronize()
             self._idle = True
 
 
-class Program:
-    """Of B inputs and K samples. The same seed gives the same draws as without it."""
+class PassGraph:
+    """The graph of one pass: B inputs and K draws. A seed gives the same draws as it does without a graph."""
 
     def __init__(
         self,
@@ -115,10 +115,10 @@ class Program:
         K: int,
         plan: Plan,
         temperature: float,
-        port: Port,
+        port: PinnedInputs,
         pool: Any,
     ):
-        """`x` (B, ...) stands for inputs of its shape and type."""
+        """Captures a pass on inputs of the shape and dtype of `x` (B, ...)."""
         self.port, self.B = port, len(x)
         self._sums: Tensor | None = None
 
@@ -159,35 +159,35 @@ class Program:
         return self.fetch()[: len(x)]
 
     def put(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """These are the inputs from now on, there until others are put by any pass of the model."""
+        """Copy the inputs of the next pass; any graph of the model that puts inputs overwrites them."""
         return self.port.put(parts, self.B)
 
     def go(self, seed: int, start: int) -> Tensor:
-        """Begins; gives the outputs of the inputs that were put there, which are there until the next."""
+        """Launch the graph; returns its output tensor, which the next launch overwrites."""
         self.port.begin(self.graph, seed, start)
         return self._outputs
 
     def fetch(self) -> Reals:
-        """What the outputs of the last `go` add up to, once they are there."""
+        """Wait for the last `go`; returns the sums over its draws."""
         self.port.wait()
         assert self._sums is not None
         return self._sums.numpy().copy()
 
 
-class Programs:
-    """The captured passes of one model, by size; what cannot be captured is run as it comes."""
+class PassGraphs:
+    """The graphs of one model by B and K; passes that cannot be captured run without one."""
 
     def __init__(self, network: BayesianNetwork, factors: NetworkFactors, most: int) -> None:
-        """Of as many as `most` inputs."""
+        """For at most `most` inputs."""
         self.network, self.factors, self.most = network, factors, most
-        self.known: dict[tuple[int, int], Program] = {}
+        self.known: dict[tuple[int, int], PassGraph] = {}
         self._answers: dict[tuple[int, int], bool] = {}
         self._rates: dict[int, list[float]] = {}
-        self._port: Port | None = None
+        self._port: PinnedInputs | None = None
         self._pool: Any = None
 
     def capture(self, job: Job, K: int) -> None:
-        """A pass of K samples of the job's inputs, where it is one."""
+        """Capture a pass of K draws of the job's inputs, where it fits one pass."""
         capturable = counted(self.factors.device) and self.factors.capturable
         if not capturable or (job.B, K) in self.known or job.max_rows < job.B * K:
             return
@@ -197,28 +197,28 @@ class Programs:
         plan = job.plan(job.B, K)
         try:
             with evaluating(self.network), torch.inference_mode():
-                port = self._port = self._port or Port(self.most, job.x)
-                made = Program(self.network, self.factors, job.x, K, plan, job.temperature, port, self._pool)
-        except Exception as error:  # a network that waits for the device, too little memory, a kernel beyond this GPU
-            torch.cuda.synchronize(job.device)  # raises again where the device itself is broken
+                port = self._port = self._port or PinnedInputs(self.most, job.x)
+                graph = PassGraph(self.network, self.factors, job.x, K, plan, job.temperature, port, self._pool)
+        except Exception as error:  # a network that synchronises, too little memory, a kernel too large for this GPU
+            torch.cuda.synchronize(job.device)  # raises again if the device itself is broken
             log.warning("a pass is not captured", extra={"inputs": job.B, "samples": K, "why": str(error)[:200]})
             return
-        self.known[job.B, K] = made
+        self.known[job.B, K] = graph
         self._answers.clear()
         self._rates.clear()
 
-    def at(self, B: int, K: int) -> Program | None:
+    def at(self, B: int, K: int) -> PassGraph | None:
         return self.known.get((B, K))
 
     def answers(self, B: int, K: int) -> bool:
-        """Whether K samples of B inputs are drawn by captured passes, however many it takes."""
-        if (B, K) not in self._answers:  # asked for each request
+        """Whether graphs compute K draws of B inputs, in one pass or several."""
+        if (B, K) not in self._answers:  # cached: called for each request
             most = max((k for b, k in self.known if b == B), default=0)
             self._answers[B, K] = (B, min(K, most)) in self.known
         return self._answers[B, K]
 
     def rates(self, K: int) -> list[float]:
-        """Inputs a second, K samples of each, where 0, 1, 2 and so on of them share a captured pass."""
+        """Inputs per second, with K draws each, of a graph that gets 0, 1, 2, ... inputs."""
         if K not in self._rates:
             takes = sorted((B, one.seconds + BETWEEN) for (B, k), one in self.known.items() if k == K)
             self._rates[K] = [0.0]

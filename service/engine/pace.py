@@ -1,15 +1,15 @@
-"""How long work will take, from the batches seen lately: seconds of a batch = a + b · work, by least squares."""
+"""Estimates queueing time from recent batches: seconds of a batch = a + b · work, by least squares."""
 
 import math
 
-MEMORY = 0.95  # what a batch still counts when the next one has come
+MEMORY = 0.95  # weight of a batch relative to the next one
 
 
 class Pace:
-    """A batch costs something however small it is, so small ones alone say nothing about what a full one takes."""
+    """A batch has a fixed cost, so seconds per work of small batches would overestimate those of full ones."""
 
     def __init__(self) -> None:
-        self.n = self.work = self.seconds = self.work2 = self.both = 0.0  # sums, the newest batch counting most
+        self.n = self.work = self.seconds = self.work2 = self.both = 0.0  # exponentially weighted sums
         self.a = self.b = 0.0
 
     def add(self, work: float, seconds: float) -> None:
@@ -24,5 +24,5 @@ class Pace:
         self.a = max(0.0, t - self.b * w)
 
     def of(self, work: float, batch: float) -> float:
-        """Seconds for so much work in batches of at most `batch`; 0 where nothing is known."""
+        """Expected seconds for `work` in batches of at most `batch`; 0 before any batch was seen."""
         return self.a * math.ceil(work / batch) + self.b * work

@@ -1,4 +1,4 @@
-"""Execution plans: for each size of batch the fastest way of each layer, measured on this device and remembered."""
+"""Execution plans: the fastest execution of each layer by batch size, measured on this device and cached in a file."""
 
 import json
 import logging
@@ -24,29 +24,29 @@ from dubito.models.network.network import Draws, Plan
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.proof import name_of
 from dubito.models.predictions.prediction import Job, evaluating
+from dubito.service.engine.executions import LayerCall
 from dubito.service.engine.fusion import Unit
-from dubito.service.engine.ways import Reached
 
 log = logging.getLogger("dubito")
-RUNS = 3  # of each way that is not out of the question after one
-HOPELESS = 2.0  # times the fastest
-NEAR = 4  # times as many inputs
-MOST = 1 << 16  # ways that a file holds
+RUNS = 3  # of each execution, unless the first run is too slow
+HOPELESS = 2.0  # times the fastest: slower executions are not run again
+NEAR = 4  # a plan is used for batches up to this many times larger or smaller
+MOST = 1 << 16  # entries of the cache file
 
 
 class Plans:
-    """Of one model. Plans change how a layer is computed, never what."""
+    """The plans of one model. A plan changes how a layer is computed, not its result."""
 
-    def __init__(self, usual: Plan, memory: "Memory", seconds: float) -> None:
-        """Measuring takes about so many seconds in all; what is not measured is done the usual way."""
-        self.usual, self.memory, self.left = usual, memory, seconds
-        self.bytes = 0  # that plans keep on the device, beside the factors
-        self.wrong: set[tuple[str, How]] = set()  # ways that gave wrong answers, by layer: never taken
+    def __init__(self, usual: Plan, cache: "PlanCache", seconds: float) -> None:
+        """Measuring takes about `seconds` in all; layers that are not measured keep their execution of `usual`."""
+        self.usual, self.cache, self.left = usual, cache, seconds
+        self.bytes = 0  # device memory of the graphs
+        self.wrong: set[tuple[str, How]] = set()  # executions with wrong results, by layer: never used
         self.known: dict[tuple[int, int], Plan] = {}
         self._at = lru_cache(maxsize=4096)(self._nearest)
 
     def at(self, B: int, K: int) -> Plan:
-        """For B inputs and K samples: as measured, or as the nearest size that was."""
+        """The plan for B inputs and K draws, or that of the nearest size measured."""
         return self.known.get((B, K)) or self._at(B, K)
 
     def _nearest(self, B: int, K: int) -> Plan:
@@ -56,11 +56,11 @@ class Plans:
         return self.known[min(self.known, key=distance)] if self.known else self.usual
 
     def measure(self, job: Job, K: int) -> None:
-        """Each layer's ways, on what reaches it in a pass of K samples of the job's inputs.
+        """Measure each layer's executions on its inputs in a pass of K draws of the job's inputs.
 
-        Not where a size near it is known: what is fastest changes slowly with the batch.
+        Skipped where a similar batch size was measured: the fastest execution changes slowly with it.
         """
-        found, structure = dict(self.usual), job.factors.structure
+        chosen, structure = dict(self.usual), job.factors.structure
         if not structure.layers or any(k == K and 1 / NEAR < B / job.B < NEAR for B, k in self.known):
             return
 
@@ -69,9 +69,9 @@ class Plans:
             assert isinstance(layer, BayesianLayer)
             run, name = current(layer, inputs[0]), structure.names[layer]
             residual = inputs[1] if len(inputs) > 1 else None
-            reached = Reached(unit, inputs[0], residual, run.operands[layer](), run.K, run.channels_last)
-            if (way := self._fastest(name, reached)) is not None:
-                found[name] = way
+            call = LayerCall(unit, inputs[0], residual, run.operands[layer](), run.K, run.channels_last)
+            if (execution := self._fastest(name, call)) is not None:
+                chosen[name] = execution
 
         form = job.network.net if job.factors.form is None else job.factors.form
         units: list[nn.Module] = [m for m in form.modules() if isinstance(m, Unit)]
@@ -79,73 +79,73 @@ class Plans:
         units += [layer for layer in structure.layers.values() if layer not in within]
         hooks = [unit.register_forward_pre_hook(choose) for unit in units]
         try:
-            with evaluating(job.network), torch.inference_mode(), suppress(FoldError):  # then samples go one by one
+            with evaluating(job.network), torch.inference_mode(), suppress(FoldError):  # then draws run one by one
                 draws = Draws(K, Normals(0, job.device).rows(K, job.factors.normals), 0)
                 job.factors.outputs(job.network, job.x, draws, lambda B, K: self.usual, job.B)
         finally:
             for hook in hooks:
                 hook.remove()
-        self.known[job.B, K] = MappingProxyType(found)
-        if self.wrong:  # at one size, so nowhere else either
-            self.usual = self._without_wrong(self.usual, found)
-            self.known = {size: self._without_wrong(plan, found) for size, plan in self.known.items()}
+        self.known[job.B, K] = MappingProxyType(chosen)
+        if self.wrong:  # wrong at one size: not used at any
+            self.usual = self._without_wrong(self.usual, chosen)
+            self.known = {size: self._without_wrong(plan, chosen) for size, plan in self.known.items()}
         self._at.cache_clear()
 
     def _without_wrong(self, plan: Plan, right: Plan) -> Plan:
-        return MappingProxyType({name: right[name] if (name, way) in self.wrong else way for name, way in plan.items()})
+        return MappingProxyType({name: right[name] if (name, e) in self.wrong else e for name, e in plan.items()})
 
-    def _fastest(self, name: str, reached: Reached) -> How | None:
-        """Of the ways that are right; None where there is nothing to choose. Without time to measure, the usual one."""
-        if len(reached.ways) < 2:
+    def _fastest(self, name: str, call: LayerCall) -> How | None:
+        """The fastest execution with right results; None where there is only one. Without time left, the usual one."""
+        if len(call.executions) < 2:
             return None
-        expected = reached.expected()
-        remembered = self.memory.ways.get(reached.case)
-        if remembered in reached.ways and self._right(name, reached, remembered, expected):
+        expected = call.expected()
+        remembered = self.cache.executions.get(call.case)
+        if remembered in call.executions and self._right(name, call, remembered, expected):
             return remembered
-        began, on_gpu = time.perf_counter(), reached.x.is_cuda
-        ways = reached.ways if self.left > 0 else (self.usual.get(name, "loop"), *reached.ways)
-        right = (way for way in ways if self._right(name, reached, way, expected))
+        began, on_gpu = time.perf_counter(), call.x.is_cuda
+        executions = call.executions if self.left > 0 else (self.usual.get(name, "loop"), *call.executions)
+        right = (execution for execution in executions if self._right(name, call, execution, expected))
         chosen = list(right if self.left > 0 else islice(right, 1))
         if not chosen:
-            told = name_of(reached.x.dtype)
-            raise NumericsError(f"layer {name!r} is computed wrongly in {told}, in each of the ways {reached.ways}.")
+            dtype = name_of(call.x.dtype)
+            raise NumericsError(f"layer {name!r} is computed wrongly in {dtype}, in each execution {call.executions}.")
         if self.left <= 0:
             return chosen[0]
-        if on_gpu:  # kernels have been compiled: that is not what takes the time
+        if on_gpu:  # the time to compile kernels does not count
             began = time.perf_counter()
         times = dict[How, float]()
-        for way in chosen:
+        for execution in chosen:
             limit = HOPELESS * min(times.values(), default=math.inf)
             try:
-                times[way] = _seconds(partial(reached.compute, way), reached.x.device, limit)
-            except torch.OutOfMemoryError:  # another way may need less
-                times[way] = math.inf
+                times[execution] = _seconds(partial(call.compute, execution), call.x.device, limit)
+            except torch.OutOfMemoryError:  # another execution may need less
+                times[execution] = math.inf
         self.left -= time.perf_counter() - began
         best = min(times, key=times.__getitem__)
-        self.memory.ways[reached.case] = best
+        self.cache.executions[call.case] = best
         return best
 
-    def _right(self, name: str, reached: Reached, way: How, expected: Tensor) -> bool:
-        """Runs it once; what is wrong at one size is never taken at another."""
-        if (name, way) in self.wrong:
+    def _right(self, name: str, call: LayerCall, execution: How, expected: Tensor) -> bool:
+        """Run an execution once and compare its result; one that is wrong at any size is never used."""
+        if (name, execution) in self.wrong:
             return False
         try:
-            fault = reached.fault(way, expected)
-        except torch.OutOfMemoryError:  # seen again when it is timed
+            fault = call.fault(execution, expected)
+        except torch.OutOfMemoryError:  # raised again when it is timed
             return True
         except Exception as error:
-            if not reached.x.is_cuda or isinstance(error, torch.AcceleratorError):
+            if not call.x.is_cuda or isinstance(error, torch.AcceleratorError):
                 raise
-            log.info("a way is left out", extra={"why": str(error)[:200]})  # a kernel that does not fit this GPU
+            log.info("an execution is left out", extra={"why": str(error)[:200]})  # a kernel too large for this GPU
             return False
         if fault is not None:
-            self.wrong.add((name, way))
-            log.warning("a way is left out", extra={"layer": name, "why": fault})
+            self.wrong.add((name, execution))
+            log.warning("an execution is left out", extra={"layer": name, "why": fault})
         return fault is None
 
 
 def _seconds(run: Callable[[], object], device: torch.device, limit: float) -> float:
-    """The shortest of a few runs, of what has run before; of the first alone where it takes longer than the limit."""
+    """Seconds of the fastest of a few runs; of the first one alone if it exceeds the limit."""
     if device.type == "cuda":
         return _as_graph(run, device)
     first = _once(run)
@@ -153,7 +153,7 @@ def _seconds(run: Callable[[], object], device: torch.device, limit: float) -> f
 
 
 def _as_graph(run: Callable[[], object], device: torch.device) -> float:
-    """Of a few runs in a captured graph, as they will be run; infinite where that cannot be."""
+    """Seconds of a run inside a CUDA graph, as it is run when serving; infinite where it cannot be captured."""
     try:
         run()
         torch.cuda.synchronize(device)
@@ -172,8 +172,8 @@ def _as_graph(run: Callable[[], object], device: torch.device) -> float:
         return fastest / 1000 / RUNS
     except torch.AcceleratorError:
         raise
-    except Exception as error:  # out of memory, or a kernel that does not fit this GPU, which triton's own error says
-        log.info("a way is left out", extra={"why": str(error)[:200]})
+    except Exception as error:  # out of memory, or triton's error for a kernel that is too large for this GPU
+        log.info("an execution is left out", extra={"why": str(error)[:200]})
         return math.inf
 
 
@@ -183,20 +183,20 @@ def _once(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-class Memory:
-    """A small file of what was measured, for each device and version of torch; without one, all is measured anew."""
+class PlanCache:
+    """Measured executions by device and torch version, cached in a file; with path None, in memory only."""
 
     def __init__(self, path: Path | None, device: torch.device) -> None:
         self.path, self.device = path, _name(device)
-        self.ways: dict[str, How] = self._read().get(self.device, {})
+        self.executions: dict[str, How] = self._read().get(self.device, {})
 
     def save(self) -> None:
-        """Whole or not at all; what other devices have there stays."""
+        """Write the file atomically; entries of other devices are kept."""
         if self.path is None:
             return
         try:
             everything = self._read()
-            everything[self.device] = dict([*everything.get(self.device, {}).items(), *self.ways.items()][-MOST:])
+            everything[self.device] = dict([*everything.get(self.device, {}).items(), *self.executions.items()][-MOST:])
             self.path.parent.mkdir(parents=True, exist_ok=True)
             draft = self.path.with_suffix(f".{os.getpid()}")
             draft.write_text(json.dumps(everything))
@@ -206,18 +206,18 @@ class Memory:
             self.path = None
 
     def _read(self) -> dict[str, dict[str, How]]:
-        """A file that says something else is as good as none."""
+        """The file's contents; empty if it is missing or not valid."""
         try:
-            told = json.loads(self.path.read_text()) if self.path is not None else {}
+            entries = json.loads(self.path.read_text()) if self.path is not None else {}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
             log.warning("remembered plans cannot be read", extra={"error": str(error)})
             return {}
         known = get_args(How)
-        if not isinstance(told, dict) or not all(isinstance(ways, dict) for ways in told.values()):
+        if not isinstance(entries, dict) or not all(isinstance(cases, dict) for cases in entries.values()):
             return {}
-        return {name: {case: way for case, way in ways.items() if way in known} for name, ways in told.items()}
+        return {name: {case: e for case, e in cases.items() if e in known} for name, cases in entries.items()}
 
 
 def _name(device: torch.device) -> str:
@@ -229,6 +229,6 @@ def _name(device: torch.device) -> str:
 
 
 def plan_file() -> Path:
-    """Where caches of the user live."""
+    """The cache file, in the user's cache folder."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "dubito" / "plans.json"

@@ -1,4 +1,4 @@
-"""The server: one front before the raw prediction paths and FastAPI's routes; keys, ids, logs and errors pass here."""
+"""The ASGI application: request ids, API keys, logs and errors, then the raw prediction paths or FastAPI's routes."""
 
 import logging
 import random
@@ -10,8 +10,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from dubito.service.logs import write_line
 from dubito.service.problems import Problem, problem_of
-from dubito.service.web.http import ClientGone, Out, Pairs, Receive, Scope, Send, body_of
-from dubito.service.web.predict import V1, V2, Asked
+from dubito.service.web.http import ClientGone, Pairs, Receive, Reply, Scope, Send, body_of
+from dubito.service.web.predict import V1, V2, RequestContext
 from dubito.service.web.routes import routes
 from dubito.service.web.security import EDGE, HEADERS, Guard
 from dubito.service.web.state import State
@@ -29,23 +29,23 @@ class Server:
     def __init__(self, state: State) -> None:
         self.state = state
         self.guard = Guard(state.settings)
-        self.under_way = 0  # predictions
+        self.under_way = 0  # predictions that are being answered
         self.routes = routes(state)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # web sockets: there are none
+        if scope["type"] != "http":  # web sockets are not supported
             return
         path, headers = scope["path"], dict(scope["headers"])
-        given = headers.get(b"x-request-id")
-        id_ = given if given and PLAIN_ID.fullmatch(given) else b"%016x" % random.getrandbits(64)
-        asked = Asked(scope, receive, headers, time.monotonic())
-        out = Out(send, lambda: self._also(id_, path, asked))
+        client_id = headers.get(b"x-request-id")
+        id_ = client_id if client_id and PLAIN_ID.fullmatch(client_id) else b"%016x" % random.getrandbits(64)
+        context = RequestContext(scope, receive, headers, time.monotonic())
+        out = Reply(send, lambda: self._common_headers(id_, path, context))
         try:
             self.guard.admit(path, headers, (scope.get("client") or ("",))[0])
             if (hot := V2.fullmatch(path) or V1.fullmatch(path)) is None:
                 await self.routes(scope, receive, out)
             else:
-                content, pairs = await self._predict(asked, hot)
+                content, pairs = await self._predict(context, hot)
                 await out.reply(200, content, pairs)
         except ClientGone:
             out.status = 499
@@ -56,19 +56,19 @@ class Server:
             if problem.reason:
                 self.state.metrics.rejected.labels(problem.reason).inc()
             if not out.status:
-                told, kind = body_of(problem, v2=path.startswith("/v2"))
+                content, kind = body_of(problem, v2=path.startswith("/v2"))
                 raw = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in problem.headers.items()]
-                await out.reply(problem.status, told, [(b"content-type", kind.encode()), *raw])
-        self._finish(asked, id_, out.status)
+                await out.reply(problem.status, content, [(b"content-type", kind.encode()), *raw])
+        self._finish(context, id_, out.status)
 
-    def _also(self, id_: bytes, path: str, asked: Asked) -> Pairs:
-        """Headers of every reply."""
+    def _common_headers(self, id_: bytes, path: str, context: RequestContext) -> Pairs:
+        """Headers that every reply gets."""
         page = SAFE_AT_EDGE if path == "/edge" else SAFE
-        safe = page if asked.served is None else SAFE[:1]  # a prediction is no page
+        safe = page if context.served is None else SAFE[:1]  # a prediction needs no headers for browsers' pages
         return [(b"x-request-id", id_), *safe, *([CLOSE] if self.state.draining else ())]
 
-    async def _predict(self, asked: Asked, path: re.Match[str]) -> tuple[bytes, Pairs]:
-        if asked.scope["method"] != "POST":
+    async def _predict(self, context: RequestContext, path: re.Match[str]) -> tuple[bytes, Pairs]:
+        if context.scope["method"] != "POST":
             raise Problem(405, "this path takes POST.", {"Allow": "POST"})
         if (predictor := self.state.predictor) is None:
             raise Problem(503, "the server is starting; /readyz says when it is ready.", {"Retry-After": "1"})
@@ -76,26 +76,27 @@ class Server:
             raise Problem(429, f"{self.under_way} predictions are under way.", {"Retry-After": "1"}, "queue_full")
         self.under_way += 1
         try:
-            return await (predictor.v2 if path.re is V2 else predictor.v1)(asked, *path.groups())
+            return await (predictor.v2 if path.re is V2 else predictor.v1)(context, *path.groups())
         finally:
             self.under_way -= 1
 
-    def _finish(self, asked: Asked, id_: bytes, status: int) -> None:
-        seconds = time.monotonic() - asked.began
-        if asked.served is not None:
+    def _finish(self, context: RequestContext, id_: bytes, status: int) -> None:
+        """Count the request in the metrics, and log it."""
+        seconds = time.monotonic() - context.began
+        if context.served is not None:
             outcome = "ok" if status < 400 else "gone" if status == 499 else "refused" if status < 500 else "failed"
-            asked.served.series.request[outcome].observe(seconds)
+            context.served.series.request[outcome].observe(seconds)
         if log.isEnabledFor(logging.INFO):
-            method, path = asked.scope["method"], asked.scope["path"][:200]
-            told = {"message": "request", "request": id_.decode(), "method": method, "path": path}
-            told |= {"status": status, "ms": round(1000 * seconds, 3)}
-            if asked.served is not None:
-                told |= {"model": asked.served.name, "version": asked.served.version, "rows": asked.rows}
-            write_line(told)
+            method, path = context.scope["method"], context.scope["path"][:200]
+            fields = {"message": "request", "request": id_.decode(), "method": method, "path": path}
+            fields |= {"status": status, "ms": round(1000 * seconds, 3)}
+            if context.served is not None:
+                fields |= {"model": context.served.name, "version": context.served.version, "rows": context.rows}
+            write_line(fields)
 
 
 def application(server: Server) -> Any:
-    """The server, behind what lets other pages ask it, where settings say so."""
+    """The server, behind CORS middleware where settings allow other origins."""
     origins = server.state.settings.cors_origins
     if not origins:
         return server

@@ -1,4 +1,4 @@
-"""Bodies to inputs: JSON lists, pictures (raw, base64, in a form), .npy; a wrong one is refused with one sentence."""
+"""Parses bodies into inputs: JSON lists, pictures (raw, base64, multipart form), .npy files."""
 
 import base64
 import binascii
@@ -18,8 +18,8 @@ from dubito.models.manifest import Input
 from dubito.service.problems import Problem
 
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")
-TOGETHER = 16  # times the pixels of the largest picture are taken in one request
-Inputs = NDArray[np.float32]  # (B, ...), maybe a view of the body
+TOGETHER = 16  # all pictures of a request may have this many times the pixels that one may have
+Inputs = NDArray[np.float32]  # (B, ...), possibly a view of the body
 
 PIXELS, NUMBERS = np.dtype(np.uint8), np.dtype(np.float32)
 NPY = ("application/x-npy", "application/octet-stream")
@@ -28,15 +28,15 @@ NPY_MAGIC = b"\x93NUMPY"
 
 @dataclass
 class Codec:
-    """What one model takes, and how much of it in one request."""
+    """Reads the inputs of one request for one model, within its limits."""
 
     declared: Input
     max_rows: int
-    max_pixels: int  # of a picture
-    pixels: int = 0  # of the pictures so far
+    max_pixels: int  # of one picture
+    pixels: int = 0  # of the pictures read so far
 
     def from_body(self, kind: str, body: bytes, content_type: str) -> Inputs:
-        """A body that is no JSON."""
+        """Inputs of a body that is not JSON."""
         match kind:
             case _ if kind in NPY:
                 return self.from_npy(body)
@@ -58,9 +58,9 @@ class Codec:
         return self.from_array(array)
 
     def from_array(self, array: NDArray[Any]) -> Inputs:
-        """Numbers in the input space; uint8, for a model that takes pictures, is pixels.
+        """Check an array of inputs; uint8 is pixels if the model takes pictures.
 
-        Whether they are finite is seen to by the engine: looking at them here would hold up the event loop.
+        The engine checks that they are finite: doing it here would block the event loop.
         """
         if array.dtype == PIXELS and self.declared.image is not None:
             return self.from_pixels(array)
@@ -77,7 +77,7 @@ class Codec:
             return array.astype(NUMBERS)
 
     def from_npy(self, body: bytes) -> Inputs:
-        """The header is believed only where the body is as long as it says."""
+        """Inputs of a .npy file, whose length must agree with its header."""
         try:
             file = io.BytesIO(body)
             version = np.lib.format.read_magic(file)
@@ -86,7 +86,7 @@ class Codec:
             left = len(body) - file.tell()
             fits = not dtype.hasobject and math.prod(shape) * dtype.itemsize == left
             array = np.load(io.BytesIO(body), allow_pickle=False) if fits else None
-        except Exception:  # numpy raises many kinds, all of them about the body, in words that tell of the server
+        except Exception:  # numpy raises many kinds, all about the body; their messages would reveal server internals
             raise Problem(
                 400, "the .npy file cannot be read; expected one of numbers, as numpy.save writes it."
             ) from None
@@ -95,7 +95,7 @@ class Codec:
         return self.from_array(array)
 
     def from_pixels(self, array: NDArray[np.uint8]) -> Inputs:
-        """One picture (H, W) or (H, W, C), or several; or several as the network takes them, channels first."""
+        """One picture (H, W) or (H, W, C), or several; or several with channels first, as the network takes them."""
         pictures, _ = pictures_in(array, self.declared)
         if pictures.ndim not in (3, 4) or 0 in pictures.shape:
             raise Problem(
@@ -106,7 +106,7 @@ class Codec:
         return np.stack([self._prepared(np.array(p)) for p in pictures])
 
     def from_picture(self, body: bytes) -> Inputs:
-        """One PNG, JPEG or the like -> one input."""
+        """One input from a PNG, JPEG or other picture file."""
         from PIL import Image
 
         if self.declared.image is None:
@@ -117,7 +117,7 @@ class Codec:
                 pixels = pixels_of(picture)
         except Problem:
             raise
-        except Image.DecompressionBombError:  # Pillow's own limit, which it looks at before ours can be
+        except Image.DecompressionBombError:  # Pillow's own limit, checked before ours
             raise Problem(413, f"a picture has too many pixels; at most {self.max_pixels:,} are taken.") from None
         except Exception:  # Pillow raises many kinds, all of them about the body
             raise Problem(400, f"the picture cannot be read; expected {', '.join(FORMATS)}.") from None
@@ -130,14 +130,14 @@ class Codec:
         return np.stack([self.from_picture(_base64(text, f"images[{i}]")) for i, text in enumerate(pictures)])
 
     def from_bytes(self, elements: list[bytes]) -> Inputs:
-        """Pictures as files, one an element."""
+        """Inputs from picture files, one per element."""
         if not elements:
             raise Problem(400, "no pictures came; expected at least one.")
         self._check_rows(len(elements))
         return np.stack([self.from_picture(element) for element in elements])
 
     def from_form(self, body: bytes, content_type: str) -> Inputs:
-        """Files of a form, each a picture or a .npy file, in order."""
+        """Inputs from the files of a multipart form, each a picture or a .npy file, in order."""
         files = _files(body, content_type, self._check_rows)
         parts = [self.from_npy(f) if f.startswith(NPY_MAGIC) else self.from_picture(f)[None] for f in files]
         x = np.concatenate(parts)
@@ -193,13 +193,13 @@ def _files(body: bytes, content_type: str, check_count: Callable[[int], None]) -
         raise Problem(400, f"the form has a field {name!r}; expected files, and options in the query.")
 
     try:
-        _, told = parse_options_header(content_type)
+        _, parameters = parse_options_header(content_type)
         parser = FormParser(
             "multipart/form-data",
             on_field,
             on_file,
             lambda: ended.append(True),
-            told[b"boundary"],
+            parameters[b"boundary"],
             config={"MAX_MEMORY_FILE_SIZE": len(body) + 1},
         )
         parser.write(body)

@@ -1,4 +1,4 @@
-"""The raw side of HTTP: bodies with a limit, replies, and clients that go away."""
+"""Raw HTTP: reading bodies within limits, sending replies, noticing clients that disconnect."""
 
 import asyncio
 import gzip
@@ -17,32 +17,32 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Headers = dict[bytes, bytes]  # of a request: names in small letters; of those that come twice, the last
+Headers = dict[bytes, bytes]  # of a request: lower-case names; the last value of a repeated one
 Pairs = list[tuple[bytes, bytes]]  # of a reply
 
 WORTH_PACKING = 1024  # bytes
-REFUSED = re.compile(r";q=0(\.0*)?$")  # a coding that is named to say that it is not wanted
+REFUSED = re.compile(r";q=0(\.0*)?$")  # a content coding that the client refuses
 MOST_OPTIONS = 100  # of a query
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client has disconnected."""
 
 
 def query_of(scope: Scope) -> dict[str, str]:
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     text = scope["query_string"].decode("latin-1")
     if text.count("&") >= MOST_OPTIONS:
         raise Problem(400, f"the query has more than {MOST_OPTIONS} options.")
     for key, value in parse_qsl(text, keep_blank_values=True):
-        if key in found:
+        if key in options:
             raise Problem(400, f"the query has {key[:40]!r} twice.")
-        found[key] = value
-    return found
+        options[key] = value
+    return options
 
 
 async def read_body(headers: Headers, receive: Receive, limit: int, seconds: float) -> bytes:
-    """At most `limit` bytes, before and after decompression, and all of them in time."""
+    """The body: at most `limit` bytes before and after decompression, received within `seconds`."""
     stated = headers.get(b"content-length", b"")
     if stated.isdigit() and int(stated) > limit:
         raise Problem(413, f"the body has {stated.decode()} bytes; at most {limit:,} are taken.", reason="body")
@@ -73,44 +73,44 @@ async def _rest(message: Message, receive: Receive, limit: int) -> bytes:
 
 
 def inflate(body: bytes, coding: str, limit: int) -> bytes:
-    """gzip and deflate bodies; a bomb is noticed before it is unpacked."""
+    """Decompress a gzip or deflate body, and stop as soon as it exceeds the limit."""
     match coding:
         case "gzip":
             windows = [zlib.MAX_WBITS | 16]
         case "deflate":
-            windows = [zlib.MAX_WBITS, -zlib.MAX_WBITS]  # with zlib's wrapping, or, as some send it, without
+            windows = [zlib.MAX_WBITS, -zlib.MAX_WBITS]  # with zlib's wrapper, or without, as some clients send it
         case other:
             raise Problem(415, f"Content-Encoding is {other[:40]!r}; expected gzip, deflate or identity.")
     for window in windows:
         with suppress(zlib.error):
             unpacker = zlib.decompressobj(window)
-            found = unpacker.decompress(body, limit + 1)
-            if len(found) > limit:
+            unpacked = unpacker.decompress(body, limit + 1)
+            if len(unpacked) > limit:
                 raise Problem(
                     413, f"the body unpacks to more than {limit:,} bytes, which is what is taken.", reason="body"
                 )
             if unpacker.eof and not unpacker.unused_data:
-                return found
+                return unpacked
     raise Problem(400, f"the body is no whole {coding[:20]} stream.")
 
 
 def json_object(body: bytes, expected: str = "") -> dict[str, Any]:
     try:
-        told = orjson.loads(body)
+        value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise Problem(400, f"the body is no JSON: {error}.") from None
-    if not isinstance(told, dict):
+    if not isinstance(value, dict):
         raise Problem(400, f"the body is no JSON object{expected}.")
-    return told
+    return value
 
 
-class Out:
-    """Where a reply goes; `status` is 0 until it has begun."""
+class Reply:
+    """Sends one reply; `status` is 0 until it has begun."""
 
     __slots__ = ("also", "send", "status")
 
     def __init__(self, send: Send, also: Callable[[], Pairs]) -> None:
-        """`also`: headers that come after its own, asked for when it begins."""
+        """`also` gives further headers; it is called when the reply begins."""
         self.send, self.also, self.status = send, also, 0
 
     async def __call__(self, message: Message) -> None:
@@ -120,7 +120,7 @@ class Out:
         await self.send(message)
 
     async def reply(self, status: int, body: bytes, headers: Pairs) -> None:
-        """All of it."""
+        """Send the whole reply."""
         self.status = status
         headers = [*headers, (b"content-length", b"%d" % len(body)), *self.also()]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
@@ -128,15 +128,15 @@ class Out:
 
 
 def body_of(problem: Problem, *, v2: bool) -> tuple[bytes, str]:
-    """`application/problem+json`, or what clients of the Open Inference Protocol read."""
+    """Body and content type of an error: `application/problem+json`, or the Open Inference Protocol's form."""
     if v2:
         return orjson.dumps({"error": problem.detail}), "application/json"
-    told = {"type": "about:blank", "title": problem.title, "status": problem.status, "detail": problem.detail}
-    return orjson.dumps(told), "application/problem+json"
+    fields = {"type": "about:blank", "title": problem.title, "status": problem.status, "detail": problem.detail}
+    return orjson.dumps(fields), "application/problem+json"
 
 
-class Leaving:
-    """From `start` on, notices a client that goes away while its answer is awaited, and does `leave` then."""
+class DisconnectWatch:
+    """From `start` on, waits for the client to disconnect, and then sets `gone` and calls `leave`."""
 
     def __init__(self, receive: Receive) -> None:
         self.gone = False
@@ -159,7 +159,7 @@ class Leaving:
 
 
 def pack(body: bytes, accepted: str) -> tuple[bytes, Pairs]:
-    """Compressed where the client asks for it and it may pay."""
+    """The body, compressed if the client accepts it, and the headers that say so."""
     words = [word for word in accepted.lower().replace(" ", "").split(",") if not REFUSED.search(word)]
     codings = [word.partition(";")[0] for word in words]
     if "gzip" in codings:

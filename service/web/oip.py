@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 on the wire: JSON tensors, and the binary tensor extension on either side."""
+"""Reads requests and writes replies of the Open Inference Protocol v2: JSON tensors and the binary tensor extension."""
 
 import base64
 import binascii
@@ -29,23 +29,23 @@ MOST_REMEMBERED = 256
 DTYPES = {name: np.dtype(code) for name, code in TYPES.items()}
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
 INPUT = "input"
-DRAWS = "sample_outputs"  # an output that is given only where it is asked for
-LARGEST = 1 << 40  # of one side of a tensor; beyond it a header lies
+DRAWS = "sample_outputs"  # an output that is returned only on request
+LARGEST = 1 << 40  # largest size of a tensor's dimension that a header may state
 LENGTH = "inference-header-content-length"
 JSON, OCTETS = "application/json", "application/octet-stream"
 SPLIT, AS_JSON, AS_OCTETS = LENGTH.encode(), (b"content-type", JSON.encode()), (b"content-type", OCTETS.encode())
 
-Values = NDArray[Any] | list[bytes]  # BYTES come as a list of their elements
+Values = NDArray[Any] | list[bytes]  # the elements of a BYTES tensor, else an array
 
 
 @dataclass(slots=True)
 class Spec:
-    """What a request says of its input."""
+    """The input tensor that a request describes."""
 
     name: str
     kind: str
     shape: list[int]
-    size: int | None  # in bytes, behind the header; None: the data are here
+    size: int | None  # bytes after the header; None: the values are in `data`
     data: Any
 
 
@@ -57,12 +57,13 @@ class Header:
     parameters: Mapping[str, Any]
     input: Spec
     outputs: dict[str, bool] | None  # name -> binary; None: all of them
-    binary: bool  # what an output is that does not say
+    binary: bool  # default for outputs
 
 
-def header_of(told: dict[str, Any]) -> Header:
-    parameters = _parameters(told, "the request")
-    inputs = [_spec(entry) for entry in _entries(told, "inputs")]
+def header_of(request: dict[str, Any]) -> Header:
+    """Check the JSON of a request."""
+    parameters = _parameters(request, "the request")
+    inputs = [_spec(entry) for entry in _entries(request, "inputs")]
     if not inputs:
         raise Problem(400, "inputs is empty; expected a list of tensors.")
     names = [spec.name for spec in inputs]
@@ -72,28 +73,28 @@ def header_of(told: dict[str, Any]) -> Header:
         raise Problem(400, f"inputs are {', '.join(names)[:60]!r}; this model takes one, called {INPUT!r}.")
     binary = _flag(parameters.get("binary_data_output"), "binary_data_output") or False
     outputs: dict[str, bool] = {}
-    for entry in _entries(told, "outputs") if told.get("outputs") is not None else ():
+    for entry in _entries(request, "outputs") if request.get("outputs") is not None else ():
         flag = _flag(_parameters(entry, "an output").get("binary_data"), "binary_data")
         outputs[entry["name"]] = binary if flag is None else flag
-    id_ = told.get("id")
+    id_ = request.get("id")
     if id_ is not None and not isinstance(id_, str):
         raise Problem(400, "id is no string.")
     return Header(id_, parameters, inputs[0], outputs or None, binary)
 
 
 def raw_header(size: int, shape: tuple[int, ...]) -> Header:
-    """Of a body that is nothing but one input's FP32 numbers, batch 1; all outputs come back binary."""
+    """The header for a body that is only the FP32 numbers of one input; all outputs are returned as binary."""
     if size != 4 * prod(shape):
         raise Problem(400, f"the raw body has {size} bytes; one FP32 input of shape {shape} takes {4 * prod(shape)}.")
     return Header(None, {}, Spec(INPUT, "FP32", [1, *shape], size, None), None, True)
 
 
-def values_of(spec: Spec, body: bytes, at: int) -> Values:
-    """The input, which lies behind the header's `at` bytes where it is not in it.
+def values_of(spec: Spec, body: bytes, offset: int) -> Values:
+    """The input tensor: from the header's JSON, or from the bytes of the body after it.
 
-    Every length is checked against what is there before anything is read by it.
+    Lengths are checked against the body before they are used.
     """
-    size, left = spec.size or 0, len(body) - at
+    size, left = spec.size or 0, len(body) - offset
     if size > left:
         raise Problem(400, f"input {spec.name!r} says {size} bytes; {left} are left in the body.")
     if size < left:
@@ -102,17 +103,17 @@ def values_of(spec: Spec, body: bytes, at: int) -> Values:
         return _from_json(spec)
     count = prod(spec.shape)
     if spec.kind == "BYTES":
-        return _elements(memoryview(body)[at:], spec.name, count)
+        return _elements(memoryview(body)[offset:], spec.name, count)
     dtype = DTYPES[spec.kind]
     if size != (expected := count * dtype.itemsize):
         raise Problem(
             400, f"input {spec.name!r} says {size} bytes; its shape {spec.shape} of {spec.kind} takes {expected}."
         )
-    return np.ndarray(spec.shape, dtype, body, at)
+    return np.ndarray(spec.shape, dtype, body, offset)
 
 
 def length_of(stated: bytes, size: int) -> int:
-    """Of the header of a body of this size."""
+    """Length of the JSON header, checked against the size of the body."""
     n = int(stated) if stated.isdigit() and len(stated) < 16 else -1
     if not 0 < n <= size:
         said = stated[:20].decode("latin-1")
@@ -120,8 +121,8 @@ def length_of(stated: bytes, size: int) -> int:
     return n
 
 
-def _entries(told: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    entries = told.get(key)
+def _entries(request: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    entries = request.get(key)
     if not isinstance(entries, list):
         raise Problem(400, f"{key} is missing or no list; expected a list of tensors.")
     for entry in entries:
@@ -130,8 +131,8 @@ def _entries(told: dict[str, Any], key: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _parameters(told: dict[str, Any], whose: str) -> dict[str, Any]:
-    parameters = told.get("parameters")
+def _parameters(entry: dict[str, Any], whose: str) -> dict[str, Any]:
+    parameters = entry.get("parameters")
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
@@ -162,22 +163,22 @@ def _spec(entry: dict[str, Any]) -> Spec:
 
 
 def _elements(raw: memoryview, name: str, count: int) -> list[bytes]:
-    """Each a length of four bytes and as many bytes."""
+    """Elements of a BYTES tensor: each is a length in four bytes, then that many bytes."""
     if count > MOST_ELEMENTS:
         raise Problem(413, f"input {name!r} has {count} elements; at most {MOST_ELEMENTS:,} are taken.")
-    found: list[bytes] = []
-    at = 0
-    while at + 4 <= len(raw) and len(found) < count:
-        (size,) = struct.unpack_from("<I", raw, at)
-        if at + 4 + size > len(raw):
+    elements: list[bytes] = []
+    offset = 0
+    while offset + 4 <= len(raw) and len(elements) < count:
+        (size,) = struct.unpack_from("<I", raw, offset)
+        if offset + 4 + size > len(raw):
             break
-        found.append(bytes(raw[at + 4 : at + 4 + size]))
-        at += 4 + size
-    if at != len(raw) or len(found) != count:
+        elements.append(bytes(raw[offset + 4 : offset + 4 + size]))
+        offset += 4 + size
+    if offset != len(raw) or len(elements) != count:
         raise Problem(
             400, f"input {name!r}: {len(raw)} bytes are not {count} elements, each with its length before it."
         )
-    return found
+    return elements
 
 
 def _from_json(spec: Spec) -> Values:
@@ -204,7 +205,7 @@ def _from_json(spec: Spec) -> Values:
 
 
 def _array(data: list[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A flat list, which is the usual form, is read faster by another way."""
+    """An array of a list; a flat list of floats, the usual form, is read faster."""
     if data and type(data[0]) is float:
         try:
             return np.fromiter(data, dtype, len(data))
@@ -214,38 +215,38 @@ def _array(data: list[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _decoded(data: list[Any], name: str, count: int) -> list[bytes]:
-    """In JSON, base64."""
+    """Elements of a BYTES tensor in JSON, where they are base64."""
     flat = [text for part in data for text in (part if isinstance(part, list) else [part])]
     try:
-        found = [base64.b64decode(text, validate=True) for text in flat]
+        elements = [base64.b64decode(text, validate=True) for text in flat]
     except (binascii.Error, ValueError, TypeError):
         raise Problem(400, f"the data of input {name!r} are no base64.") from None
-    if len(found) != count:
-        raise Problem(400, f"input {name!r} has {len(found)} elements; its shape says {count}.")
-    return found
+    if len(elements) != count:
+        raise Problem(400, f"input {name!r} has {len(elements)} elements; its shape says {count}.")
+    return elements
 
 
 def write(
-    name: str, version: str, asked: Header, outputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, Any]
+    name: str, version: str, header: Header, outputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, Any]
 ) -> tuple[bytes, Pairs]:
-    """A model's reply and its headers."""
+    """Body and headers of the reply."""
     described: Any
-    if asked.outputs is None and asked.binary:  # as programs ask, and again and again
+    if header.outputs is None and header.binary:  # the usual case, so its description is cached
         blobs = [array.tobytes() for array in outputs.values()]
         described = _all_binary(tuple((output, KINDS[array.dtype], array.shape) for output, array in outputs.items()))
     else:
-        binary = dict.fromkeys(outputs, False) if asked.outputs is None else asked.outputs
+        binary = dict.fromkeys(outputs, False) if header.outputs is None else header.outputs
         blobs = [outputs[output].tobytes() for output, packed in binary.items() if packed]
         described = [_entry(output, outputs[output], packed) for output, packed in binary.items()]
-    told: dict[str, Any] = {
+    reply: dict[str, Any] = {
         "model_name": name,
         "model_version": version,
         "outputs": described,
         "parameters": parameters,
     }
-    if asked.id is not None:
-        told["id"] = asked.id
-    head = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
+    if header.id is not None:
+        reply["id"] = header.id
+    head = orjson.dumps(reply, option=orjson.OPT_SERIALIZE_NUMPY)
     if not blobs:
         return head, [AS_JSON]
     return b"".join([head, *blobs]), [AS_OCTETS, (SPLIT, b"%d" % len(head))]
@@ -253,7 +254,7 @@ def write(
 
 @lru_cache(MOST_REMEMBERED)
 def _all_binary(outputs: tuple[tuple[str, str, tuple[int, ...]], ...]) -> orjson.Fragment:
-    """Names, datatypes and shapes as JSON: they are the same for as many rows of a model."""
+    """Names, datatypes and shapes as JSON, cached: they depend only on the model and the number of rows."""
     return orjson.Fragment(orjson.dumps([_binary_entry(*output) for output in outputs]))
 
 

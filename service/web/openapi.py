@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI knows of its own routes, and the raw paths beside them."""
+"""The OpenAPI document: FastAPI's own routes, and the raw prediction paths that FastAPI does not know."""
 
 from typing import Any, get_args
 
@@ -64,9 +64,9 @@ def content(schema: Json, kind: str = JSON, **more: Any) -> Json:
 
 
 def errors(statuses: tuple[int, ...], *, v2: bool) -> Json:
-    """Replies of an operation that went wrong."""
-    how = content(ref("Error")) if v2 else content(ref("Problem"), PROBLEM)
-    return {str(status): {"description": STATUSES[status], **how} for status in statuses}
+    """Error responses of an operation."""
+    body = content(ref("Error")) if v2 else content(ref("Problem"), PROBLEM)
+    return {str(status): {"description": STATUSES[status], **body} for status in statuses}
 
 
 def answer(schema: Json, what: str, statuses: tuple[int, ...] = OF_ANY, *, v2: bool = False, **more: Any) -> Json:
@@ -88,7 +88,7 @@ SCHEMAS: Json = {
             "probabilities": some(NUMBER),
             **dict.fromkeys(CERTAIN[2:4], NUMBER),
             **{
-                name: {**or_none(NUMBER), "description": "Null: a closed form does not know it."}
+                name: {**or_none(NUMBER), "description": "Null with `probit`, which cannot compute it."}
                 for name in CERTAIN[4:]
             },
             "prediction_set": or_none(some(TEXT)),
@@ -125,7 +125,7 @@ SCHEMAS: Json = {
             "task": {"enum": ["classification", "regression"]},
             "architecture": TEXT,
             "methods": some(TEXT),
-            "method": {**METHOD, "description": "How a request is answered that does not say."},
+            "method": {**METHOD, "description": "Predictive used for requests that do not choose one."},
             "input": thing(
                 {"shape": some(WHOLE), "image": or_none({"type": "object"}), "columns": or_none(some(TEXT))}
             ),
@@ -175,37 +175,37 @@ SCHEMAS: Json = {
 
 
 def document(app: FastAPI, settings: Settings) -> Json:
-    """Everything the server answers; examples fit the embedded model."""
-    found = get_openapi(
+    """The whole document; examples fit the embedded model."""
+    schema = get_openapi(
         title="dubito",
         version=app.version,
         summary="Predictions that say how far they can be trusted.",
         routes=app.routes,
     )
-    found.setdefault("components", {}).setdefault("schemas", {}).update(SCHEMAS)
-    found["components"]["schemas"] |= {
+    schema.setdefault("components", {}).setdefault("schemas", {}).update(SCHEMAS)
+    schema["components"]["schemas"] |= {
         "PredictRequest": _predict_request(settings),
         "InferenceRequest": _inference_request(settings),
     }
-    for item in found["paths"].values():
+    for item in schema["paths"].values():
         for operation in item.values():
-            operation["responses"].pop("422", None)  # FastAPI's own; names are text, which every path is
+            operation["responses"].pop("422", None)  # FastAPI adds it, but any text is a valid name
             for parameter in operation.get("parameters", []):
                 parameter["example"] = EXAMPLES[parameter["name"]]
-    found["paths"] |= raw_paths(settings)
+    schema["paths"] |= raw_paths(settings)
     if settings.api_keys:
-        found["components"]["securitySchemes"] = {
+        schema["components"]["securitySchemes"] = {
             "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
             "bearer": {"type": "http", "scheme": "bearer"},
         }
-        found["security"] = [{"key": []}, {"bearer": []}]
-        for path in OPEN & found["paths"].keys():
-            found["paths"][path]["get"]["security"] = []
-    return found
+        schema["security"] = [{"key": []}, {"bearer": []}]
+        for path in OPEN & schema["paths"].keys():
+            schema["paths"][path]["get"]["security"] = []
+    return schema
 
 
 def raw_paths(settings: Settings) -> Json:
-    """What FastAPI's router does not see."""
+    """The prediction paths, which bypass FastAPI's router."""
     options = _options(settings)
     return {
         "/v1/models/{name}/predict": {"post": _predict(options)},
@@ -215,7 +215,7 @@ def raw_paths(settings: Settings) -> Json:
 
 
 def _options(settings: Settings) -> Json:
-    """Of a prediction, by name."""
+    """Schemas of the options of a prediction, by name."""
     most = settings.max_samples
     return {
         "samples": {
@@ -351,6 +351,6 @@ def _name(name: str) -> Json:
 
 
 def _query(name: str, schema: Json) -> Json:
-    """Where the body is no JSON; lists have commas."""
-    found: Json = {"name": name, "in": "query", "required": False, "schema": schema}
-    return {**found, "style": "form", "explode": False} if schema.get("type") == "array" else found
+    """An option as a query parameter, for bodies that are not JSON; lists are separated by commas."""
+    parameter: Json = {"name": name, "in": "query", "required": False, "schema": schema}
+    return {**parameter, "style": "form", "explode": False} if schema.get("type") == "array" else parameter

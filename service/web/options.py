@@ -9,7 +9,7 @@ from dubito.models.predictions.adaptive import AT_MOST, TOLERANCE
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
 
-RETURNS = (  # `probabilities` and `samples` are large, and left out unless they are asked for; the rest is always there
+RETURNS = (  # `probabilities` and `samples` are large, and returned only on request; the rest is always returned
     "probabilities",
     "samples",
     "label",
@@ -26,14 +26,14 @@ RETURNS = (  # `probabilities` and `samples` are large, and left out unless they
     "aleatoric_variance",
     "interval",
 )
-DRAWN = ("samples", "max_samples", "tolerance")  # whoever gives one of these asks for draws
+DRAWN = ("samples", "max_samples", "tolerance")  # any of these options implies sampling
 PARAMETERS = ("samples", "seed", "max_samples", "tolerance", "timeout_ms", "method", "group")  # of a v2 request too
 KNOWN = (*PARAMETERS, "return", "version")
 MOST_SEED = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
-class Options:
+class PredictOptions:
     samples: int | Literal["auto"]
     seed: int | None
     max_samples: int
@@ -41,12 +41,12 @@ class Options:
     timeout_ms: int
     returns: tuple[str, ...]
     version: str | None
-    method: Predictive | None  # None: as the model was calibrated
-    group: str | None  # of a model calibrated by group; None: of all inputs
+    predictive: Predictive | None  # None: the one that the model was calibrated for
+    group: str | None  # of a model calibrated by group; None: all inputs together
 
 
-def read_options(given: Mapping[str, Any], settings: Settings) -> Options:
-    """Values may come as text (a query)."""
+def read_options(given: Mapping[str, Any], settings: Settings) -> PredictOptions:
+    """Check the options of a request; values from a query are text."""
     for key in given:
         if key not in KNOWN:
             raise Problem(400, f"there is no option {str(key)[:40]!r}; there are: {', '.join(KNOWN)}.")
@@ -56,13 +56,13 @@ def read_options(given: Mapping[str, Any], settings: Settings) -> Options:
     returns = given.get("return", ["probabilities"])
     wanted = returns.split(",") if isinstance(returns, str) else returns
     if not isinstance(wanted, list) or any(word not in RETURNS for word in wanted):
-        raise Problem(400, f"return is {said(returns)}; expected a list of some of: {', '.join(RETURNS)}.")
+        raise Problem(400, f"return is {shown(returns)}; expected a list of some of: {', '.join(RETURNS)}.")
     if "samples" in wanted and samples == "auto":
         raise Problem(400, 'return asks for samples, but samples is "auto": give a number.')
     version = given.get("version")
     if version is not None and not isinstance(version, str):
-        raise Problem(400, f'version is {said(version)}; expected a string such as "1".')
-    return Options(
+        raise Problem(400, f'version is {shown(version)}; expected a string such as "1".')
+    return PredictOptions(
         samples,
         None if given.get("seed") is None else _whole(given, "seed", 0, 0, MOST_SEED),
         _whole(given, "max_samples", min(AT_MOST, settings.max_samples), 1, settings.max_samples),
@@ -70,42 +70,42 @@ def read_options(given: Mapping[str, Any], settings: Settings) -> Options:
         _whole(given, "timeout_ms", min(settings.deadline_ms, settings.max_deadline_ms), 1, settings.max_deadline_ms),
         tuple(wanted),
         version,
-        _method(given, "samples" in wanted),
+        _predictive(given, "samples" in wanted),
         _group(given.get("group")),
     )
 
 
-def _method(given: Mapping[str, Any], draws: bool) -> Predictive | None:
-    """A closed form takes no draws, so whoever asks for them asks for sampling."""
-    method = given.get("method")
-    asked = [f"`{name}`" for name in DRAWN if name in given] + (["the draws"] if draws else [])
-    match method:
+def _predictive(given: Mapping[str, Any], draws: bool) -> Predictive | None:
+    """The predictive: sampling if any option needs draws, since the closed form (probit) has none."""
+    predictive = given.get("method")
+    needs_draws = [f"`{option}`" for option in DRAWN if option in given] + (["the draws"] if draws else [])
+    match predictive:
         case "sampling":
             return "sampling"
         case "probit":
-            if asked:
-                raise Problem(400, f"method is 'probit', which takes no draws; it came with {asked[0]}.")
+            if needs_draws:
+                raise Problem(400, f"method is 'probit', which takes no draws; it came with {needs_draws[0]}.")
             return "probit"
         case None:
-            return "sampling" if asked else None
-    raise Problem(400, f"method is {said(method)}; expected 'probit' or 'sampling'.")
+            return "sampling" if needs_draws else None
+    raise Problem(400, f"method is {shown(predictive)}; expected 'probit' or 'sampling'.")
 
 
 def _group(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise Problem(400, f"group is {said(value)}; expected the name of one, as text.")
+        raise Problem(400, f"group is {shown(value)}; expected the name of one, as text.")
     return value
 
 
 def _tolerance(value: Any) -> float:
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         try:
-            found = float(value)
+            number = float(value)
         except (ValueError, OverflowError):
-            found = -1.0
-        if 0 < found < 1:
-            return found
-    raise Problem(400, f"tolerance is {said(value)}; expected a number between 0 and 1.")
+            number = -1.0
+        if 0 < number < 1:
+            return number
+    raise Problem(400, f"tolerance is {shown(value)}; expected a number between 0 and 1.")
 
 
 def _whole(given: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
@@ -114,11 +114,11 @@ def _whole(given: Mapping[str, Any], name: str, default: int, low: int, high: in
         value = int(value)
     if type(value) is not int or not low <= value <= high:
         also = ' or "auto"' if name == "samples" else ""
-        raise Problem(400, f"{name} is {said(value)}; expected a whole number from {low} to {high}{also}.")
+        raise Problem(400, f"{name} is {shown(value)}; expected a whole number from {low} to {high}{also}.")
     return value
 
 
-def said(value: object) -> str:
-    """What came, at no great length."""
+def shown(value: object) -> str:
+    """repr of a value, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Everything that is read by people and by other clients' health checks: models, metadata, repository, metrics."""
+"""FastAPI's routes, all but predictions: console, health, models and their metadata, repository, metrics."""
 
 from importlib.resources import files
 from typing import Any
@@ -13,7 +13,7 @@ from dubito import __version__
 from dubito.models.errors import DubitoError
 from dubito.models.verdict import beside_plain
 from dubito.service.problems import Problem
-from dubito.service.repository import Repository, Served
+from dubito.service.repository import Repository, ServedModel
 from dubito.service.web import openapi
 from dubito.service.web.http import body_of, json_object, read_body
 from dubito.service.web.oip import DRAWS, INPUT
@@ -34,6 +34,7 @@ UNKNOWN = (404, *OF_ANY)
 
 
 def routes(state: State) -> FastAPI:
+    """The FastAPI application."""
     app = FastAPI(
         title="dubito", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=None
     )
@@ -160,12 +161,11 @@ def _of_repository(app: FastAPI, state: State) -> None:
     row = thing({"name": TEXT, "version": TEXT, "state": TEXT, "reason": TEXT})
     index: Any = answer(some(row), "Every version that lies there.", (400, 408, 413, 415, *OF_ANY), v2=True)
     every = {"every version": {"value": {"ready": False}}}
-    asked: Any = {"requestBody": {"required": False, **content(thing({"ready": FLAG}, []), examples=every)}}
+    filter_: Any = {"requestBody": {"required": False, **content(thing({"ready": FLAG}, []), examples=every)}}
 
-    @app.post("/v2/repository/index", tags=["v2"], summary="The repository", responses=index, openapi_extra=asked)
+    @app.post("/v2/repository/index", tags=["v2"], summary="The repository", responses=index, openapi_extra=filter_)
     async def v2_index(request: Request) -> Response:
-        told = await _told(request, state)
-        ready = told.get("ready", False)
+        ready = (await _json_body(request, state)).get("ready", False)
         if not isinstance(ready, bool):
             raise Problem(400, "ready is no boolean.")
         return _json(_repository(state).index(ready_only=ready))
@@ -182,7 +182,7 @@ def _of_repository(app: FastAPI, state: State) -> None:
         openapi_extra=parameters,
     )
     async def v2_load(name: str, request: Request) -> Response:
-        await _told(request, state)
+        await _json_body(request, state)
         repository = _changeable(state)
         try:
             await repository.load(name)
@@ -200,14 +200,14 @@ def _of_repository(app: FastAPI, state: State) -> None:
         openapi_extra=parameters,
     )
     async def v2_unload(name: str, request: Request) -> Response:
-        await _told(request, state)
+        await _json_body(request, state)
         await _changeable(state).unload(name)
         return _json({})
 
 
 def _refusal(request: Request, problem: Problem) -> Response:
-    told, kind = body_of(problem, v2=request.url.path.startswith("/v2"))
-    return Response(told, problem.status, problem.headers, kind)
+    content, kind = body_of(problem, v2=request.url.path.startswith("/v2"))
+    return Response(content, problem.status, problem.headers, kind)
 
 
 def _repository(state: State) -> Repository:
@@ -222,8 +222,8 @@ def _changeable(state: State) -> Repository:
     return _repository(state)
 
 
-async def _told(request: Request, state: State) -> dict[str, Any]:
-    """A JSON object, or nothing."""
+async def _json_body(request: Request, state: State) -> dict[str, Any]:
+    """The JSON object of the body; empty if there is no body."""
     limits = state.settings
     body = await read_body(dict(request.scope["headers"]), request.receive, limits.body_bytes, limits.body_seconds)
     return json_object(body) if body else {}
@@ -237,8 +237,8 @@ def _health(*names: str) -> Any:
     }
 
 
-def _yes_or_no(told: dict[str, Any], yes: bool) -> Response:
-    return Response(orjson.dumps(told), 200 if yes else 503, media_type="application/json")
+def _yes_or_no(fields: dict[str, Any], yes: bool) -> Response:
+    return Response(orjson.dumps(fields), 200 if yes else 503, media_type="application/json")
 
 
 def _json(value: object) -> Response:
@@ -246,31 +246,31 @@ def _json(value: object) -> Response:
 
 
 def asset(name: str, below: str | None = None) -> Response:
-    """A file of the console: one that lies in its folder, or in one below, under just this name."""
+    """A file of the console's folder, or of the folder `below` in it."""
     folder = files("dubito.service").joinpath("console")
     if below is not None:
         folder = folder.joinpath(below)
-    there = folder.iterdir() if folder.is_dir() else iter(())  # what is fetched at set-up may not be there
-    found = next((file for file in there if file.name == name and file.is_file()), None)
+    entries = folder.iterdir() if folder.is_dir() else iter(())  # files fetched at set-up may be missing
+    file = next((file for file in entries if file.name == name and file.is_file()), None)
     kind = ASSETS.get(name.rpartition(".")[2])
-    if found is None or kind is None:
+    if file is None or kind is None:
         raise HTTPException(404)
-    return Response(found.read_bytes(), headers={"cache-control": "no-cache"}, media_type=kind)
+    return Response(file.read_bytes(), headers={"cache-control": "no-cache"}, media_type=kind)
 
 
-def about(served: Served, state: State) -> dict[str, Any]:
-    """Nothing of where it lies or where it was made."""
+def about(served: ServedModel, state: State) -> dict[str, Any]:
+    """Description of a model for clients; without paths or names of machines."""
     model, known = served.model, served.known
     calibration = model.card.calibration
-    told = None
+    calibrated = None
     if calibration is not None:
-        told = calibration.model_dump(
+        calibrated = calibration.model_dump(
             mode="json", include={"false_positive_rate", "coverage", "measure", "temperature", "sets"}
         )
         if calibration.classes is not None:
-            told["classes"] = [part.coverage for part in calibration.classes]
+            calibrated["classes"] = [part.coverage for part in calibration.classes]
         if calibration.groups is not None:
-            told["groups"] = {name: part.coverage for name, part in calibration.groups.items()}
+            calibrated["groups"] = {name: part.coverage for name, part in calibration.groups.items()}
     task, beside = model.manifest.task, model.card.plain
     return {
         "name": served.name,
@@ -287,7 +287,7 @@ def about(served: Served, state: State) -> dict[str, Any]:
         "parameters": known["parameters"],
         "deterministic_parameters": known["deterministic"],
         "bytes": served.bytes,
-        "calibration": told,
+        "calibration": calibrated,
         "metrics": known["metrics"],
         "plain": None if beside is None else beside.model_dump(mode="json") | {"verdict": beside_plain(beside)},
         "sha256": known["sha256"],
@@ -297,7 +297,8 @@ def about(served: Served, state: State) -> dict[str, Any]:
     }
 
 
-def metadata_of(served: Served) -> dict[str, Any]:
+def metadata_of(served: ServedModel) -> dict[str, Any]:
+    """Metadata of a model in the Open Inference Protocol."""
     return {
         "name": served.name,
         "versions": [served.version],

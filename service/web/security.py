@@ -1,4 +1,4 @@
-"""Who may ask, and how often."""
+"""API keys, rate limits and the security headers of replies."""
 
 import hashlib
 import hmac
@@ -17,7 +17,7 @@ HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'; "
     "base-uri 'none'; form-action 'none'",
 }
-# the page that runs models in the browser, and no other: WebAssembly counts as evaluating code
+# only for the page that runs models in the browser: WebAssembly needs 'wasm-unsafe-eval'
 EDGE = HEADERS | {
     "content-security-policy": f"{HEADERS['content-security-policy']}; script-src 'self' 'wasm-unsafe-eval'"
 }
@@ -28,13 +28,14 @@ def hash_key(key: str) -> str:
 
 
 class Guard:
-    """Keys and rates; health and the console's own files are open to all."""
+    """Checks keys and rates; health and the console's own files need no key."""
 
     def __init__(self, settings: Settings) -> None:
         self.keys, self.rate, self.burst = settings.api_keys, settings.rate_per_second, settings.burst
-        self.left: dict[str, tuple[float, float]] = {}  # caller -> requests left, when
+        self.left: dict[str, tuple[float, float]] = {}  # token bucket by caller: requests left, and at what time
 
     def admit(self, path: str, headers: Headers, address: str) -> None:
+        """Raise 401 without a valid key, 429 above the rate limit."""
         if path in OPEN or path.startswith("/console/"):
             return
         caller = address
@@ -53,21 +54,18 @@ class Guard:
             self._count(caller, self.rate)
 
     def _owner(self, key: str) -> str | None:
-        """Whose key it is; every hash is compared, in constant time."""
-        mine, found = hash_key(key), None
+        """Name of the key's owner; all hashes are compared, each in constant time."""
+        mine, owner = hash_key(key), None
         for name, stored in self.keys.items():
             if hmac.compare_digest(mine, stored):
-                found = name
-        return found
+                owner = name
+        return owner
 
     def _count(self, caller: str, rate: float) -> None:
         now = time.monotonic()
         left, before = self.left.pop(caller, (float(self.burst), now))
         left = min(float(self.burst), left + rate * (now - before))
-        self.left[caller] = (
-            max(0.0, left - 1) if left >= 1 else left,
-            now,
-        )  # at the end: the first is the longest idle
+        self.left[caller] = (max(0.0, left - 1) if left >= 1 else left, now)  # last: the first is the longest idle
         if len(self.left) > MOST_CALLERS:
             del self.left[next(iter(self.left))]
         if left < 1:

@@ -25,31 +25,31 @@ class State:
         self.metrics.registry.register(Sizes(self._sizes))
         self.repository: Repository | None = None
         self.predictor: Predictor | None = None
-        self.asked = torch.float32  # type of activations, before the device was tried
+        self.asked = torch.float32  # dtype of activations that the settings ask for
         self.started = self.draining = False
 
     async def start(self) -> None:
-        """Every model loaded and warmed; raises what is wrong with the first that cannot be."""
+        """Load and warm every model; raises the error of the first that cannot be loaded."""
         device = device_of(self.settings.device)
         self.asked, why = dtype_of(self.settings.dtype, device)
         dtype, fault = await asyncio.to_thread(trusted, self.asked, device)
         self.repository = Repository(self.settings, device, dtype, self.metrics)
-        told = {"device": str(device), "asked": name_of(self.asked), "dtype": name_of(dtype), "why": fault or why}
-        log.log(logging.WARNING if fault else logging.INFO, "models run", extra=told)
+        fields = {"device": str(device), "asked": name_of(self.asked), "dtype": name_of(dtype), "why": fault or why}
+        log.log(logging.WARNING if fault else logging.INFO, "models run", extra=fields)
         self.predictor = Predictor(self.settings, self.repository)
         await self.repository.load_all()
         self.started = True
 
     async def stop(self) -> None:
-        """Answer what was accepted."""
+        """Answer the accepted requests, then stop."""
         self.draining = True
         if self.repository is not None:
             await asyncio.wait_for(self.repository.close(), self.settings.drain_seconds)
 
     @property
     def ready(self) -> bool:
-        found = self.repository
-        return found is not None and self.started and found.ready and found.alive and not self.draining
+        repository = self.repository
+        return repository is not None and self.started and repository.ready and repository.alive and not self.draining
 
     @property
     def missing(self) -> list[str]:
@@ -61,19 +61,19 @@ class State:
         return self.repository is None or self.repository.alive
 
     def _sizes(self) -> dict[tuple[str, str, tuple[str, ...]], dict[tuple[str, ...], float]]:
-        found = self.repository
-        served = {} if found is None else dict(found.served)
+        repository = self.repository
+        served = {} if repository is None else dict(repository.served)
         kinds = ("artifact", "resident", "deterministic")
         bytes_: dict[tuple[str, ...], float] = {
             (name, kind): one.bytes[kind] for name, one in served.items() for kind in kinds
         }
         bytes_ |= {(name, "bank"): one.engine.bank.bytes for name, one in served.items() if one.engine.bank is not None}
-        memory = device_bytes(torch.device("cpu") if found is None else found.device)
-        if found is not None:
-            memory |= {kind: found.budget.held(kind) for kind in KINDS}
-            memory |= {} if found.budget.limit is None else {"limit": found.budget.limit}
+        memory = device_bytes(torch.device("cpu") if repository is None else repository.device)
+        if repository is not None:
+            memory |= {kind: repository.budget.held(kind) for kind in KINDS}
+            memory |= {} if repository.budget.limit is None else {"limit": repository.budget.limit}
         return {
-            ("dubito_queue_depth", "Requests that wait.", ("model",)): {
+            ("dubito_queue_depth", "Requests in the queue.", ("model",)): {
                 (name,): one.batcher.depth for name, one in served.items()
             },
             (
@@ -83,7 +83,7 @@ class State:
             ): bytes_,
             (
                 "dubito_device_proven",
-                "1 where the device computes right in the type of numbers asked for; 0 where another is taken.",
+                "1 where the device computes right in the dtype asked for; 0 where another one is used.",
                 ("model", "device", "asked", "dtype"),
             ): {
                 (name, str(one.model.device), name_of(self.asked), name_of(one.model.factors.dtype)): float(
@@ -91,7 +91,7 @@ class State:
                 )
                 for name, one in served.items()
             },
-            ("dubito_ways_excluded", "Ways of computing a layer that gave wrong answers: not taken.", ("model",)): {
+            ("dubito_ways_excluded", "Executions of a layer that gave wrong results, and are not used.", ("model",)): {
                 (name,): len(one.engine.plans.wrong) for name, one in served.items()
             },
             ("dubito_factor_cache_bytes", "Bytes of a model's factors.", ("model",)): {

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1, where most requests come whole and are answered whole."""
+"""uvicorn's HTTP/1.1 protocol, faster for requests and replies that fit one read and one write."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from dubito.service.web.http import Message, Pairs
 
 
 class Exchange(RequestResponseCycle):
-    """A request and its reply, whose head waits for the body: one write, by which the client is woken once."""
+    """A request and its reply. Head and body are sent in one write, so that the client wakes up once."""
 
-    start: Any = None  # the message, while it waits
+    start: Any = None  # message with the head, until the body comes
 
     async def send(self, message: Any) -> None:
         if not self.response_started and message["type"] == "http.response.start":
@@ -37,30 +37,30 @@ class Exchange(RequestResponseCycle):
 
 
 def head_of(status: int, headers: Pairs, length: int) -> bytes | None:
-    """None where there is more to it: then it is left to uvicorn."""
-    told = dict(headers)
-    if told.get(b"content-length") != b"%d" % length or b"connection" in told or b"transfer-encoding" in told:
+    """The head as bytes; None where uvicorn must write it (chunked bodies, connection headers)."""
+    fields = dict(headers)
+    if fields.get(b"content-length") != b"%d" % length or b"connection" in fields or b"transfer-encoding" in fields:
         return None
     head = b"".join([STATUS_LINE[status], *[b"%b: %b\r\n" % pair for pair in headers], b"\r\n"])
-    clean = head.count(b"\r") == head.count(b"\n") == len(headers) + 2  # no value brings a line of its own
+    clean = head.count(b"\r") == head.count(b"\n") == len(headers) + 2  # no value contains a line break
     return head if clean else None
 
 
 class Wire(HttpToolsProtocol):
-    """A connection. One timer looks whether it is idle, however many requests come meanwhile."""
+    """A connection. One timer checks whether it is idle, instead of one timer per request."""
 
     idle_since: float | None = None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        cycle.__class__ = Exchange  # uvicorn makes them, and does not ask of what class
+        cycle.__class__ = Exchange  # uvicorn creates them, and its class cannot be chosen
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         cycle: Any = self.cycle
         if cycle is not None and not cycle.body and not cycle.response_complete:
-            cycle.body, body = body, b""  # most come in one piece: it is kept as it came
+            cycle.body, body = body, b""  # most bodies come in one piece, which is kept without a copy
         elif cycle is not None and type(cycle.body) is bytes:
-            cycle.body = bytearray(cycle.body)  # which grows without being copied
+            cycle.body = bytearray(cycle.body)  # can be extended without copying
         super().on_body(body)
 
     def _unset_keepalive_if_required(self) -> None:
@@ -76,18 +76,18 @@ class Wire(HttpToolsProtocol):
             return
         self.idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
-            self._look_in(self.timeout_keep_alive)
+            self._check_in(self.timeout_keep_alive)
 
-    def _look_in(self, seconds: float) -> None:
+    def _check_in(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
         self.timeout_keep_alive_task = None
-        if self.idle_since is None:  # the end of its request will see to it
+        if self.idle_since is None:  # a request is being answered: its end starts the timer again
             return
         left = self.idle_since + self.timeout_keep_alive - self.loop.time()
         if left > 0:
-            self._look_in(left)
+            self._check_in(left)
         else:
             super().timeout_keep_alive_handler()
 

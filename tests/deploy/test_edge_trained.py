@@ -29,7 +29,7 @@ from dubito.models.pruning import prune
 from dubito.training.config import Fit, Laplace
 from dubito.training.data.data import Examples, Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
-from dubito.training.fit.fit import Run
+from dubito.training.fit.fit import FitRun
 from dubito.training.laplace import linearise
 
 CLOSE = 1e-4  # of every output, in float32
@@ -61,7 +61,7 @@ def trained(network: BayesianNetwork, epochs: int, lr: float = 1e-2) -> Bayesian
     """Ten steps an epoch."""
     parts = digits()
     fit = Fit(epochs=epochs, batch=32, lr=lr, warmup_epochs=epochs)
-    run = Run(network, parts.train[:320], parts.validation, input_of(parts.train), fit, 0, torch.device("cpu"))
+    run = FitRun(network, parts.train[:320], parts.validation, input_of(parts.train), fit, 0, torch.device("cpu"))
     while not run.done:
         run.epoch()
     return run.finish()

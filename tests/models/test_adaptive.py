@@ -8,13 +8,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dubito.models import bayesianize, build
+from dubito.models import bayesianize
 from dubito.models.errors import InputError
 from dubito.models.manifest import Regression
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.posteriors.mean_field import MeanField
 from dubito.models.predictions.adaptive import AT_MOST, CHUNK, answer_each, predict_settled
 from dubito.models.predictions.prediction import Job, predict
+from tests.small_models import mlp
 
 SEED = 3
 
@@ -22,7 +23,7 @@ SEED = 3
 def wavering(method: str = "ffg-u", outputs: int = 4, **options: object) -> BayesianNetwork:
     """A network whose draws differ much for some inputs and little for others."""
     torch.manual_seed(0)
-    net = build("mlp", inputs=6, hidden=[16], outputs=outputs)
+    net = mlp(6, 16, outputs)
     made = bayesianize(net, method, inducing=8, start="prior", lam_max=0.9, sigma_max=0.9, **options)  # type: ignore[arg-type]
     with torch.no_grad():
         for layer in made.layers.values():

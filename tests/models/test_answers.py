@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from dubito.models import bayesianize, build, load, predict, save
+from dubito.models import load, predict, save
 from dubito.models.manifest import Calibration, Card
 from dubito.models.predictions.answers import answers
 from dubito.models.predictions.prediction import Prediction
 from dubito.models.predictions.uncertainty import Regressed
 from tests.models.test_uncertainty import summarise
+from tests.small_models import bayesian_mlp
 
 
 def calibrated(**changes: Any) -> Calibration:
@@ -167,7 +168,7 @@ def test_answers_of_a_regression() -> None:
 def test_a_loaded_model_answers_by_its_card(tmp_path: Path) -> None:
     """From the file to the rows: temperature, K as really drawn, labels."""
     torch.manual_seed(0)
-    network, x = bayesianize(build("mlp", inputs=6, hidden=[5], outputs=4), "ffg-u", inducing=3), torch.randn(7, 6)
+    network, x = bayesian_mlp((6, 5, 4), "ffg-u", inducing=3), torch.randn(7, 6)
     card = Card(labels=tuple("abcd"), calibration=calibrated(temperature=2.0))
     save(network, tmp_path / "model", card=card)
     model = load(tmp_path / "model")

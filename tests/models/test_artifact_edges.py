@@ -18,11 +18,12 @@ from dubito.models.manifest import Calibration, Card, Image, Input
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.posteriors.inducing import Inducing, InducingLayer
 from tests import forked
+from tests.small_models import bayesian_mlp, mlp
 
 
 @pytest.mark.parametrize("change", ["activation", "head"])
 def test_a_network_changed_after_build_is_not_saved_under_its_old_name(tmp_path: Path, change: str) -> None:
-    net = build("mlp", inputs=4, hidden=[16], outputs=3)
+    net = mlp(4, 16, 3)
     assert isinstance(net, nn.Sequential)
     if change == "activation":
         net[2] = nn.Tanh()
@@ -60,7 +61,7 @@ def test_folding_leaves_a_batchnorm_that_does_more_alone(tmp_path: Path) -> None
 
 
 def test_misspelt_options_are_mistakes(tmp_path: Path) -> None:
-    network = bayesianize(build("mlp", inputs=3, hidden=[4], outputs=2), "ffg-w")
+    network = bayesian_mlp((3, 4, 2), "ffg-w")
     with pytest.raises(ArtifactError, match="precision is 'fp16'; expected one of float32"):
         save(network, tmp_path / "m", precision="fp16")  # type: ignore[arg-type]
     with pytest.raises(ArtifactError, match="batchnorm is 'folded'; expected one of keep, fold"):
@@ -123,7 +124,7 @@ def test_int8_is_smaller_than_half_precision_for_kernels_of_any_dimension(tmp_pa
 
 
 def test_the_users_umask_is_kept(tmp_path: Path) -> None:
-    network = bayesianize(build("mlp", inputs=3, hidden=[4], outputs=2), "ffg-w")
+    network = bayesian_mlp((3, 4, 2), "ffg-w")
     before = os.umask(0o077)
     try:
         save(network, tmp_path / "m")
@@ -148,7 +149,7 @@ def test_an_artifact_of_ones_own_network_can_be_inspected_and_cannot_command_the
 
 
 def test_a_model_moved_elsewhere_leaves_the_first_one_where_it_is(tmp_path: Path) -> None:
-    network = bayesianize(build("mlp", inputs=3, hidden=[4], outputs=2), "ffg-u", inducing=2)
+    network = bayesian_mlp((3, 4, 2), "ffg-u", inducing=2)
     save(network, tmp_path / "m")
     model = load(tmp_path / "m")
     other = model.to("cpu")

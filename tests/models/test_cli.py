@@ -24,6 +24,7 @@ from dubito.models.numerics.parameters import count
 from dubito.models.predictions.answers import answers
 from dubito.models.pruning import prune
 from tests.files import installed_command
+from tests.small_models import bayesian_mlp
 
 # running it
 
@@ -96,10 +97,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     card = Card(input=pictures, labels=labels, calibration=calibration, metrics={"accuracy": 0.9123})
     save(bayesianize(lenet(1), "ffg-u", inducing=4, layers={"0": "deterministic"}), folder / "digits", card=card)
     save(bayesianize(lenet(3), "ensemble-u", inducing=4, members=3), folder / "colours")
-    vectors = bayesianize(build("mlp", inputs=6, hidden=[5], outputs=3), "ffg-u", inducing=3)
+    vectors = bayesian_mlp((6, 5, 3), "ffg-u", inducing=3)
     save(vectors, folder / "vectors")
     save(vectors, folder / "blank", card=Card())
-    curve = bayesianize(build("mlp", inputs=2, hidden=[5], outputs=2), "ffg-u", inducing=3, task=Regression(outputs=2))
+    curve = bayesian_mlp((2, 5, 2), "ffg-u", inducing=3, task=Regression(outputs=2))
     found = Calibration(
         false_positive_rate=0.05,
         coverage=0.9,

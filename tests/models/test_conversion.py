@@ -18,6 +18,7 @@ from dubito.models.numerics.parameters import count
 from dubito.models.posteriors.inducing import Inducing, leading
 from dubito.models.posteriors.protocol import Dense, Factored
 from dubito.models.pruning import prune
+from tests.small_models import mlp
 
 
 def small() -> nn.Sequential:
@@ -158,7 +159,7 @@ def test_the_largest_singular_values_and_their_vectors(shape: tuple[int, int], k
 def test_a_hierarchy_starts_at_the_networks_weights_too() -> None:
     """Its mean is the best fit of its own rank to the V's side by side: with rank to spare, the network itself."""
     torch.manual_seed(0)
-    net = build("mlp", inputs=8, hidden=[8], outputs=4)
+    net = mlp(8, 8, 4)
     x = torch.randn(5, 8)
     for method in ("ffg-u", "fcg-u", "ensemble-u"):
         network = bayesianize(net, method, inducing=16, hierarchy=(16, 16))

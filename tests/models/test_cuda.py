@@ -170,13 +170,15 @@ def test_walsh_hadamard_convolutions_train_as_a_captured_step() -> None:
     from dubito.models.manifest import Input
     from dubito.training.config import Fit
     from dubito.training.data.data import Examples
-    from dubito.training.fit.fit import Run
+    from dubito.training.fit.fit import FitRun
 
     torch.manual_seed(0)
     x, y = torch.randn(64, 3, 16, 16), torch.randint(10, (64,))
     network = bayesianize(small(), "whvi", layers={"0": "ffg-u"}, inducing=8).cuda()
     data, declared = Examples(x, y), Input(shape=(3, 16, 16))
-    run = Run(network, data, data, declared, Fit(epochs=8, batch=16, lr=1e-2, kl=1e-3), 0, torch.device("cuda"), None)
+    run = FitRun(
+        network, data, data, declared, Fit(epochs=8, batch=16, lr=1e-2, kl=1e-3), 0, torch.device("cuda"), None
+    )
     while not run.done:
         run.epoch()
     assert run.log[-1].nll < run.log[0].nll
@@ -193,7 +195,7 @@ def forty_thousand(S: int, folder: Path, device: torch.device) -> None:
     """Through the file, and by the engine of the service, both predictives; then the curvature itself."""
     from dubito.models import load, save
     from dubito.models.manifest import Card, Input
-    from dubito.service.engine.engine import Answered, Ask, Engine
+    from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
     from dubito.training.data.data import Examples
     from dubito.training.laplace import curvature, factor
 
@@ -206,10 +208,10 @@ def forty_thousand(S: int, folder: Path, device: torch.device) -> None:
     times, found = {}, []
     for name, closed in (("closed form", True), ("20 draws", False)):
         start = time.perf_counter()
-        (answer,) = engine.answer([Ask(x.numpy(), 20, 0, 20, 0.05, closed=closed)])
+        (answer,) = engine.answer([PredictRequest(x.numpy(), 20, 0, 20, 0.05, closed=closed)])
         times[name] = time.perf_counter() - start
-        assert isinstance(answer, Answered), answer
-        assert answer.method == ("probit" if closed else "sampling")
+        assert isinstance(answer, PredictResult), answer
+        assert answer.predictive == ("probit" if closed else "sampling")
         found.append(torch.as_tensor(answer.columns["probabilities"]))
     assert found[0].isfinite().all()
     assert (found[0] - found[1]).abs().max() < 0.2

@@ -23,6 +23,7 @@ from dubito.models.network.plan import cheapest
 from dubito.models.predictions.answers import scores
 from dubito.models.predictions.prediction import Job, evaluating, predict
 from dubito.models.predictions.uncertainty import Classified
+from tests.small_models import mlp
 
 K, SEED, D = 5, 3, 12
 METHODS: dict[str, dict[str, Any]] = {
@@ -37,9 +38,9 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def network_of(method: str, **more: Any) -> BayesianNetwork:
     torch.manual_seed(1)
-    net = build("mlp", inputs=6, hidden=[10, D], outputs=3, activation="tanh")
+    net = mlp(6, 10, D, 3, activation="tanh")
     if method == "ensemble-w":
-        return ensemble([build("mlp", inputs=6, hidden=[10, D], outputs=3, activation="tanh") for _ in range(3)])
+        return ensemble([mlp(6, 10, D, 3, activation="tanh") for _ in range(3)])
     return bayesianize(net, method, **METHODS[method], **more).eval()
 
 

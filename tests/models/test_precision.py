@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.models import bayesianize, build, load, save
+from dubito.models import load, save
 from dubito.models.manifest import Precision
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified
+from tests.small_models import bayesian_mlp
 
 K = 64
 TOLERANCE = 0.3  # points, of accuracy and of ECE: at least 3 standard deviations of what other draws would change
@@ -47,7 +48,7 @@ def glyphs(n: int, seed: int) -> tuple[Tensor, Tensor]:
 def train(x: Tensor, y: Tensor) -> BayesianNetwork:
     """FFG-U by the ELBO from the prior, the weight of the KL rising over the first half."""
     torch.manual_seed(0)
-    network = bayesianize(build("mlp", inputs=64, hidden=[64], outputs=10), "ffg-u", inducing=24, start="prior")
+    network = bayesian_mlp((64, 64, 10), "ffg-u", inducing=24, start="prior")
     adam = torch.optim.Adam(network.parameters(), lr=3e-2)
     steps = 300
     for step in range(steps):

@@ -20,6 +20,7 @@ from dubito.models.predictions.resident import bytes_of, reside
 from dubito.models.predictions.uncertainty import Classified
 from dubito.service.engine.fusion import fuse
 from tests.faulty import need
+from tests.small_models import bayesian_mlp, mlp
 
 CPU = torch.device("cpu")
 METHODS: dict[str, dict[str, Any]] = {
@@ -184,7 +185,7 @@ def test_layers_drawn_together_are_each_drawn_alone(lam_max: float, dtype: torch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_network_without_a_parameter_left_runs_all_the_same(dtype: torch.dtype) -> None:
     need(dtype)
-    network = bayesianize(build("mlp", inputs=4, hidden=[8], outputs=3), "ffg-u", inducing=3)
+    network = bayesian_mlp((4, 8, 3), "ffg-u", inducing=3)
     kept, x = reside(model_of(network), CPU, dtype), torch.randn(2, 4)
     assert not list(kept.network.parameters())
     outputs = kept.predict(x, 4, seed=0, keep_outputs=True).outputs
@@ -193,7 +194,7 @@ def test_a_network_without_a_parameter_left_runs_all_the_same(dtype: torch.dtype
 
 
 def test_the_noise_of_a_regression_is_not_rounded() -> None:
-    net = build("mlp", inputs=4, hidden=[8], outputs=2)
+    net = mlp(4, 8, 2)
     network = bayesianize(net, "ffg-u", inducing=3, task=Regression(outputs=2, shift=(0.0, 0.0), scale=(1.0, 1.0)))
     kept = reside(model_of(network), CPU, torch.bfloat16)
     assert network.noise is not None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dubito.models import bayesianize, build, load, save
+from dubito.models import load, save
 from dubito.models.artifact import artifact
 from dubito.models.errors import ArtifactError, InputError
 from dubito.models.manifest import Calibration, Card, Part, Sets
@@ -19,6 +19,7 @@ from dubito.models.predictions.answers import Rule, answers, columns_of
 from dubito.models.predictions.prediction import Prediction
 from dubito.models.predictions.sets import class_scores
 from dubito.models.predictions.uncertainty import Classified
+from tests.small_models import bayesian_mlp
 
 RULES = [Sets(score="probability"), Sets(), Sets(score="raps", lam=0.125, k_reg=2)]
 NAMES = [sets.score for sets in RULES]
@@ -151,7 +152,7 @@ def stored(path: Path) -> dict[str, Any]:
 
 def written(path: Path, told: Calibration | None) -> Path:
     torch.manual_seed(0)
-    network = bayesianize(build("mlp", inputs=2, hidden=[4], outputs=3), "ffg-u", inducing=2)
+    network = bayesian_mlp((2, 4, 3), "ffg-u", inducing=2)
     save(network, path, card=Card(calibration=told))
     return path
 

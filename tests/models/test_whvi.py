@@ -26,6 +26,7 @@ from dubito.models.posteriors.mean_field import MeanField
 from dubito.models.posteriors.protocol import Dense
 from dubito.models.posteriors.whvi import Whvi, WhviFactors, nearest
 from dubito.models.pruning import prune
+from tests.small_models import mlp
 
 run = CliRunner().invoke
 
@@ -222,7 +223,7 @@ def test_the_kl_is_torchs(covariance: str) -> None:
 
 
 def test_the_kl_of_a_network_is_the_sum_of_its_layers() -> None:
-    net = build("mlp", inputs=6, hidden=[8, 8], outputs=1)
+    net = mlp(6, 8, 8, 1)
     network = stirred(bayesianize(net, "whvi", layers={"1": {"covariance": "full"}, "5": "ffg-w"}))
     torch.testing.assert_close(network.kl(), torch.stack([layer.q.kl() for layer in network.layers.values()]).sum())
 

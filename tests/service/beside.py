@@ -17,7 +17,7 @@ from dubito.models.numerics.normals import Normals
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import sums_of, tempered
 from dubito.models.predictions.uncertainty import Reals
-from dubito.service.engine.graphs import Programs
+from dubito.service.engine.graphs import PassGraphs
 
 
 class Pass:
@@ -57,7 +57,7 @@ class Pass:
         return sums
 
 
-class Beside(Programs):
+class Beside(PassGraphs):
     def __init__(self, model: Model, buckets: Sequence[int], samples: Sequence[int], seconds: float = 0.0) -> None:
         super().__init__(model.network, model.factors, buckets[-1])
         assert model.card.input is not None

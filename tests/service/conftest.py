@@ -19,6 +19,7 @@ from dubito.models.manifest import Calibration, Card, Image, Input, Regression
 from dubito.models.names import Measure
 from dubito.models.predictions.uncertainty import Classified, Regressed, known_in
 from tests import forked
+from tests.small_models import mlp
 
 LIMIT = 90.0  # seconds to start or to stop on a busy machine
 
@@ -142,7 +143,7 @@ def write_artifact(path: Path, *, seed: int = 0, kind: str = "tabular", method: 
     image = kind == "image"
     shape = (3, 8, 8) if image else (4,)
     outputs = 4 if kind == "regression" else 3  # two means and two raw log-deviations
-    net = build("mlp", inputs=192 if image else 4, hidden=[16], outputs=outputs)
+    net = mlp(192 if image else 4, 16, outputs)
     task = None
     if kind == "regression":
         task = Regression(outputs=2, noise="input", shift=(1.0, -2.0), scale=(2.0, 0.5))

@@ -16,7 +16,7 @@ from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.inducing_factors import InducingFactors, Noise
 from dubito.models.posteriors.inducing_together import _size, stack, stack_whole
 from dubito.models.posteriors.protocol import Dense, Factored
-from dubito.service.engine.kernels import After, dense, factored, parted, suits, tap_by_tap
+from dubito.service.engine.kernels import Epilogue, dense, factored, parted, suits, tap_by_tap
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # numpy has no bfloat16
@@ -54,7 +54,7 @@ def check_convolution(
         "dense": apply(geometry, x.double(), Dense(wide.dense()), K, "loop"),
     }
     residual = torch.randn(expected["dense"].shape, device=DEVICE).to(dtype) if add else None
-    after = After(scale, shift, residual, 0.0 if relu else -math.inf)
+    after = Epilogue(scale, shift, residual, 0.0 if relu else -math.inf)
     W = tap_by_tap(geometry, (G @ basis.T).mT)
     B_ = tap_by_tap(geometry, basis).T.contiguous().T  # one filter after the other, as factors have them
     found = {

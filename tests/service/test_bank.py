@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from dubito.models import bayesianize, build, load
+from dubito.models import load
 from dubito.models.embedded import embedded
 from dubito.models.manifest import Manifest
 from dubito.models.predictions.model import Model
 from dubito.service.engine.bank import Bank, bytes_of_draws, drawn
-from dubito.service.engine.engine import Answered, Ask, Engine
+from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
+from tests.small_models import bayesian_mlp
 
 X = np.random.default_rng(0).normal(size=(3, 1, 8, 8)).astype(np.float32)
 METHODS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def model_of(method: str) -> Model:
     torch.manual_seed(0)
-    network = bayesianize(build("mlp", inputs=5, hidden=[6], outputs=3), method, **METHODS[method]).eval()
+    network = bayesian_mlp((5, 6, 3), method, **METHODS[method]).eval()
     return Model(network, Manifest.model_construct(card=load(embedded()).card.model_copy(update={"input": None})))
 
 
@@ -41,11 +42,11 @@ def test_a_seed_of_the_bank_gives_its_answer_again(method: str) -> None:
     engine, plain = Engine(model, (1, 4), bank=bank), Engine(model, (1, 4))
     x = X[:, 0, 0, :5].copy()
     for K in (1, 4, 6):
-        (a,) = engine.answer([Ask(x, K, None, K, 0.5)])
-        assert isinstance(a, Answered)
+        (a,) = engine.answer([PredictRequest(x, K, None, K, 0.5)])
+        assert isinstance(a, PredictResult)
         assert a.seed in {one.seed for one in bank.sets}
-        (b,) = plain.answer([Ask(x, K, a.seed, K, 0.5)])
-        assert isinstance(b, Answered)
+        (b,) = plain.answer([PredictRequest(x, K, a.seed, K, 0.5)])
+        assert isinstance(b, PredictResult)
         for name, column in a.columns.items():
             np.testing.assert_allclose(column, b.columns[name], atol=1e-5, err_msg=method)
     bank.close()
@@ -61,12 +62,12 @@ def test_more_than_was_made_ahead_and_named_seeds_are_drawn_anew(digits: Model) 
     engine = Engine(digits, (1, 4), bank=bank)
     seeds = {one.seed for one in bank.sets}
     many, named, auto = (
-        engine.answer([Ask(X, 5, None, 5, 0.5)])[0],
-        *engine.answer([Ask(X, 4, 11, 4, 0.5), Ask(X, "auto", None, 4, 0.5)]),
+        engine.answer([PredictRequest(X, 5, None, 5, 0.5)])[0],
+        *engine.answer([PredictRequest(X, 4, 11, 4, 0.5), PredictRequest(X, "auto", None, 4, 0.5)]),
     )
-    assert isinstance(many, Answered)
-    assert isinstance(named, Answered)
-    assert isinstance(auto, Answered)
+    assert isinstance(many, PredictResult)
+    assert isinstance(named, PredictResult)
+    assert isinstance(auto, PredictResult)
     assert many.seed not in seeds
     assert named.seed == 11
     assert auto.seed in seeds

@@ -19,7 +19,7 @@ from dubito.models.errors import InputError
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import known_in
 from dubito.service.engine.batcher import Batcher
-from dubito.service.engine.engine import Answered, Ask, Engine
+from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
 from dubito.service.problems import Gone, Late, Overloaded
 from tests.service.beside import Beside
 
@@ -35,8 +35,8 @@ def rows(n: int, seed: int = 0) -> Tensor:
     return torch.randn(n, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def ask(x: Tensor, samples: Any = 20, seed: int | None = None, keep: bool = False) -> Ask:
-    return Ask(x.numpy(), samples, seed, 128, 0.05, keep)
+def ask(x: Tensor, samples: Any = 20, seed: int | None = None, keep: bool = False) -> PredictRequest:
+    return PredictRequest(x.numpy(), samples, seed, 128, 0.05, keep)
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def passes(model: Model) -> Iterator[list[int]]:
 
 
 def same(found: Any, x: Tensor, samples: Any, model: Model) -> bool:
-    assert isinstance(found, Answered), found
+    assert isinstance(found, PredictResult), found
     alone = model.predict(x, samples, found.seed)
     pairs = ((torch.from_numpy(found.columns[name]), mine) for name, mine in known_in(alone.summary).items())
     return found.samples == alone.samples and all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)
@@ -65,8 +65,8 @@ def test_requests_with_different_samples_share_their_passes(model: Model) -> Non
     with passes(model) as seen:
         found = engine.answer(asks)
     assert all(same(f, torch.from_numpy(a.x), a.samples, model) for f, a in zip(found, asks, strict=True))
-    assert len({f.seed for f in found if isinstance(f, Answered)}) == 1
-    settled = found[3].samples if isinstance(found[3], Answered) else 0
+    assert len({f.seed for f in found if isinstance(f, PredictResult)}) == 1
+    settled = found[3].samples if isinstance(found[3], PredictResult) else 0
     drawn_rows = 8 * 1 + 6 * 3 + 4 * 4 + (settled - 8) * 2  # real rows × draws, before padding
     assert sum(seen) <= 1.5 * drawn_rows + 2 * settled
 
@@ -77,8 +77,8 @@ def test_a_seed_is_honoured_to_the_bit_whoever_else_asks(model: Model) -> None:
     (alone,) = engine.answer([mine])
     others = [ask(rows(5, i), K, seed) for i, (K, seed) in enumerate([(20, None), (3, 7), (20, 7), (0, None), (64, 9)])]
     found = engine.answer([*others[:3], mine, *others[3:]])
-    assert isinstance(alone, Answered)
-    assert isinstance(found[3], Answered)
+    assert isinstance(alone, PredictResult)
+    assert isinstance(found[3], PredictResult)
     for name, column in alone.columns.items():
         assert (column == found[3].columns[name]).all()
     for f, a in zip(found, [*others[:3], mine, *others[3:]], strict=True):
@@ -109,7 +109,7 @@ def in_loop(
     async def go() -> None:
         given = {"max_work": 1000, "max_queue": 10_000, **limits}
         engine, device = Engine(model, BUCKETS), threading.Lock()
-        engine.programs = beside
+        engine.graphs = beside
         batcher = Batcher(
             engine,
             max_work=given["max_work"],
@@ -136,7 +136,7 @@ def test_what_is_queued_goes_together_up_to_a_batch_of_work(model: Model) -> Non
             await asyncio.sleep(0.001)
         tickets = [batcher.put(ask(rows(2, i), 20), 30) for i in range(10)]  # 40 each
         batcher.device.release()
-        found = [await batcher.answered(t) for t in (first, *tickets)]
+        found = [await batcher.result(t) for t in (first, *tickets)]
         assert all(same(f, rows(2, i), 20, model) for i, f in enumerate(found[1:]))
 
     assert in_loop(body, model, max_work=160) == [1, 8, 8, 4]
@@ -155,7 +155,7 @@ def test_no_more_rows_go_together_than_a_captured_pass_takes(model: Model) -> No
         free = [batcher.put(ask(rows(40), K), 30) for K in (3, 0)]
         assert (batcher.work, batcher.rows, len(long)) == (20 + 96 + 160 + 120 + 40, 145, 3)
         batcher.device.release()
-        found = [await batcher.answered(t) for t in (first, *tickets, long, *free)]
+        found = [await batcher.result(t) for t in (first, *tickets, long, *free)]
         assert all(same(f, rows(6, i), 4, model) for i, f in enumerate(found[1:5]))
         assert all(same(f, rows(40), K, model) for f, K in zip(found[5:], (4, 3, 0), strict=True))
         assert (batcher.work, batcher.rows) == (0, 0)
@@ -170,9 +170,9 @@ def test_a_device_beside_the_host_answers_as_the_model_does(model: Model, second
     async def body(batcher: Batcher) -> None:
         asked = [(rows(1 + i % 5, i), (8, 8, 8, 3, "auto", 0)[i % 6], i if i % 7 == 0 else None) for i in range(90)]
 
-        async def one(x: Tensor, K: Any, seed: int | None, i: int) -> Answered:
+        async def one(x: Tensor, K: Any, seed: int | None, i: int) -> PredictResult:
             await asyncio.sleep(0.001 * (i % 10))
-            return await batcher.answered(batcher.put(ask(x, K, seed), 30))
+            return await batcher.result(batcher.put(ask(x, K, seed), 30))
 
         found = await asyncio.gather(*(one(*given, i) for i, given in enumerate(asked)))
         assert all(same(f, x, K, model) for f, (x, K, _) in zip(found, asked, strict=True))
@@ -196,7 +196,7 @@ def test_an_idle_device_does_not_wait_for_more_than_half_of_what_it_takes(model:
             if not batcher.depth:
                 break
         rest = [batcher.put(ask(rows(1, i), 8), 30) for i in range(8, 16)]
-        found = [await batcher.answered(t) for t in (*few, half, *rest)]
+        found = [await batcher.result(t) for t in (*few, half, *rest)]
         assert all(same(f, rows(1, i), 8, model) for i, f in enumerate(found))
 
     assert in_loop(body, model, Beside(model, BUCKETS, (8,), 0.05)) == [8, 8]
@@ -219,12 +219,12 @@ def test_some_are_left_to_the_next_batch_where_others_fill_a_smaller_pass(model:
                 await asyncio.sleep(0.001)
             tickets = [batcher.put(ask(rows(1, i), 8), 30) for i in range(n)]
             batcher.device.release()
-            await batcher.answered(first)
+            await batcher.result(first)
             if goes:
                 assert len(batcher.queue) == 1
                 batcher.drop(tickets.pop())
                 assert batcher.work == 8 * 8
-            found = [await batcher.answered(ticket) for ticket in tickets]
+            found = [await batcher.result(ticket) for ticket in tickets]
             assert all(same(f, rows(1, i), 8, model) for i, f in enumerate(found))
         assert (batcher.work, batcher.rows, batcher.running) == (0, 0, [])
 
@@ -243,7 +243,7 @@ def test_none_are_left_where_no_captured_pass_answers_all(model: Model) -> None:
             await asyncio.sleep(0.001)
         tickets = [batcher.put(ask(rows(1, i), 5 if i else 8), 30) for i in range(9)]
         batcher.device.release()
-        found = [await batcher.answered(ticket) for ticket in (first, *tickets)]
+        found = [await batcher.result(ticket) for ticket in (first, *tickets)]
         assert all(same(f, rows(1, i), 5 if i else 8, model) for i, f in enumerate(found[1:]))
 
     assert in_loop(body, model, beside) == [1, 9]
@@ -262,7 +262,7 @@ def test_rows_that_are_done_do_not_wake_the_thread(model: Model) -> None:
         for i in range(4):
             tickets.append(batcher.put(ask(rows(1, i), 8), 30))
             time.sleep(0.02)
-        found = [await batcher.answered(ticket) for ticket in (first, *tickets)]
+        found = [await batcher.result(ticket) for ticket in (first, *tickets)]
         assert all(same(f, rows(1, i), 8, model) for i, f in enumerate(found[1:]))
 
     assert in_loop(body, model, Beside(model, BUCKETS, (8,))) == [8, 4]
@@ -276,10 +276,10 @@ def test_inputs_that_are_unfit_are_told_apart_after_the_launch(model: Model) -> 
         while not batcher.asleep:
             await asyncio.sleep(0.001)
         tickets = [batcher.put(one, 30) for one in asks]
-        assert same(await batcher.answered(tickets[0]), rows(2), 8, model)
+        assert same(await batcher.result(tickets[0]), rows(2), 8, model)
         with pytest.raises(InputError, match="input 1 holds NaN"):
-            await batcher.answered(tickets[1])
-        assert same(await batcher.answered(tickets[2]), rows(2, 2), 8, model)
+            await batcher.result(tickets[1])
+        assert same(await batcher.result(tickets[2]), rows(2, 2), 8, model)
 
     assert in_loop(body, model, Beside(model, BUCKETS, (8,))) == [6]
 
@@ -317,13 +317,13 @@ def test_answers_do_not_wait_for_the_next_batch_to_get_the_device(model: Model) 
         second = batcher.put(ask(rows(2), 8), 30)
         try:
             async with asyncio.timeout(10):
-                assert same(await batcher.answered(first), rows(1), 8, model)
+                assert same(await batcher.result(first), rows(1), 8, model)
             await asyncio.sleep(0.2)
             assert not second[0].future.done()
             assert batcher.alive(0.1)
         finally:
             turns.theirs.set()
-        assert same(await batcher.answered(second), rows(2), 8, model)
+        assert same(await batcher.result(second), rows(2), 8, model)
 
     assert in_loop(body, model, Beside(model, BUCKETS, (8,), 0.2)) == [1, 2]
 
@@ -333,11 +333,11 @@ def test_a_launch_that_fails_is_tried_without(model: Model, caplog: pytest.LogCa
     beside.known[2, 8].put = None
 
     async def body(batcher: Batcher) -> None:
-        found = await batcher.answered(batcher.put(ask(rows(1), 8), 30))
+        found = await batcher.result(batcher.put(ask(rows(1), 8), 30))
         assert same(found, rows(1), 8, model)
         with pytest.raises(TypeError):
-            await batcher.answered(batcher.put(ask(rows(2), 8), 30))
-        assert same(await batcher.answered(batcher.put(ask(rows(2), 3), 30)), rows(2), 3, model)
+            await batcher.result(batcher.put(ask(rows(2), 8), 30))
+        assert same(await batcher.result(batcher.put(ask(rows(2), 3), 30)), rows(2), 3, model)
 
     in_loop(body, model, beside)
     assert "a batch is not launched" in caplog.text
@@ -347,15 +347,15 @@ def test_oversize_requests_go_in_parts_with_one_seed(model: Model) -> None:
     x = rows(50)
 
     async def body(batcher: Batcher) -> None:
-        found = await batcher.answered(batcher.put(ask(x, 20), 30))
+        found = await batcher.result(batcher.put(ask(x, 20), 30))
         assert same(found, x, 20, model)
         assert len(found.columns["probabilities"]) == len(found.rules) == 50
-        kept = await batcher.answered(batcher.put(ask(x, 20, seed=4, keep=True), 30))
+        kept = await batcher.result(batcher.put(ask(x, 20, seed=4, keep=True), 30))
         assert kept.outputs is not None
         alone = model.predict(x, 20, 4, keep_outputs=True).outputs
         assert alone is not None
         assert torch.allclose(kept.outputs, alone, atol=1e-5)
-        auto = await batcher.answered(batcher.put(ask(x, "auto", seed=4), 30))
+        auto = await batcher.result(batcher.put(ask(x, "auto", seed=4), 30))
         assert same(auto, x, "auto", model)
 
     assert max(in_loop(body, model, max_work=200)) == 10
@@ -372,8 +372,8 @@ def test_who_has_gone_never_reaches_the_device(model: Model) -> None:
         for tickets in gone:
             batcher.drop(tickets)
         batcher.device.release()
-        assert same(await batcher.answered(stays), rows(2, 9), 20, model)
-        await batcher.answered(first)
+        assert same(await batcher.result(stays), rows(2, 9), 20, model)
+        await batcher.result(first)
 
     assert in_loop(body, model) == [1, 2]
 
@@ -386,14 +386,14 @@ def test_who_goes_while_the_batch_waits_for_the_device_does_not_reach_it(model: 
             await asyncio.sleep(0.001)
         batcher.drop(tickets)
         batcher.device.release()
-        await batcher.answered(batcher.put(ask(rows(2)), 30))
+        await batcher.result(batcher.put(ask(rows(2)), 30))
 
     assert in_loop(body, model) == [2]
 
 
 def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
-        await batcher.answered(batcher.put(ask(rows(1)), 30))  # so that its speed is known
+        await batcher.result(batcher.put(ask(rows(1)), 30))  # so that its speed is known
         batcher.device.acquire()
         first = batcher.put(ask(rows(1)), 30)
         while batcher.depth:
@@ -405,7 +405,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(model: Model) -
         assert int(caught.value.headers["Retry-After"]) >= 1
         batcher.device.release()
         for tickets in (first, *waits):
-            await batcher.answered(tickets)
+            await batcher.result(tickets)
 
     in_loop(body, model, max_queue=100)
 
@@ -424,7 +424,7 @@ def test_what_cannot_be_in_time_is_refused_rather_than_kept_waiting(model: Model
         third = batcher.put(ask(rows(1)), 50.0)
         batcher.device.release()
         for tickets in (first, second, third):
-            await batcher.answered(tickets)
+            await batcher.result(tickets)
 
     in_loop(body, model)
 
@@ -436,7 +436,7 @@ def test_a_small_batch_that_was_slow_says_little_about_many(model: Model) -> Non
         put = [batcher.put(ask(rows(4), 64), 30) for _ in range(40)]
         batcher.device.release()
         for tickets in put:
-            await batcher.answered(tickets)
+            await batcher.result(tickets)
 
     in_loop(body, model, max_queue=1 << 20)
 
@@ -451,10 +451,10 @@ def test_who_has_gone_counts_no_longer(model: Model) -> None:
             await asyncio.sleep(0.001)
         late = batcher.put(ask(rows(4), 20), 0.01)
         with pytest.raises(Late):
-            await batcher.answered(late)
+            await batcher.result(late)
         batcher.drop(batcher.put(ask(rows(4), 20), 30))
         assert batcher.work == 20  # the first, which the device has
-        waiting = asyncio.ensure_future(batcher.answered(batcher.put(ask(rows(4), 20), 30)))
+        waiting = asyncio.ensure_future(batcher.result(batcher.put(ask(rows(4), 20), 30)))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -463,8 +463,8 @@ def test_who_has_gone_counts_no_longer(model: Model) -> None:
         last = batcher.put(ask(rows(4), 20), 30)
         assert batcher.work == 100
         batcher.device.release()
-        await batcher.answered(first)
-        await batcher.answered(last)
+        await batcher.result(first)
+        await batcher.result(last)
         while batcher.work:
             await asyncio.sleep(0.001)
 
@@ -477,7 +477,7 @@ def test_deadlines_hold_in_the_queue_and_on_the_device(model: Model) -> None:
         began = time.monotonic()
         tickets = batcher.put(ask(rows(1)), 0.05)
         with pytest.raises(Late):
-            await batcher.answered(tickets)
+            await batcher.result(tickets)
         assert time.monotonic() - began < 5
         batcher.device.release()
 
@@ -494,10 +494,10 @@ def test_a_deadline_holds_for_an_answer_that_was_slow_first(model: Model) -> Non
         stays = batcher.put(ask(rows(1)), 30)
         for one in tickets:
             with pytest.raises(Late):
-                await batcher.answered(one)
+                await batcher.result(one)
         assert told == [0, 1, 2]
         batcher.device.release()
-        await batcher.answered(stays)
+        await batcher.result(stays)
         while batcher.look is not None:  # nobody is under way: nobody looks
             await asyncio.sleep(0.01)
 
@@ -511,8 +511,8 @@ def test_inputs_are_let_go_once_they_are_answered(model: Model) -> None:
         mine = ask(rows(1))
         seen, known = weakref.ref(mine.x), list[Any]()
         known.append(batcher.put(mine, 30, known.clear))  # who hears that it is slow knows it
-        await batcher.answered(known[0])
-        await batcher.answered(batcher.put(ask(rows(1)), 30))  # the thread has another one now
+        await batcher.result(known[0])
+        await batcher.result(batcher.put(ask(rows(1)), 30))  # the thread has another one now
         del mine, known
         assert seen() is None
 
@@ -533,7 +533,7 @@ def test_closing_answers_what_was_accepted_and_takes_no_more(model: Model) -> No
             batcher.put(ask(rows(1)), 30)
         batcher.device.release()
         for i, one in enumerate(tickets):
-            assert same(await batcher.answered(one), rows(2, i), 20, model)
+            assert same(await batcher.result(one), rows(2, i), 20, model)
         await closing
 
     in_loop(body, model)

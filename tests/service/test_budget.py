@@ -19,7 +19,7 @@ from dubito.models.predictions.prediction import predict
 from dubito.models.predictions.resident import reside
 from dubito.service.engine.bank import bytes_of_sample
 from dubito.service.engine.budget import TRIED, Budget, Share, peak_of
-from dubito.service.engine.engine import Answered, Ask, Engine
+from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
 from tests import forked
 
 CPU = torch.device("cpu")
@@ -51,9 +51,9 @@ def passes(engine: Engine) -> list[tuple[int, int]]:
     return seen
 
 
-def answer(engine: Engine, ask: Ask) -> Answered:
+def answer(engine: Engine, ask: PredictRequest) -> PredictResult:
     (found,) = engine.answer([ask])
-    assert isinstance(found, Answered), found
+    assert isinstance(found, PredictResult), found
     return found
 
 
@@ -102,7 +102,7 @@ def test_batches_that_do_not_fit_go_in_parts_to_the_same_answer(model: Model, ca
     seen = passes(tight)
     for rows, K in ((1, 20), (5, 20), (64, 20), (70, 3)):
         for samples in (K, "auto", 0):
-            ask = Ask(X[:rows], samples, 5, K, 0.05)
+            ask = PredictRequest(X[:rows], samples, 5, K, 0.05)
             mine, theirs = answer(tight, ask), answer(whole, ask)
             for name, column in mine.columns.items():
                 np.testing.assert_allclose(column, theirs.columns[name], rtol=1e-4, atol=1e-5)
@@ -184,5 +184,5 @@ def test_out_of_memory_while_drawing_changes_no_draw(monkeypatch: pytest.MonkeyP
     assert expected is not None
     torch.testing.assert_close(told, expected)
     model = Model(network, Manifest.model_construct(card=Card(input=Input(shape=(4,)))))
-    found = answer(Engine(model, (1, 4)), Ask(x.numpy(), 11, 0, 11, 0.5))
+    found = answer(Engine(model, (1, 4)), PredictRequest(x.numpy(), 11, 0, 11, 0.5))
     np.testing.assert_allclose(found.columns["probabilities"], expected.softmax(-1).mean(0), atol=1e-5)

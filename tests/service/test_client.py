@@ -23,7 +23,7 @@ from dubito.models.predictions.answers import answers
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import Prediction
 from dubito.service.client import AsyncClient, Client, ServiceError
-from dubito.service.client import Prediction as Received
+from dubito.service.client import PredictReply as Received
 from dubito.service.web.security import hash_key
 from tests.service.conftest import Live, Serve
 

@@ -26,16 +26,17 @@ from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import evaluating
 from dubito.models.predictions.resident import reside
 from dubito.service.engine.batcher import Batcher
-from dubito.service.engine.engine import Answer, Answered, Ask, Engine
+from dubito.service.engine.engine import Answer, Engine, PredictRequest, PredictResult
+from dubito.service.engine.executions import kernel_executions
 from dubito.service.engine.fusion import Unit
 from dubito.service.engine.graphs import for_gpu
-from dubito.service.engine.ways import kernel_ways
 from dubito.service.metrics import Metrics
 from dubito.service.repository import Repository
 from dubito.service.settings import Settings
 from tests.models import test_agreement as agreement
 from tests.service import interpreted
 from tests.service.test_repository import nothing_collected
+from tests.small_models import stored
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the GPU's engine is not tested")
 
@@ -47,8 +48,7 @@ x = agreement.x
 def kept(path: Path, method: str, lam_max: float) -> Model:
     torch.manual_seed(0)
     network = bayesianize(build("resnet18-cifar"), method, inducing=16, lam_max=lam_max, members=3)
-    save(network.eval(), path, card=Card(input=Input(shape=SHAPE)))
-    return load(path)
+    return stored(network.eval(), path, input=Input(shape=SHAPE))
 
 
 LARGE = (8, 16, 14, 64, 96, 3, 1, 1, 68, True, True, True)  # enough programs to get in each other's way
@@ -83,12 +83,12 @@ def test_the_engine_answers_as_the_network_does(
     model, device = kept(tmp_path / "m.safetensors", method, lam_max), torch.device("cuda")
     engine = Engine(reside(model, device, dtype), (1, 4), None, 30.0)
     engine.warm(8, nullcontext())
-    assert engine.programs is not None
-    assert bool(engine.programs.known) == (method != "ensemble-u")  # the order of its members is the host's
+    assert engine.graphs is not None
+    assert bool(engine.graphs.known) == (method != "ensemble-u")  # the order of its members is the host's
     torch.cuda.empty_cache()  # what a graph uses must not be among what is given back
     x = torch.randn(3, *SHAPE)
-    (found,) = engine.answer([Ask(x.numpy(), 8, 3, 8, 0.05)])
-    assert isinstance(found, Answered), found
+    (found,) = engine.answer([PredictRequest(x.numpy(), 8, 3, 8, 0.05)])
+    assert isinstance(found, PredictResult), found
     wide = load(tmp_path / "m.safetensors").to(device)
     noise = Normals(3, device).rows(8, wide.factors.normals)
     with torch.inference_mode():
@@ -97,9 +97,11 @@ def test_the_engine_answers_as_the_network_does(
     np.testing.assert_allclose(
         found.columns["probabilities"], expected.cpu().numpy(), atol=1e-3 if dtype == torch.float32 else 3e-2
     )
-    again, other = engine.answer([Ask(x.numpy(), 8, 3, 8, 0.05), Ask(x.numpy(), 8, None, 8, 0.05)])
-    assert isinstance(again, Answered)
-    assert isinstance(other, Answered)
+    again, other = engine.answer(
+        [PredictRequest(x.numpy(), 8, 3, 8, 0.05), PredictRequest(x.numpy(), 8, None, 8, 0.05)]
+    )
+    assert isinstance(again, PredictResult)
+    assert isinstance(other, PredictResult)
     assert np.array_equal(found.columns["probabilities"], again.columns["probabilities"])
     if method != "ensemble-u":  # of whose members two seeds may well choose the same
         assert not np.array_equal(found.columns["probabilities"], other.columns["probabilities"])
@@ -120,7 +122,9 @@ def test_predictions_by_kernels_are_those_of_the_papers_rule(
             run = model.network.arrange(factors, Draws(agreement.K, noise, 0), {}, keep=True)
             plan: dict[torch.nn.Module, How] = {}
             for unit in factors.form.modules():  # type: ignore[union-attr]
-                if isinstance(unit, Unit) and way in kernel_ways(unit.geometry, run.operands[unit.layer](), inputs):
+                if isinstance(unit, Unit) and way in kernel_executions(
+                    unit.geometry, run.operands[unit.layer](), inputs
+                ):
                     plan[unit.layer] = way
             assert plan
             found = model.network.go(inputs, replace(run, plan=plan)).float().cpu()
@@ -136,13 +140,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return made
 
 
-def asked(rows: int, seed: int | None, K: int = 8, size: float = 1.0) -> Ask:
+def asked(rows: int, seed: int | None, K: int = 8, size: float = 1.0) -> PredictRequest:
     rng = np.random.default_rng(rows)
-    return Ask(size * rng.standard_normal((rows, *SHAPE), dtype=np.float32), K, seed, K, 0.05)
+    return PredictRequest(size * rng.standard_normal((rows, *SHAPE), dtype=np.float32), K, seed, K, 0.05)
 
 
 def probabilities(answer: Answer) -> NDArray[Any]:
-    assert isinstance(answer, Answered), answer
+    assert isinstance(answer, PredictResult), answer
     return answer.columns["probabilities"]
 
 
@@ -188,10 +192,10 @@ def test_one_that_overflows_hurts_no_other(engine: Engine) -> None:
 def test_many_through_the_batcher(engine: Engine) -> None:
     asks = [asked(1 + i % 4, i if i % 3 else None, 8 if i % 5 else 3) for i in range(60)]
 
-    async def go() -> list[Answered]:
+    async def go() -> list[PredictResult]:
         batcher = Batcher(engine, max_work=1000, max_queue=100_000, device=threading.Lock())
         try:
-            return await asyncio.gather(*(batcher.answered(batcher.put(ask, 60)) for ask in asks))
+            return await asyncio.gather(*(batcher.result(batcher.put(ask, 60)) for ask in asks))
         finally:
             await batcher.close()
 
@@ -223,10 +227,10 @@ def test_what_cannot_be_captured_is_served_without(turns: bool, tmp_path: Path) 
     model = load(tmp_path / "m.safetensors", Waits(turns))
     engine = Engine(reside(model, CUDA, torch.float32), (1, 2), None, 5.0)
     engine.warm(4, nullcontext())
-    assert engine.programs is not None
-    assert not any(K > 1 for _, K in engine.programs.known)
-    (found,) = engine.answer([Ask(torch.randn(2, 8).numpy(), 4, 3, 4, 0.05)])
-    assert isinstance(found, Answered), found
+    assert engine.graphs is not None
+    assert not any(K > 1 for _, K in engine.graphs.known)
+    (found,) = engine.answer([PredictRequest(torch.randn(2, 8).numpy(), 4, 3, 4, 0.05)])
+    assert isinstance(found, PredictResult), found
 
 
 def test_unloading_gives_the_device_back(tmp_path: Path) -> None:
@@ -239,9 +243,9 @@ def test_unloading_gives_the_device_back(tmp_path: Path) -> None:
         repository = Repository(settings, CUDA, torch.bfloat16, Metrics())
         await repository.load("m")
         batcher, engine = repository.get("m").batcher, repository.get("m").engine
-        assert probabilities(await batcher.answered(batcher.put(asked(3, None), 60))).shape == (3, 10)
-        assert engine.programs is not None
-        held = (engine, engine.programs, engine.model.network, batcher)
+        assert probabilities(await batcher.result(batcher.put(asked(3, None), 60))).shape == (3, 10)
+        assert engine.graphs is not None
+        held = (engine, engine.graphs, engine.model.network, batcher)
         parts: list[weakref.ref[object]] = [weakref.ref(part) for part in held]
         del engine, batcher, held
         await repository.unload("m")

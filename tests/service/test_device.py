@@ -20,7 +20,7 @@ from dubito.models.manifest import Card, Input, Manifest
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.resident import reside
 from dubito.service.engine.device import device_of, dtype_of, trusted
-from dubito.service.engine.engine import Answered, Ask, Engine
+from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
 from dubito.service.settings import Settings
 from dubito.service.web.state import State
 from tests import forked
@@ -111,8 +111,8 @@ def test_what_would_be_served_gives_right_answers(asked: torch.dtype, method: st
         engine = Engine(reside(model, CPU, dtype), (1, 2), plan_seconds=0.2)
         engine.warm(4, threading.Lock())
         x = torch.randn(x_shape)
-        (found,) = engine.answer([Ask(x.numpy(), 4, 0, 4, 0.5, keep=True)])
-        assert isinstance(found, Answered), found
+        (found,) = engine.answer([PredictRequest(x.numpy(), 4, 0, 4, 0.5, keep=True)])
+        assert isinstance(found, PredictResult), found
         expected = model.predict(x, 4, 0, keep_outputs=True).outputs
         assert found.outputs is not None
         assert expected is not None
@@ -157,12 +157,12 @@ import torch
 from dubito.models import bayesianize, build, load, predict
 from dubito.models.embedded import embedded
 from dubito.models.predictions.resident import reside
-from dubito.service.engine.engine import Ask, Engine
+from dubito.service.engine.engine import Engine, PredictRequest
 import dubito.service.run
 model = reside(load(embedded()), torch.device("cpu"), torch.float32)
 engine = Engine(model, (1, 4))
 engine.warm(4, nullcontext())
-(found,) = engine.answer([Ask(np.zeros((2, 1, 8, 8), np.float32), 4, 0, 4, 0.5)])
+(found,) = engine.answer([PredictRequest(np.zeros((2, 1, 8, 8), np.float32), 4, 0, 4, 0.5)])
 assert np.isfinite(found.columns["probabilities"]).all()
 network = bayesianize(build("mlp", inputs=4, hidden=[8], outputs=3), "whvi")
 predict(network, network.factors(), torch.zeros(2, 4), 3, 0)

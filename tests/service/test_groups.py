@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from dubito.models import bayesianize, build, load, save
+from dubito.models import load, save
 from dubito.models.manifest import Calibration, Card, Input, Part, Sets
 from dubito.models.predictions.answers import answers
 from dubito.service.client import Client, ServiceError
-from dubito.service.engine.engine import Answered, Ask, Engine
+from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
+from tests.small_models import bayesian_mlp
 
 Fixture = Any  # the types of conftest.py
 GRID = (0, 1, 20)
@@ -21,7 +22,7 @@ X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 
 def write(path: Path, **parts: Any) -> Path:
     torch.manual_seed(0)
-    network = bayesianize(build("mlp", inputs=4, hidden=[16], outputs=3), "ffg-u", inducing=4)
+    network = bayesian_mlp((4, 16, 3), "ffg-u", inducing=4)
     calibration = Calibration(
         false_positive_rate=0.05,
         coverage=0.9,
@@ -110,9 +111,9 @@ def test_requests_of_several_groups_go_together(folder: Path, K: Any) -> None:
     """As the batcher hands them on: the posterior mean, draws, and draws until an answer has settled."""
     engine = Engine(load(folder / "groups.safetensors"), (8, 32))
     found = engine.answer(
-        [Ask(X.numpy(), K, None, 20, 0.05, group=group) for group in ("north", None, "south", "north")]
+        [PredictRequest(X.numpy(), K, None, 20, 0.05, group=group) for group in ("north", None, "south", "north")]
     )
-    sets = [answer.columns["prediction_set"] for answer in found if isinstance(answer, Answered)]
+    sets = [answer.columns["prediction_set"] for answer in found if isinstance(answer, PredictResult)]
     assert [one.sum() for one in (sets[0], sets[2], sets[3])] == [6, 18, 6]
     assert 6 <= sets[1].sum() <= 18
     assert np.array_equal(sets[0], sets[3])

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from dubito.models import bayesianize, build, load, save
+from dubito.models import bayesianize, load, save
 from dubito.models.manifest import Calibration, Card, Closed, Input, Regression, SubnetworkEntry
 from dubito.models.network.linearised import Subnetwork
 from dubito.models.predictions.uncertainty import Classified, Regressed
 from dubito.service.client import Client, ServiceError
+from tests.small_models import mlp
 
 Fixture = Any  # the types of conftest.py
 S = 12
@@ -22,7 +23,7 @@ def write(path: Path, regression: bool = False) -> Path:
     """A small linearised network with thresholds that say where they come from."""
     torch.manual_seed(0)
     task = Regression(outputs=2, shift=(1.0, -2.0), scale=(2.0, 0.5)) if regression else None
-    net = build("mlp", inputs=4, hidden=[16], outputs=2 if regression else 3)
+    net = mlp(4, 16, 2 if regression else 3)
     network = bayesianize(net, "deterministic", task=task)
     root = torch.randn(S, S)
     index = torch.randperm(sum(p.numel() for p in net.parameters()))[:S].sort().values

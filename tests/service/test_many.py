@@ -15,12 +15,13 @@ import psutil
 import pytest
 import torch
 
-from dubito.models import bayesianize, build, load, save
+from dubito.models import load, save
 from dubito.models.embedded import embedded
 from dubito.models.manifest import Card, Input
 from dubito.models.numerics.parameters import count
 from dubito.models.predictions.answers import answers
 from dubito.models.predictions.model import Model
+from tests.small_models import bayesian_mlp
 
 Fixture = Any  # the types of conftest.py
 CLIENTS = 200
@@ -234,7 +235,7 @@ def test_loading_and_unloading_leaves_memory_as_it_was(tmp_path: Path, serve: Fi
     for name in ("stays", "comes"):
         (tmp_path / name / "1").mkdir(parents=True)
     shutil.copy(embedded(), tmp_path / "stays" / "1" / "model.safetensors")
-    network = bayesianize(build("mlp", inputs=64, hidden=[1500, 1500], outputs=10), "deterministic")
+    network = bayesian_mlp((64, 1500, 1500, 10), "deterministic")
     save(network, tmp_path / "comes" / "1" / "model.safetensors", card=Card(input=Input(shape=(64,))))
     size = 4 * count(network)
     server = serve(tmp_path, "--set", "buckets=1,16")

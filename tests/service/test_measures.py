@@ -16,10 +16,11 @@ from dubito.models.predictions.answers import answers
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import predict
 from dubito.models.predictions.resident import reside
-from dubito.service.engine.engine import Ask, Engine
+from dubito.service.engine.engine import Engine, PredictRequest
 from dubito.service.engine.graphs import for_gpu
 from tests.service.beside import Beside
 from tests.service.conftest import Serve
+from tests.small_models import mlp
 
 GRID = (0, 1, 8, 20)
 D = 16
@@ -28,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"ffg-u": {"sigma_max": 0.6, "spread": 0.4}
 
 def written(path: Path, measure: Measure, method: str = "ffg-u") -> Path:
     torch.manual_seed(0)
-    net = build("mlp", inputs=4, hidden=[D], outputs=3)
+    net = mlp(4, D, 3)
     network = bayesianize(net, method, inducing=4, **OPTIONS[method])
     calibration = Calibration(
         false_positive_rate=0.05,
@@ -78,12 +79,12 @@ def test_captured_passes_carry_distances(tmp_path: Path) -> None:
     engine = Engine(model, (4, 8))
     x = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
     plain = _asked(engine, x)
-    engine.programs = Beside(model, (4, 8), (8, 20))
+    engine.graphs = Beside(model, (4, 8), (8, 20))
     captured = _asked(engine, x)
     assert plain.keys() == captured.keys()
     for name in ("ood_score", "probabilities"):
         assert np.allclose(plain[name], captured[name], atol=1e-5)
-    launched = engine.launch([Ask(x, 20, 3, 20, 0.5)])
+    launched = engine.launch([PredictRequest(x, 20, 3, 20, 0.5)])
     assert launched is not None
     launched.wait()
     (found,) = launched.answers()
@@ -122,7 +123,7 @@ def test_members_are_matched_with_their_points(tmp_path: Path) -> None:
 
 
 def _asked(engine: Engine, x: np.ndarray) -> dict[str, np.ndarray]:
-    (found,) = engine.answer([Ask(x, 20, 3, 20, 0.5)])
+    (found,) = engine.answer([PredictRequest(x, 20, 3, 20, 0.5)])
     assert not isinstance(found, Exception), found
     return dict(found.columns)
 

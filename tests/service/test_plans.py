@@ -21,10 +21,10 @@ from dubito.models.posteriors.protocol import Dense, Factored
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.resident import reside
 from dubito.service.engine import plans
-from dubito.service.engine.engine import Answered, Ask, Engine
+from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
+from dubito.service.engine.executions import executions_of
 from dubito.service.engine.graphs import for_gpu
-from dubito.service.engine.plans import Memory, Plans, plan_file
-from dubito.service.engine.ways import ways_of
+from dubito.service.engine.plans import PlanCache, Plans, plan_file
 from tests.faulty import Faulty, grouped, need
 
 CPU = torch.device("cpu")
@@ -36,21 +36,21 @@ def model() -> Model:
     return load(embedded())
 
 
-def warmed(model: Model, memory: Memory, seconds: float = 60.0) -> Engine:
+def warmed(model: Model, memory: PlanCache, seconds: float = 60.0) -> Engine:
     engine = Engine(model, BUCKETS, memory, seconds)
     engine.warm(4, threading.Lock())
     return engine
 
 
-def answered(engine: Engine, B: int, K: int = 4) -> Answered:
+def answered(engine: Engine, B: int, K: int = 4) -> PredictResult:
     x = np.random.default_rng(0).normal(size=(B, 1, 8, 8)).astype(np.float32)
-    (found,) = engine.answer([Ask(x, K, 7, K, 0.5)])
-    assert isinstance(found, Answered)
+    (found,) = engine.answer([PredictRequest(x, K, 7, K, 0.5)])
+    assert isinstance(found, PredictResult)
     return found
 
 
 def test_every_bucket_has_its_plan_and_the_answers_are_the_same(model: Model) -> None:
-    engine, plain = warmed(model, Memory(None, CPU)), Engine(model, BUCKETS)
+    engine, plain = warmed(model, PlanCache(None, CPU)), Engine(model, BUCKETS)
     assert set(engine.plans.known) == {(1, 4), (4, 4)}
     assert all(set(plan) == set(model.factors.layers) for plan in engine.plans.known.values())
     for B in (1, 3, 4, 9):
@@ -63,28 +63,28 @@ def test_the_fastest_way_is_taken(model: Model, monkeypatch: pytest.MonkeyPatch)
     """Whichever it is: the clock is the test's, and a layer's plan is the way that it says is quick."""
     for quick in get_args(How):
         monkeypatch.setattr(plans, "_once", lambda run, quick=quick: 1.0 if run.args[-1] == quick else 2.0)
-        engine = warmed(model, Memory(None, CPU))
+        engine = warmed(model, PlanCache(None, CPU))
         for name, layer in model.network.layers.items():
             operand = model.factors.layers[name].draw(torch.zeros(4, model.factors.layers[name].normals), None)
-            ways = ways_of(layer.geometry, operand, 4)
+            ways = executions_of(layer.geometry, operand, 4)
             assert engine.plans.at(4, 4)[name] == (quick if quick in ways else ways[0])
 
 
 def test_a_way_that_is_wrong_is_never_taken(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it is the quickest, though it is remembered, and though it is the usual one."""
     monkeypatch.setattr(plans, "_once", lambda run: 1.0 if run.args[-1] == "batch" else 2.0)
-    first = warmed(model, Memory(None, CPU))
+    first = warmed(model, PlanCache(None, CPU))
     quick = {name for name, way in first.plans.at(4, 4).items() if way == "batch"}
     convolutions = {name for name, layer in model.network.layers.items() if isinstance(layer.geometry, Conv)}
     assert quick & convolutions  # or this test is idle
-    remembers = Memory(None, CPU)
-    remembers.ways = dict(first.plans.memory.ways)
+    remembers = PlanCache(None, CPU)
+    remembers.executions = dict(first.plans.cache.executions)
     as_usual = Engine(model, BUCKETS)
     as_usual.plans.usual = dict.fromkeys(model.factors.layers, "batch")
     expected = answered(first, 4).columns
     with Faulty(grouped, torch.float32):
         as_usual.plans.measure(as_usual._job(torch.randn(4, 1, 8, 8), 0, None), 4)
-        for found in (warmed(model, Memory(None, CPU)), warmed(model, remembers), as_usual):
+        for found in (warmed(model, PlanCache(None, CPU)), warmed(model, remembers), as_usual):
             assert found.plans.wrong == {(name, "batch") for name in convolutions}
             plan = found.plans.at(4, 4)
             assert {name for name, way in plan.items() if way == "batch"} == quick - convolutions
@@ -94,7 +94,7 @@ def test_a_way_that_is_wrong_is_never_taken(model: Model, monkeypatch: pytest.Mo
 
 def test_a_way_that_is_wrong_at_one_size_is_taken_at_none(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "_once", lambda run: 1.0 if run.args[-1] == "batch" else 2.0)
-    engine = Engine(model, BUCKETS, Memory(None, CPU), 60.0)
+    engine = Engine(model, BUCKETS, PlanCache(None, CPU), 60.0)
     with Faulty(lambda told: grouped(told) and len(told["input"]) > 1, torch.float32):
         engine.plans.measure(engine._job(torch.randn(1, 1, 8, 8), 0, None), 4)
         small = engine.plans.at(1, 4)
@@ -130,17 +130,17 @@ def test_rounding_is_no_fault(method: str, dtype: torch.dtype) -> None:
     model = Model(network, Manifest.model_construct(card=Card(input=Input(shape=(3, 6, 6))), subnetwork=None))
     kept = reside(model, CPU, dtype)
     for one in (kept, for_gpu(kept)):
-        assert warmed(one, Memory(None, CPU)).plans.wrong == set()
+        assert warmed(one, PlanCache(None, CPU)).plans.wrong == set()
 
 
 def test_a_layer_without_a_right_way_is_refused(model: Model) -> None:
-    engine = Engine(model, BUCKETS, Memory(None, CPU), 1.0)
+    engine = Engine(model, BUCKETS, PlanCache(None, CPU), 1.0)
     x = torch.randn(4, 1, 8, 8)
     with Faulty(lambda told: True, torch.float32):
         with pytest.raises(NumericsError, match="this cpu computes the network wrongly: conv2d of"):
             engine.warm(4, threading.Lock())
         engine.plans.wrong = {(name, way) for name in model.network.layers for way in get_args(How)}
-        with pytest.raises(NumericsError, match=r"layer '.*' is computed wrongly in float32, in each of the ways \("):
+        with pytest.raises(NumericsError, match=r"layer '.*' is computed wrongly in float32, in each execution \("):
             engine.plans.measure(engine._job(x, 0, None), 4)
 
 
@@ -152,19 +152,19 @@ def memory_file(tmp_path: Path) -> Path:
 def test_what_was_measured_is_not_measured_again(
     model: Model, memory_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = warmed(model, Memory(memory_file, CPU))
+    first = warmed(model, PlanCache(memory_file, CPU))
     (ways,) = json.loads(memory_file.read_text()).values()
     assert ways
     assert [file.name for file in memory_file.parent.iterdir()] == ["plans.json"]
     monkeypatch.setattr(plans, "_once", lambda run: pytest.fail("measured again"))
-    again = warmed(model, Memory(memory_file, CPU), seconds=0.0)
+    again = warmed(model, PlanCache(memory_file, CPU), seconds=0.0)
     assert again.plans.known == first.plans.known
 
 
 def test_another_device_keeps_its_own(model: Model, memory_file: Path) -> None:
     memory_file.parent.mkdir()
     memory_file.write_text(json.dumps({"another device": {"case": "loop"}}))
-    warmed(model, Memory(memory_file, CPU))
+    warmed(model, PlanCache(memory_file, CPU))
     told = json.loads(memory_file.read_text())
     assert told.pop("another device") == {"case": "loop"}
     assert len(told) == 1
@@ -173,28 +173,28 @@ def test_another_device_keeps_its_own(model: Model, memory_file: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 3}', "null", "\x00", '{"here": {"case": "no such way"}}'])
 def test_a_file_of_another_kind_is_as_good_as_none(model: Model, memory_file: Path, text: str) -> None:
     memory_file.parent.mkdir()
-    memory_file.write_text(text.replace("here", Memory(None, CPU).device))
-    memory = Memory(memory_file, CPU)
-    assert memory.ways == {}
-    memory.ways["case"] = "loop"
+    memory_file.write_text(text.replace("here", PlanCache(None, CPU).device))
+    memory = PlanCache(memory_file, CPU)
+    assert memory.executions == {}
+    memory.executions["case"] = "loop"
     memory.save()
-    assert Memory(memory_file, CPU).ways == {"case": "loop"}
+    assert PlanCache(memory_file, CPU).executions == {"case": "loop"}
 
 
 def test_a_place_that_cannot_be_written_stops_nobody(model: Model, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    memory = Memory(tmp_path / "file" / "plans.json", CPU)
+    memory = PlanCache(tmp_path / "file" / "plans.json", CPU)
     memory.save()
     assert memory.path is None
 
 
 def test_without_time_the_usual_way_is_taken(model: Model) -> None:
-    engine = warmed(model, Memory(None, CPU), seconds=0.0)
+    engine = warmed(model, PlanCache(None, CPU), seconds=0.0)
     assert all(plan == cheapest(model.factors) for plan in engine.plans.known.values())
 
 
 def test_a_size_that_was_not_measured_takes_the_nearest_plan() -> None:
-    found = Plans({"a": "loop"}, Memory(None, CPU), 0.0)
+    found = Plans({"a": "loop"}, PlanCache(None, CPU), 0.0)
     assert found.at(3, 3) == {"a": "loop"}
     small, large = {"a": "batch"}, {"a": "factored"}
     found.known = {(1, 20): small, (32, 20): large}  # type: ignore[dict-item]
@@ -216,7 +216,7 @@ def test_a_network_that_cannot_be_folded_is_served_all_the_same() -> None:
     network = bayesianize(TimeFirst(), "ffg-u", inducing=2).eval()
     card = Card(input=Input(shape=(4, 3)))
     model = Model(network, Manifest.model_construct(card=card))
-    engine = Engine(model, (1, 2), Memory(None, CPU), 5.0)
+    engine = Engine(model, (1, 2), PlanCache(None, CPU), 5.0)
     engine.warm(3, nullcontext())
 
 
@@ -226,12 +226,12 @@ def test_only_ways_that_differ_are_offered(K: int) -> None:
     W, B, G = torch.randn(K, 4, 18), torch.linalg.qr(torch.randn(18, 2))[0], torch.randn(K, 4, 2)
     x = torch.randn(K * 2, 2, 5, 5)
     for operand in (Dense(W), Factored(B, G, torch.randn(K, 4)), Factored(B, G, None)):
-        ways = ways_of(geometry, operand, K)
+        ways = executions_of(geometry, operand, K)
         outs = [apply(geometry, x, operand, K, way) for way in ways]
         for out in outs[1:]:
             torch.testing.assert_close(out, outs[0], rtol=1e-4, atol=1e-4)
-    assert ways_of(geometry, Dense(W[:1]), K) == ()
-    assert ways_of(Linear(3, 2, bias=True), Dense(W), K) == (("loop", "batch") if K > 1 else ())
+    assert executions_of(geometry, Dense(W[:1]), K) == ()
+    assert executions_of(Linear(3, 2, bias=True), Dense(W), K) == (("loop", "batch") if K > 1 else ())
 
 
 def test_the_file_lies_where_caches_of_the_user_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

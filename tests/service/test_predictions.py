@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from dubito.models import bayesianize, build, load, save
+from dubito.models import load, save
 from dubito.models.embedded import embedded
 from dubito.models.images import prepare
 from dubito.models.manifest import Card, Input
@@ -29,6 +29,7 @@ from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import Prediction
 from dubito.service.web.options import RETURNS
 from tests.service.conftest import Serve, fields_of
+from tests.small_models import bayesian_mlp
 
 SAMPLES: tuple[int | str, ...] = (0, 1, 20, "auto")
 SEED = 11
@@ -92,7 +93,7 @@ def bare(path: Path) -> Path:
     """A model without labels or calibration."""
     torch.manual_seed(5)
     save(
-        bayesianize(build("mlp", inputs=4, hidden=[8], outputs=3), "ffg-u", inducing=2),
+        bayesian_mlp((4, 8, 3), "ffg-u", inducing=2),
         path,
         card=Card(input=Input(shape=(4,))),
     )

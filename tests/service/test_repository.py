@@ -16,10 +16,10 @@ import torch
 
 from dubito.models.embedded import embedded
 from dubito.models.errors import InputError, NumericsError
-from dubito.service.engine.engine import Ask
+from dubito.service.engine.engine import PredictRequest
 from dubito.service.metrics import Metrics
 from dubito.service.problems import Late
-from dubito.service.repository import Repository, Served
+from dubito.service.repository import Repository, ServedModel
 from dubito.service.settings import Settings
 from tests.faulty import Faulty, Told
 
@@ -40,16 +40,16 @@ def test_what_is_unloaded_or_switched_is_gone_at_once(tmp_path: Path, mode: str)
     (tmp_path / "m" / "1").mkdir(parents=True)
     shutil.copy(embedded(), tmp_path / "m" / "1" / "model.safetensors")
 
-    async def asked(served: Served) -> None:
+    async def asked(served: ServedModel) -> None:
         """Two of whom get no answer: what they raise knows where it was raised."""
         x = np.zeros((3, 1, 8, 8), np.float32)
-        await served.batcher.answered(served.batcher.put(Ask(x, 20, None, 20, 0.05), 30))
+        await served.batcher.result(served.batcher.put(PredictRequest(x, 20, None, 20, 0.05), 30))
         with pytest.raises(InputError):
-            await served.batcher.answered(served.batcher.put(Ask(np.nan + x, 20, None, 20, 0.05), 30))
+            await served.batcher.result(served.batcher.put(PredictRequest(np.nan + x, 20, None, 20, 0.05), 30))
         with pytest.raises(Late):
-            await served.batcher.answered(served.batcher.put(Ask(x, 20, None, 20, 0.05), 0))
+            await served.batcher.result(served.batcher.put(PredictRequest(x, 20, None, 20, 0.05), 0))
 
-    def parts(served: Served) -> list[weakref.ref[object]]:
+    def parts(served: ServedModel) -> list[weakref.ref[object]]:
         return [weakref.ref(part) for part in (served.engine, served.model.network, served.batcher)]
 
     async def body() -> None:

@@ -7,9 +7,10 @@ import httpx
 import pytest
 import torch
 
-from dubito.models import bayesianize, build, load, save
+from dubito.models import bayesianize, load, save
 from dubito.models.manifest import Calibration, Card, Input
 from dubito.models.predictions.uncertainty import Classified
+from tests.small_models import mlp
 
 Fixture = Any  # the types of conftest.py
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -18,7 +19,7 @@ X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 def write(path: Path) -> Path:
     torch.manual_seed(0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    net = build("mlp", inputs=4, hidden=[32, 32], outputs=3)
+    net = mlp(4, 32, 32, 3)
     network = bayesianize(net, "ffg-u", inducing=4, layers={"3": "whvi"}, spread=0.09)
     calibration = Calibration(
         false_positive_rate=0.05,

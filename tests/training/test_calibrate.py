@@ -13,7 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from dubito.cli import app
-from dubito.models import bayesianize, build, load, save
+from dubito.models import bayesianize, load, save
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Card, Input, Provenance, Regression
 from dubito.models.posteriors.inducing import Inducing
@@ -21,7 +21,7 @@ from dubito.models.predictions.answers import answers, scores
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.calibrate import (
-    ASKED,
+    CALIBRATION_REQUESTS,
     CalibrationError,
     best_temperature,
     calibrate,
@@ -32,10 +32,12 @@ from dubito.training.calibrate import (
 )
 from dubito.training.config import Calibrate, Fit
 from dubito.training.data.data import Examples
-from dubito.training.evaluation import evaluate as evaluating
-from dubito.training.evaluation.evaluate import GRID, REQUESTS, ask, ask_settled, evaluate
-from dubito.training.fit.fit import Run
+from dubito.training.evaluation.evaluate import evaluate
+from dubito.training.evaluation.evaluate import measure as measure_model
+from dubito.training.evaluation.predicting import GRID, REQUESTS, predict_auto, predict_grid
+from dubito.training.fit.fit import FitRun
 from dubito.training.seeds import stream
+from tests.small_models import bayesian_mlp, mlp, stored
 
 CLASSES = 4
 DECLARED = Input(shape=(5,))
@@ -54,16 +56,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Few training examples and wide caps, so that the draws disagree."""
     torch.manual_seed(0)
     train = clusters(300, 1)
-    net = build("mlp", inputs=5, hidden=[32], outputs=CLASSES)
+    net = mlp(5, 32, CLASSES)
     network = bayesianize(net, "ffg-u", inducing=8, start="prior", sigma_max=0.5)
     fit = Fit(epochs=30, likelihood_epochs=10, warmup_epochs=10, batch=64, lr=1e-2)
-    run = Run(network, train, clusters(100, 2), DECLARED, fit, 0, torch.device("cpu"))
+    run = FitRun(network, train, clusters(100, 2), DECLARED, fit, 0, torch.device("cpu"))
     while not run.done:
         run.epoch()
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
     sample = tuple(train.fingerprints())
-    save(run.finish(), path, card=Card(input=DECLARED, provenance=Provenance(train_sample=sample)))
-    return load(path)
+    return stored(run.finish(), path, input=DECLARED, provenance=Provenance(train_sample=sample))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,9 @@ def test_promises_hold_on_fresh_data(measured: list[dict[str, Any]], K: int | st
     for name, promised in (("coverage", 0.9), ("ood_rate", 0.05)):
         of_examples = promised * (1 - promised)
         of_draws = max(0.0, mean(row[f"{name}_se"] ** 2 for row in rows) - of_examples / fresh)
-        error = math.sqrt(of_examples * (1 / fresh + 1 / n) + of_draws * (1 / len(rows) + REQUESTS / ASKED))
+        error = math.sqrt(
+            of_examples * (1 / fresh + 1 / n) + of_draws * (1 / len(rows) + REQUESTS / CALIBRATION_REQUESTS)
+        )
         found = mean(row[name] for row in rows)
         assert abs(found - promised) < 3 * error, (name, found, error)
 
@@ -124,7 +127,7 @@ def test_the_grid_and_what_is_on_it(calibrated: Model) -> None:
     assert calibration is not None
     assert set(calibration.quantiles) == {0, *GRID}
     bare = calibrated.with_card(calibration=None)
-    for K, summary in ask(bare, held.x, list(GRID), 1 << 40, requests=ASKED).items():
+    for K, summary in predict_grid(bare, held.x, list(GRID), 1 << 40, requests=CALIBRATION_REQUESTS).items():
         for measure, values in scores(summary).items():
             ranked = np.sort(values.double().numpy())
             assert calibration.thresholds[measure][K] == ranked[math.ceil(0.95 * (HELD + 1)) - 1]
@@ -132,7 +135,7 @@ def test_the_grid_and_what_is_on_it(calibrated: Model) -> None:
         pairs = zip(summary.probabilities.double(), held.y, strict=True)
         strange = np.sort([float(p[p > p[c]].sum()) for p, c in pairs])  # APS
         assert calibration.quantiles[K] == pytest.approx(strange[math.ceil(0.9 * (HELD + 1)) - 1], abs=1e-12)
-    settled = ask_settled(bare, held.x, 1 << 40, requests=ASKED)
+    settled = predict_auto(bare, held.x, 1 << 40, requests=CALIBRATION_REQUESTS)
     assert settled is not None
     assert calibration.auto is not None
     for measure, values in scores(settled[0]).items():
@@ -179,7 +182,7 @@ def test_a_temperature_is_fitted_where_asked(trained: Model, calibrated: Model) 
 
 
 def nll_of(model: Model, test: Examples) -> float:
-    return evaluating.measure(model, test)["nll"]
+    return measure_model(model, test)["nll"]
 
 
 def test_the_measure_is_the_one_that_tells_spoiled_inputs_apart(trained: Model, calibrated: Model) -> None:
@@ -247,7 +250,7 @@ def test_what_was_known_before_is_left_alone_and_not_believed(trained: Model) ->
 
 @pytest.mark.usefixtures("few_here")
 def test_a_plain_network_can_be_calibrated(tmp_path: Path) -> None:
-    network = bayesianize(build("mlp", inputs=5, hidden=[8], outputs=CLASSES), "deterministic")
+    network = bayesian_mlp((5, 8, CLASSES), "deterministic")
     save(network, tmp_path / "m.safetensors", card=Card(input=DECLARED))
     made = calibrate(load(tmp_path / "m.safetensors"), clusters(200, 3))
     assert made.card.calibration is not None
@@ -264,8 +267,8 @@ def test_regression_intervals_cover_as_asked(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     task = Regression(outputs=2, shift=(0.0, 0.0), scale=(2.0, 10.0))
-    network = bayesianize(build("mlp", inputs=5, hidden=[16], outputs=2), "ffg-u", inducing=8, start="prior", task=task)
-    run = Run(network, line(500, 1), line(100, 2), DECLARED, Fit(epochs=10, lr=1e-2, kl=0.1), 0, torch.device("cpu"))
+    network = bayesian_mlp((5, 16, 2), "ffg-u", inducing=8, start="prior", task=task)
+    run = FitRun(network, line(500, 1), line(100, 2), DECLARED, Fit(epochs=10, lr=1e-2, kl=0.1), 0, torch.device("cpu"))
     while not run.done:
         run.epoch()
     save(run.finish(), tmp_path / "m.safetensors", card=Card(input=DECLARED))

@@ -6,7 +6,7 @@ import torch
 from dubito.models import bayesianize, build
 from dubito.training.config import Fit
 from dubito.training.data.data import Examples, input_of
-from dubito.training.fit.fit import Run
+from dubito.training.fit.fit import FitRun
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -18,12 +18,12 @@ def blobs(n: int, seed: int) -> Examples:
     return Examples(x.to(torch.uint8), y)
 
 
-def run_of(method: str, **changes: object) -> Run:
+def run_of(method: str, **changes: object) -> FitRun:
     torch.manual_seed(0)
     network = bayesianize(build("cnn", size=8, width=8, hidden=16, classes=4), method, inducing=8, start="prior")
     train = blobs(520, 1)  # the last batch is smaller than the others
     fit = Fit.model_validate({"epochs": 3, "likelihood_epochs": 1, "batch": 64, "amp": False, **changes})
-    return Run(network, train, blobs(64, 2), input_of(train), fit, 0, torch.device("cuda"))
+    return FitRun(network, train, blobs(64, 2), input_of(train), fit, 0, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("method", ["ffg-u", "ensemble-u", "fcg-u", "ffg-w", "mc-dropout", "deterministic"])
@@ -58,7 +58,7 @@ def test_captured_steps_draw_anew() -> None:
     losses = []
     for x, y, share in [next(iter(run.batches.epoch(0)))] * 8:
         run.sums.zero_()
-        run._take(x.float() / 255, y, share)
+        run.take_step(x.float() / 255, y, share)
         losses.append(float(run.sums[0]))
     assert len(set(losses)) == 8
 

@@ -14,7 +14,8 @@ from dubito.models.predictions.uncertainty import Classified
 from dubito.training.config import Recipe, read_recipe
 from dubito.training.data.data import Examples, enter, part_of
 from dubito.training.data.sources import read_data
-from dubito.training.evaluation.evaluate import ask, measure
+from dubito.training.evaluation.evaluate import measure
+from dubito.training.evaluation.predicting import predict_grid
 from dubito.training.evaluation.shift import corrupt
 from dubito.training.metrics import BINS
 
@@ -57,7 +58,7 @@ def test_it_is_as_good_as_it_says(model: Model) -> None:
 def undecided(model: Model, test: Examples) -> dict[str, int]:
     """How many decisions behind each figure are closer to their threshold than rounding can be trusted; ECE's are the
     bins, where one that moves changes two of them."""
-    summary, rule = ask(model, test.x, [20], 0)[20], rule_for(model.card.calibration, 20)
+    summary, rule = predict_grid(model, test.x, [20], 0)[20], rule_for(model.card.calibration, 20)
     assert isinstance(summary, Classified)
     assert rule.ood is not None
     assert rule.quantile is not None

@@ -18,7 +18,7 @@ from torchmetrics.functional.classification import (
 from typer.testing import CliRunner, Result
 
 from dubito.cli import app
-from dubito.models import bayesianize, build, load, save
+from dubito.models import bayesianize, load, save
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Calibration, Card, Input, Provenance, Regression
 from dubito.models.predictions.answers import answers
@@ -26,10 +26,12 @@ from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.data.data import DataError, DataSet, Examples, Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
-from dubito.training.evaluation.evaluate import GRID, evaluate, measure
+from dubito.training.evaluation.evaluate import evaluate, measure
+from dubito.training.evaluation.predicting import GRID
 from dubito.training.evaluation.shift import corrupt, families
 from dubito.training.seeds import stream
 from tests.few import REQUESTS
+from tests.small_models import bayesian_mlp, mlp, stored
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 RECIPE: dict[str, Any] = {"name": "digits", "validation": 0.05, "calibration": 0.1, "test": 0.2}
@@ -60,7 +62,7 @@ def parts(digits: DataSet) -> Parts:
 def file(parts: Parts, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A network that knows its digits, with enough dropout to doubt some of them."""
     torch.manual_seed(0)
-    net = build("mlp", inputs=64, outputs=10, hidden=[48])
+    net = mlp(64, 48, 10)
     declared = input_of(parts.train)
     optimiser, x = torch.optim.Adam(net.parameters(), 1e-2), enter(parts.train.x, declared)
     for _ in range(60):
@@ -88,7 +90,7 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A regression with two targets, far from unit scale."""
     torch.manual_seed(1)
     task = Regression(outputs=2, shift=(50.0, -3.0), scale=(20.0, 0.5))
-    network = bayesianize(build("mlp", inputs=3, outputs=2, hidden=[16]), "mc-dropout", rate=0.2, task=task)
+    network = bayesian_mlp((3, 16, 2), "mc-dropout", rate=0.2, task=task)
     calibration = Calibration(
         false_positive_rate=0.1,
         coverage=0.8,
@@ -97,8 +99,7 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> Model:
         quantiles={0: 0.5, 8: 1.2},
     )
     path = tmp_path_factory.mktemp("evaluate") / "curve.safetensors"
-    save(network, path, card=Card(input=Input(shape=(3,)), calibration=calibration))
-    return load(path)
+    return stored(network, path, input=Input(shape=(3,)), calibration=calibration)
 
 
 def targets(n: int, seed: int = 0) -> Examples:
@@ -226,7 +227,7 @@ def test_the_curve_nests_its_draws_and_says_its_errors(model: Model, parts: Part
 @pytest.mark.parametrize("method", ["ffg-u", "fcg-u", "ensemble-u", "ffg-w", "ensemble-w"])
 def test_fewer_draws_are_the_first_of_more_whatever_the_posterior(method: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    network = bayesianize(build("mlp", inputs=4, outputs=3, hidden=[8]), method, inducing=4, start="prior")
+    network = bayesian_mlp((4, 8, 3), method, inducing=4, start="prior")
     save(network, tmp_path / "m.safetensors", card=Card(input=Input(shape=(4,))))
     model = load(tmp_path / "m.safetensors")
     examples = Examples(torch.randn(30, 4), torch.randint(3, (30,)))
@@ -243,7 +244,7 @@ def test_regression_has_a_curve_too(curve: Model) -> None:
 
 
 def test_a_deterministic_network_has_one_point(parts: Parts, tmp_path: Path) -> None:
-    network = bayesianize(build("mlp", inputs=64, outputs=10, hidden=[8]), "deterministic")
+    network = bayesian_mlp((64, 8, 10), "deterministic")
     save(network, tmp_path / "m.safetensors", card=Card(input=input_of(parts.train), calibration=CALIBRATION))
     figures = evaluate(load(tmp_path / "m.safetensors"), parts.test, samples=20).figures
     assert [row["samples"] for row in figures["curve"]] == [1]
@@ -453,7 +454,7 @@ def test_the_table_fits_a_terminal_and_says_it_all(run: Run, file: Path, parts: 
 
 def test_two_models_on_the_same_inputs(run: Run, file: Path, model: Model, parts: Parts, tmp_path: Path) -> None:
     """Beside data from outside, which is named as the other model is not."""
-    rival = bayesianize(build("mlp", inputs=64, outputs=10, hidden=[8]), "deterministic")
+    rival = bayesian_mlp((64, 8, 10), "deterministic")
     save(rival, tmp_path / "rival.safetensors", card=Card(input=model.card.input, labels=parts.labels))
     np.savez(tmp_path / "noise.npz", x=noise(30).x.numpy(), y=np.zeros(30, dtype=int))
     outside = f"npz:{tmp_path / 'noise.npz'}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from dubito.cli import app
-from dubito.models import bayesianize, build, load, save
+from dubito.models import bayesianize, load, save
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import NEW_MEASURES, Card, Input
 from dubito.models.predictions.answers import scores
@@ -18,10 +18,11 @@ from dubito.models.predictions.model import Model
 from dubito.training.calibrate import CLEARLY, CalibrationError, calibrate, choose_measure, spoil, to_spoil, try_bank
 from dubito.training.config import Calibrate
 from dubito.training.data.data import Examples
-from dubito.training.evaluation.evaluate import GRID, Way
+from dubito.training.evaluation.predicting import GRID, ChosenPredictive
 from dubito.training.feature_bank import centres, find_layer, make_bank
 from dubito.training.metrics import auroc, placements
 from tests.few import few
+from tests.small_models import mlp, stored
 
 D = 16
 
@@ -35,9 +36,8 @@ def blobs(n: int, seed: int) -> Examples:
 
 def model_of(path: Path, method: str = "ffg-u", **options: object) -> Model:
     torch.manual_seed(2)
-    net = build("mlp", inputs=6, hidden=[24, D], outputs=3)
-    save(bayesianize(net, method, **options), path, card=Card(input=Input(shape=(6,))))  # type: ignore[arg-type]
-    return load(path)
+    net = mlp(6, 24, D, 3)
+    return stored(bayesianize(net, method, **options), path, input=Input(shape=(6,)))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,9 @@ def test_energy_and_distances_are_chosen_only_where_they_are_clearly_better(mode
     chosen, found = choose_measure(banked, held, 0)
     rng = torch.Generator().manual_seed(0)
     x = to_spoil(held.x, rng)
-    way = Way.of(banked, 20, "sampling")
-    inside = scores(way.ask(banked, x, 0))
-    outside = [scores(way.ask(banked, spoiled, 0)) for spoiled in spoil(x, rng)]
+    predictive = ChosenPredictive.of(banked, 20, "sampling")
+    inside = scores(predictive.predict(banked, x, 0))
+    outside = [scores(predictive.predict(banked, spoiled, 0)) for spoiled in spoil(x, rng)]
     pairs = {m: [(inside[m].numpy(), far[m].numpy()) for far in outside] for m in inside}
     by_hand = {m: np.mean([_auroc(*pair) for pair in each]) for m, each in pairs.items()}
     assert found.keys() == by_hand.keys() >= {"entropy", "energy", "knn"}
@@ -107,9 +107,9 @@ def test_energy_and_distances_are_chosen_only_where_they_are_clearly_better(mode
         assert found[chosen] > found[usual]
     assert CLEARLY == 2
     # a measure that is asked for is taken, whatever it is worth
-    assert choose_measure(banked, held, 0, asked="max_probability") == ("max_probability", found)
+    assert choose_measure(banked, held, 0, given="max_probability") == ("max_probability", found)
     with pytest.raises(CalibrationError, match="measure is 'epistemic_variance'; this model has entropy"):
-        choose_measure(banked, held, 0, asked="epistemic_variance")
+        choose_measure(banked, held, 0, given="epistemic_variance")
 
 
 def _auroc(inside: np.ndarray, outside: np.ndarray) -> float:

@@ -18,10 +18,11 @@ from dubito.training.config import Fit, RecipeError
 from dubito.training.data.data import Examples, Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
 from dubito.training.fit.batches import Batches
-from dubito.training.fit.fit import FitError, Run, Told, same_every_step
+from dubito.training.fit.fit import FitError, FitRun, Progress, same_every_step
 from dubito.training.fit.objective import rate
 from dubito.training.fit.ranks import Ranks
 from dubito.training.seeds import stream
+from tests.small_models import bayesian_mlp
 
 CPU = torch.device("cpu")
 
@@ -43,28 +44,30 @@ def small(
     return bayesianize(build(architecture, **sizes), method, start="network", **options)
 
 
-def start(parts: Parts, network: BayesianNetwork, n: int = 130, seed: int = 3, augment: Any = None, **fit: Any) -> Run:
+def start(
+    parts: Parts, network: BayesianNetwork, n: int = 130, seed: int = 3, augment: Any = None, **fit: Any
+) -> FitRun:
     settings = Fit(**{"epochs": 3, "batch": 32, **fit})
-    return Run(network, parts.train[:n], parts.validation, input_of(parts.train), settings, seed, CPU, augment)
+    return FitRun(network, parts.train[:n], parts.validation, input_of(parts.train), settings, seed, CPU, augment)
 
 
-def finish(run: Run) -> Run:
+def finish(run: FitRun) -> FitRun:
     while not run.done:
         run.epoch()
     return run
 
 
-def after_one_step(run: Run) -> Told:
-    told: list[Told] = []
+def after_one_step(run: FitRun) -> Progress:
+    told: list[Progress] = []
     run.epoch(told.append, lambda: True)
     return told[0]
 
 
-def parameters(run: Run) -> Tensor:
+def parameters(run: FitRun) -> Tensor:
     return nn.utils.parameters_to_vector(run.network.parameters()).detach().clone()
 
 
-def first_batch(run: Run) -> tuple[Tensor, Tensor]:
+def first_batch(run: FitRun) -> tuple[Tensor, Tensor]:
     x, y, share = next(run.batches.epoch(0))
     assert share == 1
     return enter(x, run.declared), y
@@ -73,7 +76,7 @@ def first_batch(run: Run) -> tuple[Tensor, Tensor]:
 # a step
 
 
-def nll_by_hand(run: Run, samples: int = 1) -> Tensor:
+def nll_by_hand(run: FitRun, samples: int = 1) -> Tensor:
     x, y = first_batch(run)
     torch.manual_seed(stream(run.seed, "draws", 0))
     log_p = run.network.sample(x, samples).log_softmax(-1)  # (K, B, C)
@@ -103,7 +106,7 @@ def test_the_likelihood_phase_has_no_kl_in_its_loss_and_the_warm_up_some(parts: 
     assert third.loss == pytest.approx(third.nll + third.kl / 130, rel=0.01)  # the KL changes little in an epoch
 
 
-def statistics(run: Run) -> list[Tensor]:
+def statistics(run: FitRun) -> list[Tensor]:
     norms = [m for m in run.network.modules() if isinstance(m, nn.BatchNorm2d)]
     assert norms
     return [getattr(m, name).clone() for m in norms for name in ("running_mean", "running_var", "num_batches_tracked")]
@@ -139,7 +142,7 @@ def test_function_space_weights_the_term_of_lambda(parts: Parts) -> None:
     assert plain - weighted == pytest.approx((1 - 50 / 65) * term, rel=1e-4)
 
 
-def gradients(run: Run, kl: float = 1.0) -> list[Tensor]:
+def gradients(run: FitRun, kl: float = 1.0) -> list[Tensor]:
     """Of the first step, by autograd on the loss written out; None where a parameter has no part in it."""
     run.network.train()
     loss = nll_by_hand(run) + kl * run.network.kl() / run.batches.examples
@@ -328,13 +331,13 @@ def test_regression_learns_the_noise_in_the_targets_units() -> None:
     shift, scale = float(train.y.mean()), float(train.y.std())
     task = Regression(shift=(shift,), scale=(scale,))
     torch.manual_seed(0)
-    network = bayesianize(build("mlp", inputs=1, outputs=1, hidden=[8]), "ffg-u", inducing=4, task=task)
+    network = bayesian_mlp((1, 8, 1), "ffg-u", inducing=4, task=task)
     assert network.noise is not None
     with torch.no_grad():
         network.noise.raw.fill_(0.5)
     assert float(network.noise().detach()) > 0.9
     fit = Fit(epochs=20, batch=60, lr=5e-2, likelihood_epochs=20)
-    run = finish(Run(network, train, validation, Input(shape=(1,)), fit, 0, CPU))
+    run = finish(FitRun(network, train, validation, Input(shape=(1,)), fit, 0, CPU))
     found = float(network.noise().detach()) * scale
     terms = torch.cat([train.x, torch.ones_like(train.x)], 1)
     left = train.y - terms @ torch.linalg.lstsq(terms, train.y).solution
@@ -387,7 +390,7 @@ def test_augmentation_and_draws_do_not_share_a_stream(parts: Parts) -> None:
 # what goes wrong
 
 
-def fails(run: Run) -> str:
+def fails(run: FitRun) -> str:
     with pytest.raises(FitError) as caught:
         finish(run)
     return str(caught.value)
@@ -454,7 +457,7 @@ def test_bad_data_is_named(parts: Parts, bad: float, look: int) -> None:
     x = parts.train.x[:130].flatten(1).float()
     x[77, 5] = bad
     train, validation = Examples(x, parts.train.y[:130]), Examples(x[:20], parts.train.y[:20])
-    run = Run(small(), train, validation, Input(shape=(64,)), Fit(epochs=2, batch=32), 0, CPU)
+    run = FitRun(small(), train, validation, Input(shape=(64,)), Fit(epochs=2, batch=32), 0, CPU)
     run._look = look
     which = next(i for i, (x, _, _) in enumerate(run.batches.epoch(0), 1) if not x.isfinite().all())
     said = fails(run)
@@ -465,8 +468,8 @@ def test_bad_data_is_named(parts: Parts, bad: float, look: int) -> None:
 def test_bad_targets_are_named() -> None:
     train = line(0.1, 60)
     train.y[7] = math.nan
-    network = bayesianize(build("mlp", inputs=1, outputs=1, hidden=[4]), "deterministic", task=Regression())
-    run = Run(network, train, line(0.1, 20), Input(shape=(1,)), Fit(epochs=1, batch=60), 0, CPU)
+    network = bayesian_mlp((1, 4, 1), "deterministic", task=Regression())
+    run = FitRun(network, train, line(0.1, 20), Input(shape=(1,)), Fit(epochs=1, batch=60), 0, CPU)
     assert "a target is the first that is not" in fails(run)
 
 

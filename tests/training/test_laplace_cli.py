@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from dubito.models import build, load
 from dubito.models.predictions.uncertainty import Classified
+from tests.small_models import mlp
 from tests.training.test_train import refused, run
 
 pytestmark = pytest.mark.usefixtures("few_requests")
@@ -140,7 +141,7 @@ def test_of_a_state_dict_that_predicts_numbers(tmp_path: Path) -> None:
     y = 100 + x @ np.array([3.0, -2.0, 1.0]) + 0.5 * rng.standard_normal(500)
     table = tmp_path / "t.csv"
     np.savetxt(table, np.column_stack([x, y]), delimiter=",", header="a,b,c,price", comments="")
-    net = build("mlp", inputs=3, hidden=[], outputs=1)
+    net = mlp(3, 1)
     with torch.no_grad():
         net.get_parameter("1.weight").copy_(torch.tensor([[3.0, -2.0, 1.0]]))
         net.get_parameter("1.bias").fill_(100.0)

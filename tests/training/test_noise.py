@@ -9,7 +9,7 @@ import torch
 from scipy import optimize, stats
 from torch import Tensor, nn
 
-from dubito.models import bayesianize, build
+from dubito.models import bayesianize
 from dubito.models.manifest import Input, Regression
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.answers import Rule, columns_of
@@ -18,10 +18,11 @@ from dubito.models.predictions.uncertainty import Regressed
 from dubito.training.calibrate import outer_quantile, strangeness
 from dubito.training.config import Fit
 from dubito.training.data.data import Examples
-from dubito.training.fit.fit import Run
-from dubito.training.fit.noise import BELIEF, DRAWS, fit_noise, said
+from dubito.training.fit.fit import FitRun
+from dubito.training.fit.noise import BELIEF, DRAWS, describe_noise, fit_noise
 from dubito.training.laplace import LaplaceError, linearise
 from dubito.training.seeds import stream
+from tests.small_models import bayesian_mlp, mlp
 
 CPU = torch.device("cpu")
 ONE = Input(shape=(1,))
@@ -43,10 +44,10 @@ def test_training_finds_noise_that_grows_with_the_input() -> None:
     train, validation = fan(1500, 0), fan(300, 1)
     task = Regression(noise="input", shift=(float(train.y.mean()),), scale=(float(train.y.std()),))
     torch.manual_seed(0)
-    net = build("mlp", inputs=1, outputs=2, hidden=[16], activation="tanh")
+    net = mlp(1, 16, 2, activation="tanh")
     network = bayesianize(net, "deterministic", task=task)
     fit = Fit(epochs=30, batch=100, lr=2e-2, noise_epochs=5)
-    run = Run(network, train, validation, ONE, fit, 0, CPU)
+    run = FitRun(network, train, validation, ONE, fit, 0, CPU)
     while not run.done:
         run.epoch()
     fitted = fit_noise(run.finish(), validation, ONE, choose=True)
@@ -124,7 +125,7 @@ def test_the_gain_is_chosen_by_the_nll_and_never_worse_than_constant_noise(follo
     assert (network.gain - gain).abs().max() <= 0.25  # a step of the grid: the bound on log σ bends large ones
     assert fitted.nll <= min(fitted.constant, fitted.before)
     assert (fitted.nll < fitted.constant - 0.05) == (follows > 0)
-    assert ("does not follow the input" in said(fitted)) == (not network.gain.any())
+    assert ("does not follow the input" in describe_noise(fitted)) == (not network.gain.any())
 
 
 @pytest.mark.parametrize("gain", [0.0, 1.0])
@@ -174,9 +175,7 @@ def test_doubt_about_the_weights_is_not_counted_twice() -> None:
 
 
 def test_a_laplace_approximation_refuses_noise_by_input() -> None:
-    network = bayesianize(
-        build("mlp", inputs=1, outputs=2, hidden=[4]), "deterministic", task=Regression(noise="input")
-    )
+    network = bayesian_mlp((1, 4, 2), "deterministic", task=Regression(noise="input"))
     few = fan(20, 0)
     with pytest.raises(LaplaceError, match=r'depends on the input; .* Train the network with noise = "constant"'):
         linearise(network, few, few, ONE)

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from dubito.models import bayesianize, build, save
+from dubito.models import save
 from dubito.models.manifest import Card, Input, Manifest, Provenance, Regression
 from dubito.training.data.data import DataError, DataSet, Examples, divide, part_of
 from dubito.training.data.sources import read_data, read_for
+from tests.small_models import bayesian_mlp
 
 
 def numbered(n: int, start: int = 0) -> Examples:
@@ -79,7 +80,7 @@ def test_an_origin_that_cannot_be_read_is_no_origin() -> None:
 def manifest(tmp_path: Path) -> Manifest:
     card = Card(input=Input(shape=(2,)), labels=("cat", "dog", "owl"))
     card = card.model_copy(update={"provenance": Provenance(recipe={"data": {"name": "csv:x", "target": "what"}})})
-    network = bayesianize(build("mlp", inputs=2, outputs=3, hidden=[4]), "ffg-u", inducing=2)
+    network = bayesian_mlp((2, 4, 3), "ffg-u", inducing=2)
     return save(network, tmp_path / "m.safetensors", card=card)
 
 
@@ -131,6 +132,6 @@ def test_targets_must_be_of_the_models_kind(manifest: Manifest, tmp_path: Path) 
 
 def test_digits_are_read_the_same_for_a_model_as_for_training(tmp_path: Path) -> None:
     data = read_data("digits")
-    net = bayesianize(build("mlp", inputs=64, outputs=10, hidden=[4]), "ffg-u", inducing=2)
+    net = bayesian_mlp((64, 4, 10), "ffg-u", inducing=2)
     card = trained_on(data).model_copy(update={"labels": data.labels})
     assert read_for(save(net, tmp_path / "m.safetensors", card=card), "digits").hash() == data.hash()

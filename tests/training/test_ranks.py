@@ -30,7 +30,7 @@ from dubito.models import bayesianize, build
 from dubito.training.config import Fit
 from dubito.training.data.data import divide, input_of
 from dubito.training.data.sources import read_data
-from dubito.training.fit.fit import FitError, Run
+from dubito.training.fit.fit import FitError, FitRun
 from dubito.training.fit.ranks import Ranks
 
 folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -38,7 +38,7 @@ parts = divide(read_data("digits"), 0.05, 0.1, 0.2, seed=0)
 for name, case in cases.items():
     torch.manual_seed(Ranks.here().index)  # all ranks must start where the first does
     net = build(case["architecture"], **case["sizes"])
-    run = Run(
+    run = FitRun(
         bayesianize(net, case["method"], **case["options"]), parts.train[:case["n"]],
         parts.validation[Ranks.here().index::2],  # what the first rank finds on its own part counts for all
         input_of(parts.train), Fit(**case["fit"]), 3, torch.device("cpu"),

@@ -15,7 +15,7 @@ from dubito.models.embedded import embedded
 from dubito.models.errors import DubitoError
 from dubito.training.config import read_recipe
 from dubito.training.prune import recipe_of
-from dubito.training.recipe import Fitting, Stopped, build_network, make_bayesian, read_parts
+from dubito.training.recipe import Phases, TrainingStopped, build_network, make_bayesian, read_parts
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 
@@ -64,7 +64,7 @@ def test_a_fresh_run_that_was_stopped_goes_on_without_fresh(tmp_path: Path) -> N
     parts = read_parts(recipe, None)
     declared = load(embedded()).card.input
     assert declared is not None
-    fitting = Fitting(recipe, parts, declared, tmp_path / "m.safetensors", torch.device("cpu"), fresh=True)
+    fitting = Phases(recipe, parts, declared, tmp_path / "m.safetensors", torch.device("cpu"), fresh=True)
     network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
     asked: list[int] = []
 
@@ -74,7 +74,7 @@ def test_a_fresh_run_that_was_stopped_goes_on_without_fresh(tmp_path: Path) -> N
             signal.raise_signal(signal.SIGINT)
 
     next(iter(network.layers.values())).register_forward_hook(ask_once)
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(TrainingStopped) as stopped:
         fitting.fit(network, recipe.fit, "posterior")
     assert "The same command without --fresh goes on from there." in str(stopped.value)
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from dubito.models import bayesianize, build
+from dubito.models import bayesianize
 from dubito.training.fit.fit import Epoch
 from dubito.training.fit.remarks import remarks
+from tests.small_models import bayesian_mlp, mlp
 
 
 def log(*kl: float, weight: float = 1.0) -> list[Epoch]:
@@ -14,7 +15,7 @@ def log(*kl: float, weight: float = 1.0) -> list[Epoch]:
 
 def posterior(spread: float) -> list[str]:
     torch.manual_seed(0)
-    net = build("mlp", inputs=20, outputs=4, hidden=[16])
+    net = mlp(20, 16, 4)
     return remarks(bayesianize(net, "ffg-u", inducing=8, spread=spread, sigma_max=1.0, lam_max=0), log(9.0, 5.0))
 
 
@@ -31,5 +32,5 @@ def test_hardly_any_noise_is_remarked_on_with_its_size() -> None:
     ids=["still", "moved", "no KL", "likelihood only"],
 )
 def test_a_kl_that_has_not_moved_is_remarked_on(epochs: list[Epoch], moved: bool) -> None:
-    network = bayesianize(build("mlp", inputs=20, outputs=4, hidden=[16]), "ffg-u", inducing=8, spread=0.05)
+    network = bayesian_mlp((20, 16, 4), "ffg-u", inducing=8, spread=0.05)
     assert [("KL is 99 nats and was 100" in said) for said in remarks(network, epochs)] == ([] if moved else [True])

@@ -15,8 +15,8 @@ import pytest
 import torch
 from PIL import Image as Picture
 
-from dubito.models import bayesianize, build, load, save
-from dubito.models.manifest import Calibration, Card, Image, Input, Regression
+from dubito.models import bayesianize
+from dubito.models.manifest import Calibration, Image, Input, Regression
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.data.data import Examples
@@ -24,6 +24,7 @@ from dubito.training.data.sources import read_data
 from dubito.training.evaluation.evaluate import Evaluation, evaluate
 from dubito.training.evaluation.plots import COLOURS, INK, POINTS, Panel, draw
 from dubito.training.evaluation.report import ReportError, page, write
+from tests.small_models import bayesian_mlp, mlp, stored
 
 HOSTILE = ("<script>alert(1)</script>", '" onerror="alert(2)', "a & b", "\x1b[31m", "猫", "$x", "6", "7", "8", "9")
 ABOUT = {"model": "some/where/model.safetensors", "data": "digits", "part": "test"}
@@ -90,15 +91,14 @@ def words(svg: ET.Element) -> set[str]:
 
 
 def made(tmp_path: Path, network: Any, **card: Any) -> Model:
-    save(network, tmp_path / "m.safetensors", card=Card(**card))
-    return load(tmp_path / "m.safetensors")
+    return stored(network, tmp_path / "m.safetensors", **card)
 
 
 @pytest.fixture(scope="module")
 def classified(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
     """Untrained, calibrated, with names that would do harm, evaluated with everything there is."""
     torch.manual_seed(0)
-    net = build("mlp", inputs=64, outputs=10, hidden=[16])
+    net = mlp(64, 16, 10)
     for p in net.parameters():
         p.data *= 3
     calibration = Calibration(
@@ -240,7 +240,7 @@ def test_examples_run_from_certain_to_doubtful(classified: Evaluation, root: Nod
 def test_regression_and_vectors(tmp_path: Path) -> None:
     torch.manual_seed(0)
     task = Regression(outputs=2, shift=(0.0,), scale=(10.0,))
-    network = bayesianize(build("mlp", inputs=12, outputs=2, hidden=[8]), "mc-dropout", task=task)
+    network = bayesian_mlp((12, 8, 2), "mc-dropout", task=task)
     calibration = Calibration(
         false_positive_rate=0.05,
         coverage=0.9,
@@ -270,7 +270,7 @@ def test_regression_and_vectors(tmp_path: Path) -> None:
 
 
 def test_what_does_not_apply_is_left_out(tmp_path: Path) -> None:
-    network = bayesianize(build("mlp", inputs=3, outputs=2, hidden=[4]), "deterministic")
+    network = bayesian_mlp((3, 4, 2), "deterministic")
     model = made(tmp_path, network, input=Input(shape=(3,)))
     examples = Examples(torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1]))
     html = page(evaluate(model, examples), {**ABOUT, "part": "all"})
@@ -284,7 +284,7 @@ def test_what_does_not_apply_is_left_out(tmp_path: Path) -> None:
 
 def test_colour_shifts_are_drawn_with_their_mean(tmp_path: Path) -> None:
     declared = Input(shape=(3, 16, 16), image=Image(mean=(0.5,) * 3, std=(0.2,) * 3))
-    model = made(tmp_path, bayesianize(build("mlp", inputs=768, outputs=2, hidden=[4]), "ffg-w"), input=declared)
+    model = made(tmp_path, bayesian_mlp((768, 4, 2), "ffg-w"), input=declared)
     x = torch.randint(256, (6, 3, 16, 16), dtype=torch.uint8)
     root = read(page(evaluate(model, Examples(x, torch.arange(6) % 2), shift=True, samples=1), ABOUT))
     section = sections(root)["Shift"]

@@ -22,11 +22,12 @@ from dubito.training.config import Fit, Recipe, read_recipe
 from dubito.training.data.data import Parts, divide, input_of
 from dubito.training.data.sources import read_data
 from dubito.training.fit.checkpoint import KEY, resume, save_checkpoint, write_whole
-from dubito.training.fit.fit import FitError, Run
+from dubito.training.fit.fit import FitError, FitRun
 from dubito.training.fit.stop import stoppable
-from dubito.training.recipe import Stopped, train
+from dubito.training.recipe import TrainingStopped, train
 from tests import forked
 from tests.files import files_in
+from tests.small_models import bayesian_mlp
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 CPU = torch.device("cpu")
@@ -49,26 +50,26 @@ def network(architecture: str = "mlp", method: str = "ffg-u") -> BayesianNetwork
     return bayesianize(build(architecture, **sizes), method, inducing=4, **options)
 
 
-def start(parts: Parts, made: BayesianNetwork | None = None, **fit: Any) -> Run:
+def start(parts: Parts, made: BayesianNetwork | None = None, **fit: Any) -> FitRun:
     augment = v2.RandomAffine(20) if fit.pop("augment", False) else None
     settings = Fit(**{"epochs": 3, "batch": 32, "likelihood_epochs": 1, **fit})
     made = network() if made is None else made
-    return Run(made, parts.train[:100], parts.validation, input_of(parts.train), settings, 3, CPU, augment)
+    return FitRun(made, parts.train[:100], parts.validation, input_of(parts.train), settings, 3, CPU, augment)
 
 
-def finish(run: Run) -> Run:
+def finish(run: FitRun) -> FitRun:
     while not run.done:
         run.epoch()
     run.finish()
     return run
 
 
-def go(run: Run, steps: int) -> None:
+def go(run: FitRun, steps: int) -> None:
     while run.step < steps:
         run.epoch(stop=lambda: run.step >= steps)
 
 
-def same(a: Run, b: Run) -> None:
+def same(a: FitRun, b: FitRun) -> None:
     """To the bit, in the parameters, the buffers, the optimiser and the log but for its seconds."""
     for left, right in ((a.network.state_dict(), b.network.state_dict()), (a.state().tensors, b.state().tensors)):
         assert left.keys() == right.keys()
@@ -94,9 +95,7 @@ def test_a_checkpoint_goes_on_to_the_same_bits(parts: Parts, tmp_path: Path, kin
     go(broken, steps)
     save_checkpoint(broken, RECIPE, path)
     torch.manual_seed(99)
-    other = start(
-        parts, bayesianize(build("mlp", inputs=64, outputs=10, hidden=[8]), "ffg-u", inducing=4), **KINDS[kind]
-    )
+    other = start(parts, bayesian_mlp((64, 8, 10), "ffg-u", inducing=4), **KINDS[kind])
     resume(other, RECIPE, path)
     assert other.step == steps
     same(finish(other), finish(start(parts, **KINDS[kind])))
@@ -163,7 +162,7 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
 # checkpoints that cannot be gone on from
 
 
-def said_of(run: Run, recipe: Recipe, path: Path, **options: str) -> str:
+def said_of(run: FitRun, recipe: Recipe, path: Path, **options: str) -> str:
     before = run.state().tensors
     with pytest.raises(FitError) as caught:
         resume(run, recipe, path, **options)
@@ -270,7 +269,7 @@ def test_a_signal_in_either_phase(
 ) -> None:
     recipe, out = recipe_with_signals(monkeypatch), tmp_path / "m.safetensors"
     monkeypatch.setattr(SignalAt, "left", picture)
-    with pytest.raises(Stopped) as caught:
+    with pytest.raises(TrainingStopped) as caught:
         train(recipe, out)
     phase = "plain" if "plain" in steps else "posterior"
     assert f"stopped after step {steps}; " in str(caught.value)
@@ -298,7 +297,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 def test_fresh_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, out = recipe_with_signals(monkeypatch), tmp_path / "m.safetensors"
     monkeypatch.setattr(SignalAt, "left", 2 * TRIAL + 3 * EPOCH)
-    with pytest.raises(Stopped):
+    with pytest.raises(TrainingStopped):
         train(recipe, out)
     other = read_recipe("digits", [*SMALL, "fit.pretrain_epochs=1", "fit.epochs=3"])
     with pytest.raises(FitError, match="its recipe differs"):
@@ -318,7 +317,7 @@ def test_data_that_changed_meanwhile_is_noticed(tmp_path: Path, monkeypatch: pyt
     np.savez(tmp_path / "d.npz", x=x, y=y)
     changes = [*SMALL, "fit.pretrain_epochs=0", "fit.epochs=12", "data.augment=[{SignalAt={}}]"]
     recipe = read_recipe(f"npz:{tmp_path / 'd.npz'}", changes)
-    with pytest.raises(Stopped):
+    with pytest.raises(TrainingStopped):
         train(recipe, tmp_path / "m.safetensors")
     np.savez(tmp_path / "d.npz", x=255 - x, y=y)
     with pytest.raises(FitError, match="its data or start differs"):

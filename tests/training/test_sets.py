@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from dubito.cli import app
-from dubito.models import bayesianize, build, load, save
+from dubito.models import bayesianize, save
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Card, Input, Sets
+from dubito.models.manifest import Input, Sets
 from dubito.models.predictions.answers import Rule, columns_of
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified, known_in
@@ -23,6 +23,7 @@ from dubito.training.config import Calibrate
 from dubito.training.data.data import DataError, Examples
 from dubito.training.data.sources import read_data
 from dubito.training.evaluation.evaluate import evaluate
+from tests.small_models import mlp, stored
 
 RULES = [Sets(score="probability"), Sets(), Sets(score="raps", lam=0.125, k_reg=2)]
 NAMES = [sets.score for sets in RULES]
@@ -90,14 +91,13 @@ def clusters(n: int, seed: int, *, groups: bool = False) -> Examples:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     torch.manual_seed(0)
-    net = build("mlp", inputs=2, hidden=[], outputs=CLASSES)
+    net = mlp(2, CLASSES)
     (linear,) = (m for m in net.modules() if isinstance(m, torch.nn.Linear))
     with torch.no_grad():
         linear.weight.copy_(0.6 * CENTRES)
         linear.bias.copy_(torch.tensor([0.0, -0.3, -1.5]))
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
-    save(bayesianize(net, "deterministic"), path, card=Card(input=Input(shape=(2,)), labels=("ant", "bee", "cat")))
-    return load(path)
+    return stored(bayesianize(net, "deterministic"), path, input=Input(shape=(2,)), labels=("ant", "bee", "cat"))
 
 
 def coverage_error(coverage: float, fresh: int, held: int) -> float:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from dubito.cli import app
-from dubito.models import build, load
+from dubito.models import load
 from dubito.models.conversion.architectures import Standardise
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Regression
@@ -29,10 +29,11 @@ from dubito.training.config import Recipe, read_recipe
 from dubito.training.data.augment import augmentation
 from dubito.training.data.data import Examples, Parts, divide, input_of
 from dubito.training.data.sources import read_data
-from dubito.training.fit.fit import Epoch, Run, Told
+from dubito.training.fit.fit import Epoch, FitRun, Progress
 from dubito.training.names import shipped
 from dubito.training.recipe import build_network, make_bayesian, task_of
 from tests.files import files_in
+from tests.small_models import bayesian_mlp, mlp
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 SMALL = ["network.arguments={hidden=[8]}", "posterior.options={inducing=4}", "data.calibration=0.2"]
@@ -242,7 +243,7 @@ def test_the_log_has_a_line_for_each_epoch(digits: tuple[Path, dict[str, Any]]) 
 
 def test_training_starts_at_given_weights(tmp_path: Path) -> None:
     torch.manual_seed(3)
-    net = build("mlp", inputs=64, outputs=10, hidden=[8])
+    net = mlp(64, 8, 10)
     save_file(net.state_dict(), tmp_path / "w.safetensors")
     changes = ["network.architecture=mlp", f"network.weights={tmp_path / 'w.safetensors'}"]
     changes += ["posterior.method=deterministic", "posterior.options={}", "fit.lr=1e-9", "fit.pretrain_epochs=0"]
@@ -300,8 +301,8 @@ def test_a_shipped_recipe_builds_its_network_and_takes_a_step(name: str) -> None
         return
     network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
     augment = augmentation(recipe.data, parts.train)
-    told: list[Told] = []
-    one = Run(network, parts.train, parts.validation, declared, recipe.fit, 0, torch.device("cpu"), augment)
+    told: list[Progress] = []
+    one = FitRun(network, parts.train, parts.validation, declared, recipe.fit, 0, torch.device("cpu"), augment)
     one.epoch(told.append, lambda: True)
     assert one.step == 1
     assert np.isfinite([told[0].loss, told[0].kl]).all()
@@ -317,7 +318,7 @@ def test_a_residual_network_trains_by_whvi() -> None:
     declared = input_of(few)
     network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
     before = {name: p.detach().clone() for name, p in network.named_parameters()}
-    one = Run(network, few, few, declared, recipe.fit, 0, torch.device("cpu"), augmentation(recipe.data, few))
+    one = FitRun(network, few, few, declared, recipe.fit, 0, torch.device("cpu"), augmentation(recipe.data, few))
     one.epoch()
     assert one.step == 2
     assert np.isfinite([one.log[0].loss, one.log[0].kl, one.log[0].validation_nll]).all()
@@ -393,9 +394,9 @@ def test_prune_refuses_data_that_changed(tmp_path: Path) -> None:
 
 
 def test_prune_refuses_a_model_that_does_not_say_what_it_was_trained_by(tmp_path: Path) -> None:
-    from dubito.models import bayesianize, save
+    from dubito.models import save
 
-    save(bayesianize(build("mlp", inputs=4, outputs=2, hidden=[4]), "ffg-u", inducing=2), tmp_path / "m")
+    save(bayesian_mlp((4, 4, 2), "ffg-u", inducing=2), tmp_path / "m")
     said = refused("prune", tmp_path / "m", "--keep", "0.5", "--out", tmp_path / "p")
     assert "does not say what it was trained by" in said
 
@@ -459,7 +460,7 @@ def test_weights_that_cannot_be_loaded(tmp_path: Path, kind: str) -> None:
         case "text":
             file.write_text("weights")
         case "other":
-            save_file(build("mlp", inputs=3, outputs=2, hidden=[4]).state_dict(), file)
+            save_file(mlp(3, 4, 2).state_dict(), file)
     changes = ["network.architecture=mlp", "network.arguments={hidden=[4]}", f"network.weights={file}"]
     said = refused("train", "digits", "--out", tmp_path / "m", *(f"--set={c}" for c in changes))
     assert said.startswith(f"network.weights: {file} cannot be loaded into the network: ")

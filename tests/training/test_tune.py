@@ -9,7 +9,7 @@ import torch
 
 from dubito.models.errors import ConversionError
 from dubito.training.config import Recipe, RecipeError, read_recipe
-from dubito.training.recipe import Fitting, read_parts, train
+from dubito.training.recipe import Phases, read_parts, train
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 TRIALS = "tune={trials=[{sigma_max=0.9, spread=0.8}, {sigma_max=0.2, spread=0.1}], epochs=2}"
@@ -43,7 +43,7 @@ def test_trials_that_were_made_are_not_made_again(tmp_path: Path, capfd: pytest.
     parts = read_parts(chosen, None)
     out = tmp_path / "m.safetensors"
     key = {"recipe": chosen.model_dump(mode="json"), "origin": parts.hash, "nll": [0.5]}
-    file = Fitting(chosen, parts, None, out, torch.device("cpu")).trials  # type: ignore[arg-type]
+    file = Phases(chosen, parts, None, out, torch.device("cpu")).trials  # type: ignore[arg-type]
     file.write_text(json.dumps(key))
     train(chosen, out)
     assert re.findall(r"trial (\d) of 2,", capfd.readouterr().err) == ["2"]

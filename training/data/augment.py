@@ -1,7 +1,7 @@
-"""Augmentation of training pictures: transforms of torchvision, with fresh draws for each picture of a batch.
+"""Augmentation of training pictures: torchvision's transforms, with new random numbers for each picture of a batch.
 
-torchvision draws once for all pictures that it is given together, and one call a picture is slow. The transforms that
-most recipes use are therefore computed here for a whole batch at a time, with the same laws.
+torchvision uses the same random numbers for all pictures of a call, and one call per picture is slow. The transforms
+that most recipes use are therefore implemented here for a whole batch, with the same distributions.
 """
 
 import math
@@ -16,12 +16,12 @@ from dubito.training.data.data import Examples
 
 Transform = Callable[[Tensor], Tensor]  # (B, C, H, W) -> (B, C, H', W')
 
-GROUPS = 4  # of a batch on a GPU, for transforms that draw once a call: each call waits for the host
-TRIES = 10  # of a rectangle that fits the picture, as in torchvision
+GROUPS = 4  # of a batch on a GPU, for transforms that draw once per call: each call waits for the host
+TRIES = 10  # to find a rectangle that fits the picture, as in torchvision
 
 
 def augmentation(data: Data, train: Examples) -> Transform | None:
-    """The recipe's transforms of torchvision.transforms.v2, one after the other; tried on a few pictures first."""
+    """The recipe's transforms of torchvision.transforms.v2 in sequence, tested on two pictures; None without any."""
     if not data.augment:
         return None
     stages = [_stage(name, arguments) for entry in data.augment for name, arguments in entry.items()]
@@ -36,7 +36,7 @@ def augmentation(data: Data, train: Examples) -> Transform | None:
 
     try:
         some = augment(train.x[:2])
-    except Exception as error:  # whatever a transform that asks for labels, boxes or other pictures comes up with
+    except Exception as error:  # any error of a transform that needs labels, boxes or other pictures
         said = " ".join(str(error).split())
         raise RecipeError(f"data.augment cannot be used on {data.name}: {said}.") from None
     if not isinstance(some, Tensor) or (some.shape[:2], some.dtype) != (train.x[:2].shape[:2], train.x.dtype):
@@ -55,23 +55,24 @@ def _stage(name: str, arguments: Mapping[str, object]) -> Transform:
     if not (isinstance(kind, type) and issubclass(kind, v2.Transform)):
         raise RecipeError(f"data.augment: torchvision.transforms.v2 has no transform {name!r}.")
     try:
-        made = kind(**arguments)
+        transform = kind(**arguments)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"data.augment: {name} cannot be made with {dict(arguments)}: {error}.") from None
-    match made:
+    match transform:
         case v2.RandomHorizontalFlip():
-            return Flip(made.p)
-        case v2.RandomCrop() if not made.pad_if_needed:
-            pad = v2.Pad(made.padding, made.fill, made.padding_mode) if made.padding is not None else None
-            return Crop(made.size[0], made.size[1], pad)
-        case v2.RandomErasing() if made.value == [0]:
-            return Erase(made.p, tuple(made.scale), tuple(made.ratio))
-    return Grouped(made)
+            return Flip(transform.p)
+        case v2.RandomCrop() if not transform.pad_if_needed:
+            padding = transform.padding
+            pad = None if padding is None else v2.Pad(padding, transform.fill, transform.padding_mode)
+            return Crop(transform.size[0], transform.size[1], pad)
+        case v2.RandomErasing() if transform.value == [0]:
+            return Erase(transform.p, tuple(transform.scale), tuple(transform.ratio))
+    return GroupedTransform(transform)
 
 
 @dataclass(frozen=True)
-class Grouped:
-    """Any transform, one picture at a time; on a GPU a few groups of a batch, whose pictures share their draws."""
+class GroupedTransform:
+    """Any transform, one picture at a time; on a GPU by groups of pictures that share their random numbers."""
 
     transform: Transform
 
@@ -110,7 +111,7 @@ class Crop:
 
 @dataclass(frozen=True)
 class Erase:
-    """A random rectangle of some pictures turned black; where ten tries do not fit, the picture stays as it is."""
+    """Makes a random rectangle of some pictures black; a picture is unchanged if none of ten rectangles fits."""
 
     p: float
     scale: tuple[float, float]  # share of the picture's area

@@ -1,4 +1,4 @@
-"""Examples as they came, their division into parts by seed, and how they enter a network."""
+"""Examples, their division into parts by seed, and their conversion to a network's inputs."""
 
 import hashlib
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Examples:
         return Examples(self.x[which], self.y[which], self.group[which if isinstance(which, slice) else which.numpy()])
 
     def fingerprints(self) -> list[str]:
-        """A short hash of each example's input: whoever holds the same input finds it again."""
+        """A short hash of each example's input, by which equal inputs are recognised."""
         rows = self.x.flatten(1).numpy()
         return [hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=5).hexdigest() for row in rows]
 
@@ -50,7 +50,7 @@ class DataSet:
     targets: tuple[str, ...] | None = None  # and of what is predicted
 
     def hash(self) -> str:
-        """Of every input and target, not of any names."""
+        """Hash of all inputs and targets, without names."""
         total = hashlib.sha256()
         for part in (self.train, self.test):
             if part is not None:
@@ -73,7 +73,7 @@ class Parts:
 
 
 def divide(data: DataSet, validation: float, calibration: float, test: float, seed: int) -> Parts:
-    """Shares of the training part (and of the whole for `test`, where the set comes undivided), drawn by seed."""
+    """Divide at random by seed: shares of the training part; `test` of the whole, if the set has no test part."""
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))
     whole = data.test
     if whole is None:
@@ -94,9 +94,9 @@ def divide(data: DataSet, validation: float, calibration: float, test: float, se
 
 
 def part_of(data: DataSet, card: Card, part: str | None = None, default: str = "test") -> tuple[str, Examples]:
-    """A part by name, divided as the model's own training set was where this is it.
+    """Name and examples of a part; the model's own data set is divided as in training.
 
-    Without a name: `default` of the model's own set, else the set's test part where that is the default, else all.
+    Without a name: `default` of the model's own set; of another set its test part if that is the default, else all.
     """
     if part is not None and part not in (*PARTS, "all"):
         raise DataError(f"no part {part!r}; there are: {', '.join(PARTS)}, all.")
@@ -118,7 +118,7 @@ def part_of(data: DataSet, card: Card, part: str | None = None, default: str = "
 
 
 def _own_parts(data: DataSet, card: Card) -> Parts | None:
-    """The division that the model was trained with; None where it was trained on other data, or does not say."""
+    """The division that the model was trained with; None for other data, or if its recipe is not known."""
     origin = card.provenance
     if origin.recipe is None or origin.data_hash is None or data.hash() != origin.data_hash:
         return None
@@ -131,12 +131,12 @@ def _own_parts(data: DataSet, card: Card) -> Parts | None:
 def data_recipe(card: Card) -> Data | None:
     try:
         return Data.model_validate((card.provenance.recipe or {}).get("data"))
-    except ValidationError:  # an artifact from elsewhere may say anything about its origin
+    except ValidationError:  # the provenance of a foreign artifact can be anything
         return None
 
 
 def input_of(train: Examples) -> Input:
-    """Pictures: scaled to [0, 1], then by the training part's mean and standard deviation per channel. Else as is."""
+    """The model's input: pictures are normalised by the training part's mean and standard deviation per channel."""
     if train.x.dtype != torch.uint8:
         return Input(shape=tuple(train.x.shape[1:]))
     counts = torch.stack([train.x[:, c].flatten().bincount(minlength=256) for c in range(train.x.shape[1])])
@@ -149,7 +149,7 @@ def input_of(train: Examples) -> Input:
 
 
 def enter(x: Tensor, declared: Input) -> Tensor:
-    """A batch as the network takes it: (B, …) float32."""
+    """A batch as the network's input: (B, …) float32."""
     if declared.image is None or x.dtype != torch.uint8:
         if tuple(x.shape[1:]) != declared.shape:
             raise DataError(f"examples have shape {tuple(x.shape[1:])}; this model takes {declared.shape}.")
@@ -162,6 +162,6 @@ def enter(x: Tensor, declared: Input) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _moments(image: Image, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Kept: a copy from the host at every step of training would wait for the device."""
+    """Mean and standard deviation on the device, cached: a copy in each step would wait for the device."""
     mean, std = (torch.tensor(v, device=device)[:, None, None] for v in (image.mean, image.std))
     return mean, std

@@ -22,16 +22,16 @@ from dubito.training.names import DATA, OWN_DATA, TORCHVISION
 ARRAYS = ("x", "y", "x_test", "y_test", "group", "group_test")  # of an .npz file
 MOST_LETTERS = 100  # of a group's name
 UCI = {"uci": "standard", "uci-gap": "gap"}  # divided at random; or the middle third of one feature is the test part
-MOST_CLASSES = 1 << 16  # beyond it, whole numbers are something else than classes
-MOST_BYTES = 1 << 34  # of pictures at the size of the first, which nobody asked for
+MOST_CLASSES = 1 << 16  # larger whole numbers are not classes
+MOST_BYTES = 1 << 34  # of pictures in the size of the first one, if the recipe gives no size
 
 
 def read_for(
     manifest: Manifest, name: str, root: Path | None = None, *, download: bool = False, labelled: bool = True
 ) -> DataSet:
-    """A data set read as the model's own was (target column, split, picture size), its classes numbered as there.
+    """Read a data set as the model's own was read (target column, split, picture size), with the model's classes.
 
-    `labelled=False` is for sets whose targets do not matter, whatever they are.
+    `labelled=False`: the targets do not matter.
     """
     recipe, declared, regression = data_recipe(manifest.card), manifest.card.input, manifest.task.kind == "regression"
     data = read_data(
@@ -53,11 +53,11 @@ def read_for(
 
 
 def _ordered(data: DataSet, known: tuple[str, ...] | None) -> DataSet:
-    """A table with the model's own columns in another order has them in the model's."""
+    """The columns of a table in the model's order, if the names are the same."""
     columns = data.columns
     if known is None or columns is None or columns == known or sorted(columns) != sorted(known):
         return data
-    if len(set(known)) < len(known):  # two of one name: nobody knows which is which
+    if len(set(known)) < len(known):  # two columns of one name cannot be told apart
         return data
     place = torch.tensor([columns.index(name) for name in known])
     train, test = (None if part is None else Examples(part.x[:, place], part.y) for part in (data.train, data.test))
@@ -66,7 +66,7 @@ def _ordered(data: DataSet, known: tuple[str, ...] | None) -> DataSet:
 
 
 def _numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
-    """By name where all names are known to the model; else as they are, where there are as many."""
+    """Number the classes as the model does: by name if it knows all names, else by position if there are as many."""
     labels = data.labels
     if labels is None or labels == known:
         return data
@@ -98,7 +98,7 @@ def read_data(
     size: tuple[int, int] | None = None,
     split: int = 0,
 ) -> DataSet:
-    """A data set by name; `regression` says how to read targets that could be either (None: words and integers are
+    """Read a data set by name; `regression` decides about targets that could be either (None: words and integers are
     classes)."""
     kind, colon, place = name.partition(":")
     if name == "digits":
@@ -136,7 +136,7 @@ def _torchvision(name: str, root: Path | None, download: bool) -> DataSet:
     for train in (True, False):
         choice = {"split": "train" if train else "test"} if name == "svhn" else {"train": train}
         try:
-            found = maker(str(root), download=download, **choice)
+            data_set = maker(str(root), download=download, **choice)
         except ImportError as error:
             raise DataError(f"{name} cannot be read: {_reason(error)}. Install that package.") from None
         except Exception as error:  # torchvision raises many kinds, all of them about files and downloads
@@ -145,36 +145,36 @@ def _torchvision(name: str, root: Path | None, download: bool) -> DataSet:
             raise DataError(
                 f"{name} cannot be read from {root}: {_reason(error)}. Remove damaged files; --download fetches them."
             ) from None
-        labels = found.labels if name == "svhn" else found.targets
-        parts.append(_arrays(root, np.asarray(found.data), np.asarray(labels), False))
-        classes = tuple(str(c) for c in getattr(found, "classes", range(10)))
+        labels = data_set.labels if name == "svhn" else data_set.targets
+        parts.append(_arrays(root, np.asarray(data_set.data), np.asarray(labels), False))
+        classes = tuple(str(c) for c in getattr(data_set, "classes", range(10)))
     if any(int(part.y.max()) >= len(classes) for part in parts):
         raise DataError(f"{name} in {root} is damaged: it has labels beyond its {len(classes)} classes.")
     return DataSet(parts[0], parts[1], classes)
 
 
-def _uci(asked: str, root: Path | None, split: int) -> DataSet:
-    """The regression sets with the divisions that the literature uses: `data.txt` and index files.
+def _uci(full_name: str, root: Path | None, split: int) -> DataSet:
+    """UCI regression sets with the published splits: `data.txt` and index files.
 
-    The table lies with the standard divisions; those with gaps have index files of their own.
+    The table is in the folder of the standard splits; the gap splits have index files of their own.
     """
-    kind, _, name = asked.partition("/")
+    kind, _, name = full_name.partition("/")
     if root is None:
-        raise DataError(f"{asked}: say with --data-root which folder holds UCI/{UCI[kind]}/{name}/data/.")
+        raise DataError(f"{full_name}: say with --data-root which folder holds UCI/{UCI[kind]}/{name}/data/.")
     every = root / "UCI" / UCI[kind]
     folder, home = every / name / "data", root / "UCI" / "standard" / name / "data"
     if not name or not os.path.isdir(folder):
         known = ", ".join(f"{kind}/{p.parent.name}" for p in sorted(every.glob("*/data")))
-        raise DataError(f"there is no {asked} in {root}; there {f'are: {known}' if known else f'is no {every}'}.")
+        raise DataError(f"there is no {full_name} in {root}; there {f'are: {known}' if known else f'is no {every}'}.")
     splits = splits_in(folder)
     if not 0 <= split < splits:
-        raise DataError(f"{asked} has the splits 0 to {splits - 1}, not {split}: set data.split to one of them.")
+        raise DataError(f"{full_name} has the splits 0 to {splits - 1}, not {split}: set data.split to one of them.")
     try:
         table = _numbers(home / "data.txt", 2)
         features, target = (_indices(home / f"index_{k}.txt", table.shape[1]) for k in ("features", "target"))
         rows = [_indices(folder / f"index_{part}_{split}.txt", len(table)) for part in ("train", "test")]
     except (OSError, ValueError) as error:
-        raise DataError(f"{asked}, split {split}, cannot be read from {folder}: {_reason(error)}.") from None
+        raise DataError(f"{full_name}, split {split}, cannot be read from {folder}: {_reason(error)}.") from None
     train, test = (_arrays(folder, table[r][:, features], table[r][:, target], True) for r in rows)
     return DataSet(train, test, None)
 
@@ -185,18 +185,18 @@ def splits_in(folder: Path) -> int:
 
 def _numbers(file: Path, dims: Literal[1, 2]) -> NDArray[np.float64]:
     with warnings.catch_warnings(action="ignore"):  # of an empty file
-        found: NDArray[np.float64] = np.loadtxt(file, ndmin=dims)
-    if not found.size:
+        numbers: NDArray[np.float64] = np.loadtxt(file, ndmin=dims)
+    if not numbers.size:
         raise ValueError(f"{file.name} is empty")
-    return found
+    return numbers
 
 
 def _indices(file: Path, end: int) -> NDArray[np.int64]:
-    """Whole numbers below `end`, which the published files write as floats."""
-    found = _numbers(file, 1)
-    if found.ndim != 1 or not ((found >= 0) & (found < end) & (found == np.floor(found))).all():
+    """Indices below `end`, which the published files write as floats."""
+    indices = _numbers(file, 1)
+    if indices.ndim != 1 or not ((indices >= 0) & (indices < end) & (indices == np.floor(indices))).all():
         raise ValueError(f"{file.name} must hold whole numbers from 0 to {end - 1}")
-    return found.astype(np.int64)
+    return indices.astype(np.int64)
 
 
 def _folder(path: Path, size: tuple[int, int] | None) -> DataSet:
@@ -221,7 +221,7 @@ def _is_divided(path: Path) -> bool:
         if "train" not in folders:
             return False
         if "test" not in folders and not any(p.is_dir() for p in (path / "train").iterdir()):
-            return False  # a class of trains
+            return False  # `train` is a class
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; expected one folder of pictures per class.") from None
     if folders - {"train", "test"}:
@@ -239,30 +239,30 @@ def _pictures(path: Path, size: tuple[int, int] | None) -> tuple[Examples, tuple
     from torchvision.transforms import v2
 
     try:
-        found = ImageFolder(str(path))
+        folder = ImageFolder(str(path))
     except OSError as error:
         raise DataError(f"{path}: {_reason(error)}; expected one folder of pictures per class.") from None
     pixels: list[Tensor] = []
     console = Console(stderr=True)
     unseen = not console.is_terminal
-    for file, _ in track(found.samples, f"reading {path}", transient=True, console=console, disable=unseen):
+    for file, _ in track(folder.samples, f"reading {path}", transient=True, console=console, disable=unseen):
         picture = _picture(file)
         if size is None:
             size = (picture.shape[1], picture.shape[2])
-            if picture.numel() * len(found.samples) > MOST_BYTES:
+            if picture.numel() * len(folder.samples) > MOST_BYTES:
                 raise DataError(
-                    f"{path}: {len(found.samples)} pictures of {size[0]} × {size[1]}, the size of the first, need "
-                    f"{picture.numel() * len(found.samples) / 1e9:.0f} GB. Set data.size, such as [224, 224]."
+                    f"{path}: {len(folder.samples)} pictures of {size[0]} × {size[1]}, the size of the first, need "
+                    f"{picture.numel() * len(folder.samples) / 1e9:.0f} GB. Set data.size, such as [224, 224]."
                 )
         if tuple(picture.shape[1:]) != size:
             picture = v2.functional.resize(picture, list(size), antialias=True)
         pixels.append(picture)
     assert size is not None
-    return Examples(torch.stack(pixels), torch.tensor(found.targets)), tuple(found.classes), size
+    return Examples(torch.stack(pixels), torch.tensor(folder.targets)), tuple(folder.classes), size
 
 
 def _picture(file: str) -> Tensor:
-    """(3, H, W) uint8, with the same pixels that `dubito predict` reads."""
+    """A picture as (3, H, W) uint8, read as `dubito predict` reads it."""
     try:
         pixels = torch.from_numpy(read_pixels(file))
     except (OSError, ValueError) as error:
@@ -271,28 +271,28 @@ def _picture(file: str) -> Tensor:
 
 
 def _npz(path: Path, regression: bool | None) -> DataSet:
-    """Arrays `x` (uint8 pictures, channels first or last, or floats) and `y`; `x_test` and `y_test` where there are.
+    """Arrays `x` (uint8 pictures, channels first or last, or floats) and `y`; optionally `x_test` and `y_test`.
 
-    `group` and `group_test` name the group of each example, in words or whole numbers.
+    `group` and `group_test` name the group of each example by a word or a whole number.
     """
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is no .npz file, or a damaged one; write it with numpy.savez(path, x=…, y=…).")
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             names = arrays.files
-            found = {key: np.asarray(arrays[key]) for key in ARRAYS if key in names}
+            contents = {key: np.asarray(arrays[key]) for key in ARRAYS if key in names}
     except Exception as error:  # numpy and zipfile raise many kinds, all of them about the file
         raise DataError(f"cannot read {path}: {_reason(error)}.") from None
-    if not {"x", "y"} <= found.keys() or ("x_test" in found) != ("y_test" in found):
+    if not {"x", "y"} <= contents.keys() or ("x_test" in contents) != ("y_test" in contents):
         raise DataError(f"{path} holds {', '.join(names) or 'nothing'}; expected arrays x and y (and x_test, y_test).")
-    train, test = _arrays(path, found["x"], found["y"], regression), None
-    if "x_test" in found:
-        test = _arrays(path, found["x_test"], found["y_test"], train.y.dim() == 2)
+    train, test = _arrays(path, contents["x"], contents["y"], regression), None
+    if "x_test" in contents:
+        test = _arrays(path, contents["x_test"], contents["y_test"], train.y.dim() == 2)
         if (train.x.shape[1:], train.x.dtype, train.y.shape[1:]) != (test.x.shape[1:], test.x.dtype, test.y.shape[1:]):
-            came = ", ".join(f"{key} {array.dtype} {array.shape}" for key, array in found.items())
+            came = ", ".join(f"{key} {array.dtype} {array.shape}" for key, array in contents.items())
             raise DataError(f"{path} holds {came}; expected training and test examples of one kind and shape.")
-        test = replace(test, group=_groups(path, found.get("group_test"), len(test)))
-    train = replace(train, group=_groups(path, found.get("group"), len(train)))
+        test = replace(test, group=_groups(path, contents.get("group_test"), len(test)))
+    train = replace(train, group=_groups(path, contents.get("group"), len(train)))
     if train.y.dim() == 2:
         return DataSet(train, test, None)
     most = max(int(part.y.max()) for part in (train, test) if part is not None)
@@ -307,10 +307,10 @@ def _groups(path: Path, names: NDArray[Any] | None, n: int) -> NDArray[np.str_] 
             f"{path}: group holds {names.dtype} of shape {names.shape}; expected a word or a whole number for each of "
             f"{n} examples."
         )
-    found = names.astype(np.str_)
-    if (longest := max(map(len, found.tolist()))) > MOST_LETTERS:
+    groups = names.astype(np.str_)
+    if (longest := max(map(len, groups.tolist()))) > MOST_LETTERS:
         raise DataError(f"{path}: a group has a name of {longest} letters; expected {MOST_LETTERS} at most.")
-    return found
+    return groups
 
 
 def _arrays(path: Path, x: NDArray[Any], y: NDArray[Any], regression: bool | None) -> Examples:
@@ -351,19 +351,19 @@ def _pixels(path: Path, x: NDArray[np.uint8]) -> Tensor:
 
 def _floats(path: Path, name: str, values: NDArray[Any]) -> Tensor:
     with np.errstate(over="ignore"):
-        found = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
-    if not found.isfinite().all():
+        floats = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+    if not floats.isfinite().all():
         raise DataError(f"{path}: {name} holds NaN, infinity or numbers beyond float32; expected finite numbers only.")
-    return found
+    return floats
 
 
 def _csv(path: Path, regression: bool | None, target: str | None) -> DataSet:
-    """A header, and numbers; the target is a column of numbers (regression) or of words or integers (classes)."""
+    """A table with a header; the target is a column of numbers (regression) or of words or integers (classes)."""
     header, lines, body = _table(path)
     if target is not None and header.count(target) != 1:
         raise DataError(f"{path} has {header.count(target)} columns {target!r}; it has: {', '.join(header)}.")
-    at = len(header) - 1 if target is None else header.index(target)
-    last, name = [row.pop(at) for row in body], header.pop(at)
+    column = len(header) - 1 if target is None else header.index(target)
+    last, name = [row.pop(column) for row in body], header.pop(column)
     if all(_number(h) is not None for h in header) and (_number(name) is not None or name in last):
         raise DataError(f"{path} begins with {', '.join(header)}, {name}; expected a header that names the columns.")
     x = np.array([_parse(path, line, header, row) for line, row in zip(lines, body, strict=True)])
@@ -382,7 +382,7 @@ def _csv(path: Path, regression: bool | None, target: str | None) -> DataSet:
 
 
 def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
-    """The header, and the rows with the lines they stand on."""
+    """The header, the line number of each row, and the rows."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, skipinitialspace=True, strict=True)
@@ -426,7 +426,7 @@ def _is_integer(text: str) -> bool:
 
 
 def _class(path: Path, line: int, text: str) -> str:
-    """Words and integers as they are; 2.0, as spreadsheets write, is 2."""
+    """A class from a cell: words and integers unchanged; 2.0, as spreadsheets write it, is 2."""
     number = _number(text)
     if number is None or _is_integer(text):
         return text
@@ -438,6 +438,6 @@ def _class(path: Path, line: int, text: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What a library says, on one line and without a full stop."""
+    """A library's error message on one line, without a full stop."""
     said = getattr(error, "strerror", None) or str(error)
     return " ".join(said.split()).rstrip(".") or type(error).__name__

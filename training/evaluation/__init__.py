@@ -1,1 +1,1 @@
-"""What a model is worth on data, shifted data too, as tables, plots and an HTML page."""
+"""Predictions on a data set and figures of their quality, on shifted data too, as tables, plots and an HTML page."""

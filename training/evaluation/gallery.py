@@ -1,4 +1,4 @@
-"""Examples for a report: inputs from most to least certain, and from outside, each with what the model said."""
+"""Examples for a report: inputs from most to least certain, and from outside, each with its prediction."""
 
 import base64
 import io
@@ -12,8 +12,9 @@ from torch import Tensor
 from dubito.models.predictions.answers import label_of, rule_for, scores
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.data.data import Examples
-from dubito.training.evaluation.evaluate import Evaluation, Summary, default_measure, flags
+from dubito.training.evaluation.evaluate import Evaluation, default_measure, flags
 from dubito.training.evaluation.markup import section, table, text
+from dubito.training.evaluation.predicting import Summary
 from dubito.training.evaluation.table import NAMES
 
 SHOWN = 8  # examples of each kind
@@ -22,7 +23,7 @@ DOUBT = "Entropy is all doubt, mutual information (MI) the part that more traini
 
 
 @dataclass(frozen=True)
-class Group:
+class ExampleGroup:
     title: str
     examples: Examples
     summary: Summary
@@ -39,16 +40,16 @@ def examples(e: Evaluation) -> str:
     parts = [("Most certain", order[:SHOWN]), ("In between", middle), ("Least certain", order[-SHOWN:])]
     if n < 3 * SHOWN:
         parts = [("From most to least certain", order)]
-    groups = [Group(title, e.examples, e.inside, rows, False) for title, rows in parts]
+    groups = [ExampleGroup(title, e.examples, e.inside, rows, False) for title, rows in parts]
     for name, (examples, summary) in e.outside.items():
         far = scores(summary)[measure].argsort(stable=True, descending=True).tolist()
         flagged = flags(summary, rule)
         if flagged is None:
-            groups.append(Group(f"{name}: the most doubtful", examples, summary, far[:SHOWN], True))
+            groups.append(ExampleGroup(f"{name}: the most doubtful", examples, summary, far[:SHOWN], True))
             continue
         caught, missed = ([i for i in far if bool(flagged[i]) == wanted] for wanted in (True, False))
-        groups.append(Group(f"{name}: rightly flagged", examples, summary, _spread(caught), True))
-        groups.append(Group(f"{name}: not flagged", examples, summary, missed[::-1][:SHOWN], True))
+        groups.append(ExampleGroup(f"{name}: rightly flagged", examples, summary, _spread(caught), True))
+        groups.append(ExampleGroup(f"{name}: not flagged", examples, summary, missed[::-1][:SHOWN], True))
     return section(
         "Examples",
         f"Ordered by {NAMES[measure]}. {DOUBT if isinstance(e.inside, Classified) else ''}",
@@ -57,41 +58,41 @@ def examples(e: Evaluation) -> str:
 
 
 def _spread(rows: list[int]) -> list[int]:
-    """Some of them, evenly from first to last."""
+    """At most `SHOWN` rows, evenly spaced from first to last."""
     if len(rows) <= SHOWN:
         return rows
     return [rows[round(i * (len(rows) - 1) / (SHOWN - 1))] for i in range(SHOWN)]
 
 
-def _group(e: Evaluation, g: Group) -> str:
+def _group(e: Evaluation, g: ExampleGroup) -> str:
     if g.examples.x.dtype != torch.uint8 or g.examples.x.dim() != 4:
         return _vectors(e, g)
     figures = []
     for i in g.rows:
-        told = _told(e, g, i)
-        lines = [f"<b>{text(told['predicted'])}</b>", *(text(f"{k}: {v}") for k, v in told["doubt"].items())]
-        if told["true"] is not None:
-            lines.insert(1, f'<span class="{told["mark"]}">true: {text(told["true"])}</span>')
-        alt = f"Predicted {told['predicted']}" + ("" if told["true"] is None else f", true {told['true']}")
+        words = _words(e, g, i)
+        lines = [f"<b>{text(words['predicted'])}</b>", *(text(f"{k}: {v}") for k, v in words["doubt"].items())]
+        if words["true"] is not None:
+            lines.insert(1, f'<span class="{words["mark"]}">true: {text(words["true"])}</span>')
+        alt = f"Predicted {words['predicted']}" + ("" if words["true"] is None else f", true {words['true']}")
         image = f'<img src="{_png(g.examples.x[i])}" alt="{text(alt)}">'
         figures.append(f"<figure>{image}<figcaption>{'<br>'.join(lines)}</figcaption></figure>")
     return f'<div class="examples">\n{"".join(figures)}\n</div>'
 
 
-def _vectors(e: Evaluation, g: Group) -> str:
+def _vectors(e: Evaluation, g: ExampleGroup) -> str:
     rows = []
     for i in g.rows:
         values = g.examples.x[i].flatten()
         start = ", ".join(f"{v:.4g}" for v in values[:VALUES].tolist()) + (", …" if len(values) > VALUES else "")
-        told = _told(e, g, i)
-        truth = [] if g.outside else [told["true"]]
-        rows.append([start, told["predicted"], *truth, *told["doubt"].values()])
-    heads = ["input", "predicted", *([] if g.outside else ["true"]), *_told(e, g, g.rows[0])["doubt"]]
+        words = _words(e, g, i)
+        truth = [] if g.outside else [words["true"]]
+        rows.append([start, words["predicted"], *truth, *words["doubt"].values()])
+    heads = ["input", "predicted", *([] if g.outside else ["true"]), *_words(e, g, g.rows[0])["doubt"]]
     return table(heads, rows)
 
 
-def _told(e: Evaluation, g: Group, i: int) -> dict[str, Any]:
-    """One answer in words; the labels of data from outside mean nothing here."""
+def _words(e: Evaluation, g: ExampleGroup, i: int) -> dict[str, Any]:
+    """One prediction in words; labels of data from outside are not shown."""
     card, s = e.model.card, g.summary
     if isinstance(s, Classified):
         p, leading = s.probabilities[i].max(-1)
@@ -117,7 +118,7 @@ def _told(e: Evaluation, g: Group, i: int) -> dict[str, Any]:
 
 
 def _png(x: Tensor) -> str:
-    """A (C, H, W) picture as a data: address; of odd numbers of channels, the first."""
+    """A (C, H, W) picture as a data: URL; the first channel, if there are not three."""
     pixels = x.permute(1, 2, 0).numpy() if len(x) == 3 else x[0].numpy()
     file = io.BytesIO()
     Picture.fromarray(pixels).save(file, "png")

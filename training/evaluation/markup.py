@@ -1,4 +1,4 @@
-"""Pieces of an HTML page, and how they look: on a phone, on paper, light and dark."""
+"""HTML elements of a report, and their style sheet for phones, paper, light and dark screens."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -45,7 +45,7 @@ footer { margin-top: 3rem; font-size: .85rem; color: var(--soft) }
 
 
 def text(raw: str) -> str:
-    """Names come from files and folders: nothing in them is markup."""
+    """Escaped text: names come from files and folders, and may hold markup."""
     return escape("\n".join(clean(line) for line in raw.split("\n")))
 
 

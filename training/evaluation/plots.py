@@ -1,4 +1,4 @@
-"""Plots for a page: SVG that takes the page's ink, so that it reads on light and on dark."""
+"""Plots of a report: SVG in the text colour of the page, readable on light and dark."""
 
 import base64
 import io
@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, Scala
 
 from dubito.training.metrics import Bin
 
-INK = "#010203"  # stands for the colour of text until the SVG is written
+INK = "#010203"  # placeholder of the text colour, replaced when the SVG is written
 INKS = ":root{color:#24292f}@media(prefers-color-scheme:dark){:root{color:#c9d1d9}}"
 COLOURS = ("#2f81c7", "#e0792b", "#2a9d76", "#a874c9", "#d1495b", "#8d939b")  # legible on white and on black
 POINTS = 300  # of one line
@@ -32,7 +32,7 @@ class Panel:
     lines: Mapping[str, Line]  # by the name in the legend
     errors: Mapping[str, Sequence[float]] = field(default_factory=dict)  # half-widths of a band around a line
     faint: Sequence[Line] = ()
-    promised: float | None = None  # a level to hold
+    promised: float | None = None  # level of a horizontal line
     percent: str = ""  # the axes that show shares: "x", "y" or "xy"
     unit: bool = False  # both axes from 0 to 1, with the diagonal between them
     doubling: bool = False  # x = 1, 2, 4, 8, …
@@ -77,7 +77,7 @@ def _unit_square(axes: Axes) -> None:
 
 
 def reliability(bins: Sequence[Bin]) -> str:
-    """Accuracy over confidence, with the share of the examples behind each bar as its strength."""
+    """Accuracy over confidence; bars with more examples are stronger."""
 
     def plot(axes: Axes) -> None:
         filled = [b for b in bins if b.share]
@@ -94,7 +94,7 @@ def reliability(bins: Sequence[Bin]) -> str:
 
 
 def against_truth(title: str, truth: Sequence[float], mean: Sequence[float], half: Sequence[float]) -> str:
-    """Predictions with their intervals over what was true."""
+    """Predictions with their intervals over the true values."""
 
     def plot(axes: Axes) -> None:
         axes.errorbar(truth, mean, half, fmt="o", color=COLOURS[0], markersize=2.5, elinewidth=0.7, alpha=0.55)
@@ -106,7 +106,7 @@ def against_truth(title: str, truth: Sequence[float], mean: Sequence[float], hal
 
 
 def error_by_spread(title: str, spread: Sequence[float], error: Sequence[float], groups: Line) -> str:
-    """Errors over the standard deviations that were predicted for them; groups of examples should lie on the line."""
+    """Errors over predicted standard deviations; groups of examples should lie on the diagonal."""
 
     def plot(axes: Axes) -> None:
         axes.scatter(spread, error, s=6, color=COLOURS[5], alpha=0.4, linewidth=0)
@@ -120,7 +120,7 @@ def error_by_spread(title: str, spread: Sequence[float], error: Sequence[float],
 
 
 def _thin(x: Sequence[float], y: Sequence[float]) -> Line:
-    """A curve of many points by some of them, both ends included."""
+    """At most `POINTS` points of a curve, with both ends."""
     if len(x) <= POINTS:
         return x, y
     places = [round(i * (len(x) - 1) / (POINTS - 1)) for i in range(POINTS)]
@@ -128,12 +128,12 @@ def _thin(x: Sequence[float], y: Sequence[float]) -> Line:
 
 
 def _svg(plot: Callable[[Axes], None], title: str) -> str:
-    """One small plot as a data: address."""
+    """One plot as a data: URL."""
     settings = matplotlib.rc_context(
         {
             "svg.fonttype": "none",
-            "svg.hashsalt": "dubito",  # the same evaluation, the same bytes
-            "text.parse_math": False,  # a name with a $ is a name
+            "svg.hashsalt": "dubito",  # the same evaluation gives the same bytes
+            "text.parse_math": False,  # names may hold a $
             "font.family": ["sans-serif"],
             "font.size": 9,
             "axes.edgecolor": INK,
@@ -144,9 +144,9 @@ def _svg(plot: Callable[[Axes], None], title: str) -> str:
         }
     )
     with settings, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # the browser has fonts of its own
+        warnings.filterwarnings("ignore", "Glyph")  # missing glyphs: the browser uses its own fonts
         figure = Figure(figsize=(4, 3.1), facecolor="none")
-        axes = figure.add_axes((0.19, 0.16, 0.74, 0.74), facecolor="none")  # the same in all, so that rows line up
+        axes = figure.add_axes((0.19, 0.16, 0.74, 0.74), facecolor="none")  # the same in all plots, so that rows align
         plot(axes)
         axes.set_title(title, fontsize=10)
         axes.grid(color=INK, alpha=0.12, linewidth=0.6)

@@ -1,4 +1,4 @@
-"""An evaluation as one HTML page that needs nothing else: no scripts, no fonts, no network."""
+"""An evaluation as one self-contained HTML page: no scripts, no fonts, no network."""
 
 import json
 import os
@@ -43,7 +43,7 @@ class ReportError(DubitoError):
 
 
 def open_folder(folder: Path) -> None:
-    """Made, and writable: better to know before the work than after it."""
+    """Create the folder, and check that it can be written to, before the work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         reason = "" if os.access(folder, os.W_OK) else "it may not be written to"
@@ -54,7 +54,7 @@ def open_folder(folder: Path) -> None:
 
 
 def write(evaluation: Evaluation, about: Mapping[str, str], folder: Path) -> Path:
-    """Writes index.html into the folder; `about` names the model, the data and the part."""
+    """Write index.html into the folder; `about` names the model, the data and the part."""
     open_folder(folder)
     path = folder / "index.html"
     try:
@@ -74,13 +74,13 @@ def page(e: Evaluation, about: Mapping[str, str]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{text(name)} on {text(about['data'])}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
             _heading(e, about, name),
-            *(found for found in sections if found),
+            *filter(None, sections),
             f"<footer>Made by dubito {text(__version__)}.</footer>\n</main>\n</body>\n</html>\n",
         ]
     )
 
 
-# what stands at the top
+# heading
 
 
 def _heading(e: Evaluation, about: Mapping[str, str], name: str) -> str:
@@ -124,7 +124,7 @@ def _cards(e: Evaluation) -> str:
 
 
 def _beside(e: Evaluation) -> str:
-    """The plain network as recorded in training, and another model, where there is one."""
+    """Comparison with the plain network, as recorded in training, and with another model."""
     plain, against = e.figures.get("plain"), e.figures.get("against")
     parts = []
     if plain is not None:
@@ -232,15 +232,15 @@ def _outside(e: Evaluation) -> str:
     for name, (_, summary) in e.outside.items():
         row, far = e.figures["ood"][name], scores(summary)
         lines = {}
-        for measure, found in row["measures"].items():
+        for measure, area in row["measures"].items():
             false, true = metrics.roc(near[measure], far[measure])
-            lines[f"{NAMES[measure]}: {found['auroc']:.3f}"] = (false.tolist(), true.tolist())
+            lines[f"{NAMES[measure]}: {area['auroc']:.3f}"] = (false.tolist(), true.tolist())
         panel = Panel(f"ROC: {_short(name)}", "flagged inside", "flagged outside", lines, unit=True)
         figures.append((plots.draw(panel), f"ROC against {name}; area {row['auroc']:.3f} by {NAMES[row['measure']]}."))
         rate = with_error("ood_rate", row) if "ood_rate" in row else "not calibrated"
-        for measure, found in row["measures"].items():
+        for measure, area in row["measures"].items():
             flagged = rate if measure == row["measure"] else ""
-            cells = [name, f"{row['examples']:,}", NAMES[measure], f"{found['auroc']:.4f}", f"{found['aupr']:.4f}"]
+            cells = [name, f"{row['examples']:,}", NAMES[measure], f"{area['auroc']:.4f}", f"{area['aupr']:.4f}"]
             rows.append([*cells, flagged])
     return section(
         "Outside",
@@ -278,18 +278,18 @@ def _promised(e: Evaluation) -> str:
 
 
 def _tables(e: Evaluation) -> list[str]:
-    """Coverage by the size of the set, and by class or group where the calibration knows them apart."""
-    made = []
+    """Coverage by size of the set, and by class or group where the calibration has them."""
+    tables = []
     if "sets" in e.figures:
         rows = [
             [sizes(r), f"{r['examples']:,}", f"{r['share']:.2%}", f"{r['coverage']:.2%}"] for r in e.figures["sets"]
         ]
-        made.append(table(["set size", "examples", "share", "coverage"], rows))
+        tables.append(table(["set size", "examples", "share", "coverage"], rows))
     if "parts" in e.figures:
         size = "set size" if isinstance(e.inside, Classified) else "interval width"
         heads = [e.figures["calibration"]["per"], "examples", "coverage", "promised", size]
-        made.append(table(heads, [part_cells(row) for row in e.figures["parts"]]))
-    return made
+        tables.append(table(heads, [part_cells(row) for row in e.figures["parts"]]))
+    return tables
 
 
 def _draws(e: Evaluation) -> str:
@@ -359,7 +359,7 @@ def _title(name: str) -> str:
 
 
 def _short(name: str) -> str:
-    """A name that fits over a plot; of a long path the end."""
+    """A name shortened for the title of a plot: the end of a long path."""
     name = clean(name)
     return name if len(name) <= 36 else "…" + name[-35:]
 

@@ -1,8 +1,7 @@
-"""Pictures as a model did not learn them: grey ones rotated, colour ones corrupted at five severities.
+"""Shifted pictures: grey ones rotated, colour ones corrupted at five severities.
 
-The families are those of Hendrycks and Dietterich, "Benchmarking neural network robustness to common corruptions and
-perturbations" (2019). The code, the strengths and the drawn textures are ours, so a score here is not comparable with
-one on the published CIFAR-10-C.
+The families are those of [Hendrycks19]. The code, the strengths and the textures are ours, so scores are not comparable
+with those on the published CIFAR-10-C.
 """
 
 import math
@@ -26,7 +25,7 @@ AT_ONCE: Final = 2**21  # values in memory as floats at a time
 
 
 def families(channels: int) -> dict[str, tuple[float, ...]]:
-    """Each family for pictures of so many channels, with its severities: degrees for rotation, else 1 … 5."""
+    """Families for pictures with this number of channels, and their severities: degrees for rotation, else 1 … 5."""
     if channels == 1:
         return {"rotation": ANGLES}
     if channels == 3:
@@ -35,8 +34,8 @@ def families(channels: int) -> dict[str, tuple[float, ...]]:
 
 
 def corrupt(x: Tensor, family: str, severity: float, seed: int = 0) -> Tensor:
-    """(N, C, H, W) uint8 -> the same shape and type. The same x and seed give the same pictures, on any device; each
-    picture gets noise and textures of its own, so hand over a set whole, not batch by batch."""
+    """Corrupted pictures, (N, C, H, W) uint8 in and out. The same x and seed give the same pictures on any device; the
+    noise of a picture depends on its place in x, so pass a whole set, not batch by batch."""
     if x.dtype != torch.uint8 or x.dim() != 4 or 0 in x.shape:
         raise DataError(f"pictures came as {x.dtype} of shape {tuple(x.shape)}; expected uint8 (N, C, H, W).")
     known = families(x.shape[1])
@@ -55,9 +54,9 @@ def corrupt(x: Tensor, family: str, severity: float, seed: int = 0) -> Tensor:
 
 
 def _rotate(x: Tensor, degrees: float) -> Tensor:
-    """Anticlockwise about the centre, between pixels by bilinear interpolation; what comes into sight is black.
+    """Rotate anticlockwise about the centre with bilinear interpolation; uncovered corners are black.
 
-    As torchvision's `rotate`, whose import would take longer than the rotation.
+    The same as torchvision's `rotate`, whose import would take longer than the rotation.
     """
     (N, _, H, W), angle = x.shape, math.radians(degrees)
     down, right = (torch.arange(n, device=x.device) - (n - 1) / 2 for n in (H, W))  # pixels from the centre
@@ -71,9 +70,9 @@ def _to_bytes(x: Tensor) -> Tensor:
     return (x * 255).round().clamp(0, 255).to(torch.uint8)
 
 
-# Below, x is (N, 3, H, W) float32 in [0, 1], and what a function gives back is cut off to that range afterwards.
-# Strengths are tuned for 32 × 32 pictures. In larger ones lengths grow with the side, so that a blur hides the same
-# share of the object; noise and the number of cells grow with its square root, because more pixels say the same thing.
+# Below, x is (N, 3, H, W) float32 in [0, 1]; results are clamped to that range afterwards. Strengths are tuned for
+# 32 × 32 pictures. In larger ones lengths grow with the side, so that a blur hides the same share of the object; noise
+# and the number of cells grow with its square root, because neighbouring pixels are more alike.
 
 
 def _scale(x: Tensor) -> float:
@@ -85,20 +84,20 @@ def _gaussian_noise(x: Tensor, sigma: float, rng: torch.Generator) -> Tensor:
 
 
 def _shot_noise(x: Tensor, photons: float, rng: torch.Generator) -> Tensor:
-    """Each value is a count of photons, `photons` of them on average where the picture is white."""
+    """Poisson noise: each value is a count of photons, with a mean of `photons` for white."""
     photons /= _scale(x)
     return torch.poisson(x * photons, generator=rng) / photons
 
 
 def _impulse_noise(x: Tensor, share: float, rng: torch.Generator) -> Tensor:
-    """A share of the values becomes 0 or 1, as often the one as the other."""
+    """Sets a share of the values to 0 or 1 with equal probability."""
     share = min(share * math.sqrt(_scale(x)), 0.5)
     u = torch.rand(x.shape, generator=rng)
     return torch.where(u < share, (u < share / 2).float(), x)
 
 
 def _defocus_blur(x: Tensor, radius: float, rng: torch.Generator) -> Tensor:
-    """The mean over a disc, whose edge is one pixel soft."""
+    """The mean over a disc with an edge smoothed over one pixel."""
     radius *= _scale(x)
     dy, dx = _offsets(radius)
     return _convolve(x, (radius + 0.5 - (dx**2 + dy**2).sqrt()).clamp(0, 1)[None])
@@ -132,7 +131,7 @@ def _zoom_blur(x: Tensor, most: float, rng: torch.Generator) -> Tensor:
 
 
 def _snow(x: Tensor, amount: float, rng: torch.Generator) -> Tensor:
-    """Flakes that fall slantwise, before a scene that turns grey and bright."""
+    """Slanting flakes in front of a scene that is made grey and bright."""
     (N, _, H, W), scale = x.shape, _scale(x)
     u = torch.rand(N, 1, max(1, round(H / scale)), max(1, round(W / scale)), generator=rng)
     angle = math.pi * (0.25 + 0.5 * torch.rand(N, generator=rng))  # within 45° of the vertical
@@ -144,7 +143,7 @@ def _snow(x: Tensor, amount: float, rng: torch.Generator) -> Tensor:
 
 
 def _frost(x: Tensor, amount: float, rng: torch.Generator) -> Tensor:
-    """Ice that grows from the border inwards, with bright veins where a random field crosses zero."""
+    """Ice from the border inwards, with bright veins where a random field crosses zero."""
     N, _, H, W = x.shape
     veins = (-2.5 * _clouds(N, H, W, 1.8, rng).abs()).exp()
     down, right = torch.linspace(-1, 1, H)[:, None], torch.linspace(-1, 1, W)
@@ -161,7 +160,7 @@ def _fog(x: Tensor, amount: float, rng: torch.Generator) -> Tensor:
 
 
 def _brightness(x: Tensor, more: float, rng: torch.Generator) -> Tensor:
-    """The value of hue, saturation and value is raised by `more`; black becomes grey."""
+    """Raises the value (of hue, saturation, value) by `more`; black becomes grey."""
     value = x.amax(1, keepdim=True)
     raised = (value + more).clamp(max=1)
     return torch.where(value > 0, x * (raised / value.clamp(min=1e-6)), raised)
@@ -173,7 +172,7 @@ def _contrast(x: Tensor, kept: float, rng: torch.Generator) -> Tensor:
 
 
 def _elastic(x: Tensor, spread: float, rng: torch.Generator) -> Tensor:
-    """Pixels move smoothly: normal steps of standard deviation `spread` at 5 × 5 knots, cubic between them."""
+    """Smooth displacement: normal steps of standard deviation `spread` at 5 × 5 knots, cubic interpolation between."""
     N, _, H, W = x.shape
     knots = torch.randn(N, 2, 5, 5, generator=rng)
     steps = F.interpolate(spread * _scale(x) * knots, (H, W), mode="bicubic", align_corners=True)
@@ -189,7 +188,7 @@ def _pixelate(x: Tensor, cells: float, rng: torch.Generator) -> Tensor:
 
 
 def _cell_means(n: int, cells: int) -> Tensor:
-    """The symmetric matrix (n, n) that puts the mean of its cell in place of each value."""
+    """The symmetric matrix (n, n) that replaces each value by the mean of its cell."""
     cell = torch.arange(n) * cells // n
     same = (cell[:, None] == cell).float()
     return same / same.sum(0)
@@ -232,8 +231,7 @@ def _offsets(reach: float) -> tuple[Tensor, Tensor]:
 
 
 def _lines(length: float, angle: Tensor) -> Tensor:
-    """One line through the centre for each angle, as points that share themselves among the four pixels around them:
-    (N,) -> kernels (N, k, k)."""
+    """Kernels (N, k, k) of a line through the centre for each angle (N,), its points spread bilinearly over pixels."""
     count = math.ceil(4 * length)
     along = length * ((torch.arange(count) + 0.5) / count - 0.5)  # from -length/2 to length/2
     dy, dx = _offsets(length / 2)
@@ -250,18 +248,18 @@ def _soften(x: Tensor, sigma: float) -> Tensor:
 
 
 def _convolve(x: Tensor, kernels: Tensor) -> Tensor:
-    """Each picture with its kernel, (N or 1, k, k) and k odd, brought to sum 1; the border is repeated outwards."""
+    """Convolve each picture with its kernel (N or 1, k, k), k odd, scaled to sum 1; borders are replicated."""
     k = kernels.shape[-1]
     padded = F.pad(x, (k // 2,) * 4, mode="replicate")
     size = padded.shape[-2:]
     kernels = kernels / kernels.sum((-2, -1), keepdim=True)
     spectrum = torch.fft.rfft2(padded) * torch.fft.rfft2(kernels[:, None], s=size)
     blurred: Tensor = torch.fft.irfft2(spectrum, s=size)
-    return blurred[..., k - 1 :, k - 1 :]  # what came round from the far side is cut off
+    return blurred[..., k - 1 :, k - 1 :]  # without the wrapped-around border
 
 
 def _displaced(x: Tensor, dy: Tensor, dx: Tensor) -> Tensor:
-    """Each pixel from (dy, dx) pixels further on, (N or 1, H, W) each; the border is repeated outwards."""
+    """Take each pixel from (dy, dx) pixels further on, (N or 1, H, W) each; borders are replicated."""
     N, _, H, W = x.shape
     rows = 2 * (torch.arange(H)[:, None] + dy + 0.5) / H - 1  # -1 … 1 from edge to edge
     columns = 2 * (torch.arange(W) + dx + 0.5) / W - 1
@@ -275,7 +273,7 @@ def _clouds(N: int, H: int, W: int, slope: float, rng: torch.Generator) -> Tenso
     frequency[0, 0] = math.inf
     white = torch.fft.rfft2(torch.randn(N, 1, H, W, generator=rng))
     field: Tensor = torch.fft.irfft2(white * frequency**-slope, s=(H, W))
-    return field / field.std((2, 3), correction=0, keepdim=True).clamp(min=1e-6)  # one pixel has none
+    return field / field.std((2, 3), correction=0, keepdim=True).clamp(min=1e-6)  # a single pixel has deviation 0
 
 
 def _grey(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""An evaluation on the terminal."""
+"""Tables of an evaluation for the terminal."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -43,13 +43,13 @@ def with_error(name: str, row: Mapping[str, Any]) -> str:
 
 
 def mean_by_severity(families: Mapping[str, list[dict[str, float]]]) -> list[dict[str, float]]:
-    """The mean over the families at each severity; of a single family, that family."""
+    """Mean over the families at each severity."""
     rows = zip(*families.values(), strict=True)
     return [{name: sum(row[name] for row in group) / len(group) for name in group[0]} for group in rows]
 
 
 def curve_with_auto(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of the K curve, and as the last the K that each input needs."""
+    """Rows of the figures by K, the last one for `samples="auto"`."""
     rows = list(figures["curve"])
     if "auto" in figures:
         rows.append({**figures["auto"], "samples": f"auto, ø {figures['auto']['mean_samples']:.1f}"})
@@ -108,7 +108,7 @@ def _quality(figures: Mapping[str, Any]) -> Table:
 
 
 def _plain(plain: Mapping[str, Any]) -> Table:
-    """As recorded in training: the network that the posterior started from, on the test part."""
+    """The plain network that the posterior started from, on the test part, as recorded in training."""
     table = Table("measure", "plain network", title="the plain network on its test part, as recorded in training")
     if plain["temperature"] is not None:
         table.add_column(f"with its temperature ({plain['temperature']:.3g})")
@@ -118,10 +118,10 @@ def _plain(plain: Mapping[str, Any]) -> Table:
     return table
 
 
-def _against(found: Mapping[str, Any]) -> Table:
-    table = Table("measure", "this model", "the other", "difference", title=clean(f"against {found['model']}"))
-    for name, d in found["differences"].items():
-        cells = [number(name, found["mine"][name]), number(name, found["other"][name])]
+def _against(comparison: Mapping[str, Any]) -> Table:
+    table = Table("measure", "this model", "the other", "difference", title=clean(f"against {comparison['model']}"))
+    for name, d in comparison["differences"].items():
+        cells = [number(name, comparison["mine"][name]), number(name, comparison["other"][name])]
         table.add_row(NAMES.get(name, name.upper()), *cells, f"{number(name, d['value'])} ± {number(name, d['se'])}")
     return table
 
@@ -162,9 +162,9 @@ def _outside(figures: Mapping[str, Any]) -> Table:
         title="telling outside from inside (* the default measure)",
     )
     for name, row in figures["ood"].items():
-        for measure, found in row["measures"].items():
+        for measure, area in row["measures"].items():
             default = measure == row["measure"]
-            cells = [f"{found['auroc']:.4f}", f"{found['aupr']:.4f}"]
+            cells = [f"{area['auroc']:.4f}", f"{area['aupr']:.4f}"]
             flags = with_error("ood_rate", row) if default and "ood_rate" in row else ""
             heading = [clean(name), f"{row['examples']:,}"] if measure == next(iter(row["measures"])) else ["", ""]
             table.add_row(*heading, NAMES[measure] + (" *" if default else ""), *cells, flags)

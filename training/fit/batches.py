@@ -1,4 +1,4 @@
-"""The batches of an epoch, in an order that follows from the seed; each rank gets its share of every batch."""
+"""Batches of an epoch, in an order given by the seed; each rank gets its share of every batch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,28 +31,28 @@ class Batches:
                 f"cannot be shared by {self.ranks.count} processes; expected one example for each at least."
             )
         if self.train.x.nbytes <= ON_DEVICE:
-            here = Examples(self.train.x.to(self.device), self.train.y.to(self.device))
-            object.__setattr__(self, "train", here)
+            on_device = Examples(self.train.x.to(self.device), self.train.y.to(self.device))
+            object.__setattr__(self, "train", on_device)
 
     @property
     def examples(self) -> int:
         return len(self.train)
 
     def __len__(self) -> int:
-        """Batches of an epoch; a last one too small to share (or for BatchNorm, which needs two) is left out."""
+        """Number of batches per epoch, without a last one that is too small (BatchNorm needs two examples per rank)."""
         full, rest = divmod(len(self.train), self.size)
         return max(1, full + (rest >= 2 * self.ranks.count))
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Inputs and targets of this rank, and their share of the whole batch, from batch `start` on."""
+        """This rank's inputs and targets, and their share of the whole batch, from batch `start` on."""
         rng = torch.Generator().manual_seed(stream(self.seed, "order", number))
         order = torch.randperm(len(self.train), generator=rng).to(self.train.x.device)
-        for at, which in enumerate(order.split(self.size)[: len(self)]):
-            if at < start:
+        for i, which in enumerate(order.split(self.size)[: len(self)]):
+            if i < start:
                 continue
             mine = which.tensor_split(self.ranks.count)[self.ranks.index]
             x, y = self.train.x[mine].to(self.device), self.train.y[mine].to(self.device)
             if self.augment is not None:
-                sow(stream(self.seed, "augment", self.ranks.index, number, at), self.device)
+                sow(stream(self.seed, "augment", self.ranks.index, number, i), self.device)
                 x = self.augment(x)
             yield x, y, len(mine) / len(which)

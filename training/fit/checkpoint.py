@@ -1,4 +1,4 @@
-"""A training run on disk: tensors as safetensors, all else as JSON in their metadata; written whole or not at all."""
+"""Checkpoints of a training run: tensors as safetensors, the rest as JSON in their metadata; written atomically."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,13 @@ from safetensors.torch import save
 
 from dubito.models.artifact.artifact import write_by
 from dubito.training.config import Recipe
-from dubito.training.fit.fit import FitError, Run, State
+from dubito.training.fit.fit import FitError, FitRun, FitState
 
 KEY = "checkpoint"
 
 
-def save_checkpoint(run: Run, recipe: Recipe, path: Path, *, origin: str = "") -> None:
-    """`origin` says what else the run must have in common with one that goes on from here: data, a start."""
+def save_checkpoint(run: FitRun, recipe: Recipe, path: Path, *, origin: str = "") -> None:
+    """Write a checkpoint; `origin` identifies data and initial network, which a resumed run must share."""
     state = run.state()
     known = {**state.known, "made_by": _identity(run, recipe, origin)}
     content = save({k: v.cpu().contiguous() for k, v in state.tensors.items()}, {KEY: json.dumps(known)})
@@ -23,7 +23,7 @@ def save_checkpoint(run: Run, recipe: Recipe, path: Path, *, origin: str = "") -
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """All of it under this name, or what was there before, whenever the process dies."""
+    """Write a file atomically: a process that dies leaves the old file."""
     try:
         write_by(draft_of(path), path, content, mode="wb")
     except OSError as error:
@@ -31,16 +31,16 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """Where a file is written before it gets its name; the next writer replaces what a killed one left."""
+    """Temporary name under which a file is written; the next writer overwrites what a killed one left."""
     return path.with_name(f".{path.name}.part")
 
 
-def resume(run: Run, recipe: Recipe, path: Path, *, origin: str = "") -> None:
-    """Go on where a checkpoint of the same recipe stopped."""
+def resume(run: FitRun, recipe: Recipe, path: Path, *, origin: str = "") -> None:
+    """Restore a run from a checkpoint of the same recipe."""
     try:
         with safe_open(path, framework="pt") as file:
             known = json.loads((file.metadata() or {})[KEY])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
         theirs = known.pop("made_by")
     except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
         said = f"it has no {error}" if isinstance(error, KeyError) else str(error)
@@ -53,12 +53,12 @@ def resume(run: Run, recipe: Recipe, path: Path, *, origin: str = "") -> None:
             "go on, or start anew with --fresh."
         )
     try:
-        run.restore(State(tensors, known))
+        run.restore(FitState(tensors, known))
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise FitError(f"{path} does not fit this network ({first}). Start anew with --fresh.") from None
 
 
-def _identity(run: Run, recipe: Recipe, origin: str) -> dict[str, Any]:
-    steps = {"batches per epoch": len(run.batches)}  # which hang on the number of processes, too
+def _identity(run: FitRun, recipe: Recipe, origin: str) -> dict[str, Any]:
+    steps = {"batches per epoch": len(run.batches)}  # depends on the number of processes too
     return {"recipe": recipe.model_dump(mode="json"), "data or start": origin, **steps}

@@ -12,9 +12,9 @@ R = TypeVar("R")
 
 
 def compiled(step: Callable[P, R]) -> Callable[P, R]:
-    """The same step, with the draws of one that is not compiled; where torch cannot follow it, as it is, and says so.
+    """The compiled step, with the same draws as without; the step itself, with a warning, if torch cannot compile it.
 
-    All of it or nothing: of a step in pieces, torch takes a piece that was compiled for one layer for another's.
+    Compiled as one graph only: with graph breaks, torch reuses a piece compiled for one layer in another.
     """
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # takes seconds to load
 

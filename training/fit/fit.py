@@ -1,4 +1,4 @@
-"""The fit loop: it can stop after any step and go on later with the same result."""
+"""The fit loop, which can stop after any step and resume later with the same result."""
 
 import math
 import time
@@ -20,30 +20,30 @@ from dubito.training.config import Fit
 from dubito.training.data.data import Examples, enter
 from dubito.training.fit.batches import Batches
 from dubito.training.fit.compiling import compiled
-from dubito.training.fit.graphs import Graphs
+from dubito.training.fit.graphs import StepGraph
 from dubito.training.fit.objective import gain, kl_weight, negative_log_likelihood, rate
 from dubito.training.fit.ranks import Ranks
 from dubito.training.metrics import accuracy, gaussian_nll, nll, rmse
 from dubito.training.seeds import sow, stream
 
 VALIDATION_SAMPLES = 8
-LOOK = 16  # steps between looks at the loss on a GPU: each look waits for the device
+LOOK = 16  # steps between checks of the loss on a GPU: each check waits for the device
 
 
 class FitError(DubitoError):
-    """A training run that cannot go on."""
+    """A training run that cannot continue."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One line of the log."""
+    """One row of the log."""
 
     epoch: int
-    loss: float  # mean over the examples, as drawn
+    loss: float  # mean over the examples, with the draws of training
     nll: float
     kl: float  # of the whole network, at the last step
     kl_weight: float
-    accuracy: float | None  # of the training part, as drawn; None for regression
+    accuracy: float | None  # of the training part, with the draws of training; None for regression
     validation_nll: float
     validation_accuracy: float | None
     validation_rmse: float | None  # regression, in the targets' own units
@@ -52,8 +52,8 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a progress bar shows: means over the epoch so far."""
+class Progress:
+    """Values for a progress bar: means over the epoch so far."""
 
     epoch: int
     step: int  # of the epoch, from 1
@@ -65,15 +65,15 @@ class Told:
 
 
 @dataclass(frozen=True)
-class State:
-    """All that a run needs to go on, copied: a checkpoint's tensors and its JSON."""
+class FitState:
+    """A copy of all that a run needs to resume: tensors and JSON of a checkpoint."""
 
     tensors: dict[str, Tensor]
     known: dict[str, Any]
 
 
-class Run:
-    """A training run. All that is random in a step follows from (seed, step), so its state holds no generator."""
+class FitRun:
+    """A training run. Randomness in a step depends only on (seed, step), so the state holds no generator."""
 
     def __init__(
         self,
@@ -95,50 +95,52 @@ class Run:
         train = Examples(train.x, self._in_units(train.y))
         self.batches = Batches(train, fit.batch, seed, device, augment, self.ranks)
         self.optimiser = _optimiser(self.network, fit)
-        self.step = 0  # steps done, in all
+        self.step = 0  # steps done, in all epochs
         self.log: list[Epoch] = []
         self.sums = torch.zeros(5, device=device)  # over this epoch: loss, NLL, right answers, examples; the last KL
         self.weights = torch.zeros(2, device=device)  # of NLL and KL in this step's loss
-        self.best: dict[str, Tensor] | None = None  # the network at its best validation NLL, where patience asks
+        self.best: dict[str, Tensor] | None = None  # state of the network with the best validation NLL, with patience
         self._parts = compiled(self._losses) if fit.compile else self._losses
-        self.graphs: Graphs | None = None
+        self.graphs: StepGraph | None = None
         if fit.graph and device.type == "cuda" and self.ranks.count == 1 and same_every_step(self.network, fit):
-            self.graphs = Graphs(self._update)
+            self.graphs = StepGraph(self._update)
         self._norms = [m for m in self.network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self._frozen = False  # whether BatchNorm kept its statistics in the last step
         self._look = LOOK if device.type == "cuda" else 1
-        self._start = self.state()  # of this epoch: all is known to be finite
+        self._start = self.state()  # of this epoch, where all is finite
 
     @property
     def done(self) -> bool:
         return len(self.log) >= self.fit.epochs or self._impatient()
 
     def finish(self) -> BayesianNetwork:
-        """The trained network, as it was built; with patience, as it was at its best."""
+        """The trained network, with its own BatchNorms; with patience, its best state."""
         if self.best is not None:
             self.network.load_state_dict(self.best)
         self._undo()
         return self.network.eval()
 
-    def epoch(self, tell: Callable[[Told], None] = lambda _: None, stop: Callable[[], bool] = lambda: False) -> bool:
-        """To the end of this epoch, or to where `stop` says so; whether the end was reached."""
+    def epoch(
+        self, show: Callable[[Progress], None] = lambda _: None, stop: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Train to the end of this epoch, or until `stop` returns True; whether the end was reached."""
         started = time.perf_counter()
         number, first = divmod(self.step, len(self.batches))
-        for at, (x, y, share) in enumerate(self.batches.epoch(number, first), first + 1):
-            self._take(enter(x, self.declared), y, share)
-            last = at == len(self.batches)
-            if at % self._look and not last:
+        for i, (x, y, share) in enumerate(self.batches.epoch(number, first), first + 1):
+            self.take_step(enter(x, self.declared), y, share)
+            last = i == len(self.batches)
+            if i % self._look and not last:
                 continue
-            told = self._tell(number, at)
-            if not math.isfinite(told.loss):
+            progress = self._progress(number, i)
+            if not math.isfinite(progress.loss):
                 self._replay(number)
-            tell(told)
+            show(progress)
             if not last and self.ranks.any(stop(), self.device):
                 return False
         self._end(number, time.perf_counter() - started)
         return True
 
-    def _take(self, x: Tensor, y: Tensor, share: float) -> None:
+    def take_step(self, x: Tensor, y: Tensor, share: float) -> None:
         """One step on this rank's share of a batch."""
         now = self.step / len(self.batches)
         for group in self.optimiser.param_groups:
@@ -160,20 +162,20 @@ class Run:
         self.step += 1
 
     def _set_modes(self, frozen: bool) -> None:
-        """Every part trains; BatchNorm answers by its running statistics in the last epochs, where asked.
+        """Training mode for all modules; with `frozen`, BatchNorm uses its running statistics, as in predictions.
 
-        The statistics of a batch hide what a draw shifts in all of its examples. An answer shows it, so the posterior
-        has to have met it.
+        Batch statistics remove a shift that a draw causes in all examples of a batch. Predictions do not remove it, so
+        the posterior must be trained without batch statistics at the end.
         """
-        self.network.train()  # every part of it: one that came evaluating would otherwise stay so
+        self.network.train()  # all modules: one in evaluation mode would otherwise stay in it
         for norm in self._norms if frozen else ():
             norm.eval()
         if frozen != self._frozen and self.graphs is not None:
-            self.graphs = Graphs(self._update)  # what was captured is a step of the other kind
+            self.graphs = StepGraph(self._update)  # the old graph is a step in the other mode
         self._frozen = frozen
 
     def _update(self, x: Tensor, y: Tensor, weights: Tensor) -> None:
-        """All of a step that happens on the device."""
+        """The part of a step that runs on the device."""
         loss, nll, kl, right = self._parts(x, y, weights)
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
@@ -187,7 +189,7 @@ class Run:
             self.sums[4] = kl
 
     def _losses(self, x: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """This rank's part of the batch's loss: parts add up over ranks, and so do their gradients."""
+        """Loss, NLL, KL and right answers of this rank's share; losses and gradients are summed over ranks."""
         amp = self.fit.amp and self.device.type == "cuda"
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if amp else nullcontext():
             outputs = self.network.sample(x, self.fit.samples)
@@ -198,20 +200,21 @@ class Run:
             right = (outputs.detach().float().softmax(-1).mean(0).argmax(-1) == y).sum().to(nll.dtype)
         return weights[0] * nll + weights[1] * kl, nll, kl, right
 
-    def _tell(self, number: int, at: int) -> Told:
+    def _progress(self, number: int, step: int) -> Progress:
         loss, nll, right, rows, kl = self.ranks.add(self.sums).tolist()
         share = None if self.network.noise is not None else right / rows
-        return Told(number, at, len(self.batches), loss / rows, nll / rows, kl / self.ranks.count, share)
+        return Progress(number, step, len(self.batches), loss / rows, nll / rows, kl / self.ranks.count, share)
 
     def _end(self, number: int, seconds: float) -> None:
-        told = self._tell(number, len(self.batches))
+        means = self._progress(number, len(self.batches))
         bad = [name for name, p in self.network.named_parameters() if not p.isfinite().all()]
         if bad:
             raise FitError(_no_longer_finite(number, len(self.batches), f"parameter {bad[0]!r}", self._too_high()))
-        found = self.validated()
+        validation = self.validated()
         now = number + 1 - 1 / len(self.batches)  # at the last step
         weight, lr = kl_weight(self.fit, now), rate(self.fit, now)
-        self.log.append(Epoch(number, told.loss, told.nll, told.kl, weight, told.accuracy, *found, lr, seconds))
+        trained = (means.loss, means.nll, means.kl, weight, means.accuracy)
+        self.log.append(Epoch(number, *trained, *validation, lr, seconds))
         settled = [e.validation_nll for e in self.log if self._settled(e)]
         if self.fit.patience is not None and settled and settled[-1] == min(settled):
             self.best = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
@@ -219,13 +222,13 @@ class Run:
         self._start = self.state()
 
     def _settled(self, e: Epoch) -> bool:
-        """Only epochs of the full ELBO are compared: before, the NLL is that of a posterior still too narrow."""
+        """Whether an epoch has the full ELBO: earlier ones are not compared, since their posterior is too narrow."""
         fit = self.fit
         return e.epoch >= max(fit.likelihood_epochs + fit.warmup_epochs, self.noise_follows)
 
     @property
     def noise_follows(self) -> int:
-        """The epoch from which on the noise follows the input in full."""
+        """First epoch in which the target noise depends on the input with a gain of 1."""
         return 0 if self.network.gain is None else 2 * self.fit.noise_epochs
 
     def _impatient(self) -> bool:
@@ -236,25 +239,25 @@ class Run:
         return settled[-1].epoch - best.epoch >= self.fit.patience
 
     def validated(self, samples: int = VALIDATION_SAMPLES) -> tuple[float, float | None, float | None]:
-        """Of the first rank, for all: those that found something else might lose patience at another time."""
-        found = self.validate(samples)
-        told = self.ranks.of_first([math.nan if v is None else v for v in found], self.device)
-        nll, accuracy, rmse = (None if v is None else t for v, t in zip(found, told, strict=True))
+        """`validate` of the first rank, on all ranks, so that all stop in the same epoch."""
+        own = self.validate(samples)
+        of_first = self.ranks.of_first([math.nan if v is None else v for v in own], self.device)
+        nll, accuracy, rmse = (None if v is None else first for v, first in zip(own, of_first, strict=True))
         assert nll is not None
         return nll, accuracy, rmse
 
     def validate(self, samples: int = VALIDATION_SAMPLES) -> tuple[float, float | None, float | None]:
         """NLL, accuracy and RMSE of the predictive mean over a few draws."""
         x, y = enter(self.validation.x.to(self.device), self.declared), self.validation.y
-        found = predict(self.network, self.network.factors(), x, samples, self.seed).summary
-        if isinstance(found, Classified):
-            p = found.probabilities.cpu()
+        summary = predict(self.network, self.network.factors(), x, samples, self.seed).summary
+        if isinstance(summary, Classified):
+            p = summary.probabilities.cpu()
             return nll(p, y), accuracy(p, y), None
-        mean, variance = found.mean.cpu(), (found.epistemic_variance + found.aleatoric_variance).cpu()
+        mean, variance = summary.mean.cpu(), (summary.epistemic_variance + summary.aleatoric_variance).cpu()
         return gaussian_nll(mean, variance, y), None, rmse(mean, y)
 
     def _in_units(self, y: Tensor) -> Tensor:
-        """Targets of regression in the network's units."""
+        """Regression targets in the network's units."""
         task = self.network.task
         if task.kind == "classification":
             return y
@@ -262,13 +265,13 @@ class Run:
         return (y - shift) / scale
 
     def _replay(self, number: int) -> None:
-        """The epoch again, up to the step whose loss is not finite: by now nothing is, but it began somewhere."""
+        """Repeat the epoch to find the first step whose loss is not finite; always raises FitError."""
         self.restore(self._start)
         first = self.step % len(self.batches)
         for x, y, share in self.batches.epoch(number, first):
             x = enter(x, self.declared)
             before = {k: v.clone() for k, v in self.network.state_dict().items()}
-            self._take(x, y, share)
+            self.take_step(x, y, share)
             if not self.ranks.add(self.sums).isfinite().all():
                 self.network.load_state_dict(before)
                 raise FitError(self._blame(x, y, number))
@@ -278,7 +281,7 @@ class Run:
         )
 
     def _blame(self, x: Tensor, y: Tensor, number: int) -> str:
-        """Which part first gives something that is not finite in the step just done, and what that may come from."""
+        """Error message: the first layer or parameter that is not finite in the last step, and a likely cause."""
         first: list[str] = []
 
         def watch(name: str) -> Callable[[nn.Module, object, object], None]:
@@ -318,7 +321,7 @@ class Run:
     def _stream(self, step: int) -> int:
         return stream(self.seed, "draws", step)
 
-    def state(self) -> State:
+    def state(self) -> FitState:
         tensors = {f"network.{k}": v.detach().clone() for k, v in self.network.state_dict().items()}
         tensors |= {f"best.{k}": v for k, v in (self.best or {}).items()}
         tensors["sums"] = self.sums.clone()
@@ -328,9 +331,9 @@ class Run:
                 if value is not None:
                     tensors[f"optimiser.{index}.{key}"] = torch.as_tensor(value).detach().clone()
         log = [dict(vars(e)) for e in self.log]
-        return State(tensors, {"step": self.step, "log": log, "priors": self.network.priors})
+        return FitState(tensors, {"step": self.step, "log": log, "priors": self.network.priors})
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: FitState) -> None:
         parts: dict[str, dict[str, Tensor]] = {"network": {}, "best": {}, "optimiser": {}}
         for name, tensor in state.tensors.items():
             kind, _, rest = name.partition(".")
@@ -347,9 +350,9 @@ class Run:
         rates = [group["lr"] for group in self.optimiser.param_groups]
         self.optimiser.load_state_dict({"state": of_optimiser, "param_groups": groups})
         for group, lr in zip(self.optimiser.param_groups, rates, strict=True):
-            group["lr"] = lr  # the tensor that a captured step reads
+            group["lr"] = lr  # the tensor that the graph reads
         if self.graphs is not None:
-            self.graphs = Graphs(self._update)  # what was captured works on the old state
+            self.graphs = StepGraph(self._update)  # the old graph uses the old state
         self.sums = state.tensors["sums"].to(self.device).clone()
         self._start = state
         self.step, self.log = state.known["step"], [Epoch(**e) for e in state.known["log"]]
@@ -358,7 +361,7 @@ class Run:
 def _optimiser(network: BayesianNetwork, fit: Fit) -> torch.optim.Optimizer:
     parameters = list(network.parameters())
     cuda = parameters[0].is_cuda
-    lr = torch.tensor(fit.lr, device=parameters[0].device) if cuda else fit.lr  # a captured step reads it anew
+    lr = torch.tensor(fit.lr, device=parameters[0].device) if cuda else fit.lr  # a graph reads the tensor
     if fit.optimiser == "sgd":
         return torch.optim.SGD(parameters, lr, fit.momentum, weight_decay=fit.weight_decay, fused=True)
     return torch.optim.Adam(parameters, lr, weight_decay=fit.weight_decay, fused=True, capturable=cuda)
@@ -372,8 +375,8 @@ def _no_longer_finite(epoch: int, step: int, place: str, cause: str) -> str:
 
 
 def same_every_step(network: BayesianNetwork, fit: Fit) -> bool:
-    """Whether the host decides nothing in a step: where layers are kept in copies it chooses all members, so every
-    member must have its turn in each step."""
+    """Whether a step can be a CUDA graph: the host may choose nothing in it. It chooses the members of an ensemble,
+    unless every member is used in each step."""
     copies = {len(m.copies) for m in network.modules() if isinstance(m, MemberLayer)}
     members = {layer.entry.ensemble or 1 for layer in network.layers.values()}
     return not copies or all(fit.samples % n == 0 for n in copies | members)

@@ -1,21 +1,21 @@
-"""A training step captured once as a CUDA graph and replayed: the host then launches one thing instead of thousands."""
+"""A training step as a CUDA graph: the host launches one graph instead of thousands of kernels."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-WARM = 3  # steps run as they are before a capture, so that libraries and the optimiser have made what they need
+WARM = 3  # steps without a graph before the capture, in which libraries and the optimiser allocate their buffers
 
 
-class Graphs:
-    """Runs `update(x, y, weights)`; batches of the first shape that comes are captured, any other runs as it is."""
+class StepGraph:
+    """Runs `update(x, y, weights)`, as a graph for batches of the shape that comes first, directly for others."""
 
     def __init__(self, update: Callable[[Tensor, Tensor, Tensor], None]) -> None:
         self.update = update
         self.stream = torch.cuda.Stream()
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.held: tuple[Tensor, ...] = ()  # what the captured step reads
+        self.held: tuple[Tensor, ...] = ()  # arguments of the graph
         self.warm = 0
 
     def run(self, *arguments: Tensor) -> None:
@@ -35,6 +35,6 @@ class Graphs:
             return
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):  # which records and does not run
+            with torch.cuda.graph(self.graph, stream=self.stream):  # records the step without running it
                 self.update(*self.held)
         self.graph.replay()

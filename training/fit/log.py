@@ -1,4 +1,4 @@
-"""What a run leaves behind about itself, and what it shows while it goes: a CSV file, TensorBoard, a progress bar."""
+"""Logs of a training run: a CSV file, TensorBoard, a progress bar."""
 
 import csv
 import io
@@ -8,15 +8,16 @@ from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 
+import rich.progress
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from dubito.training.fit.checkpoint import write_whole
-from dubito.training.fit.fit import Epoch, Run, Told
+from dubito.training.fit.fit import Epoch, FitRun, Progress
 
 
 def write_csv(log: list[Epoch], path: Path) -> None:
-    """One line for each epoch; written anew each time, so that a resumed run has no line twice."""
+    """Write one line per epoch; the whole file each time, so that a resumed run has no line twice."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, [f.name for f in fields(Epoch)])
     writer.writeheader()
@@ -26,7 +27,7 @@ def write_csv(log: list[Epoch], path: Path) -> None:
 
 @contextmanager
 def tensorboard(folder: Path) -> Iterator[Callable[[Epoch], None]]:
-    """Takes each epoch's numbers, where TensorBoard is installed."""
+    """A function that writes an epoch's numbers to TensorBoard, if that is installed."""
     if find_spec("tensorboard") is None:
         yield lambda _: None
         return
@@ -43,23 +44,21 @@ def tensorboard(folder: Path) -> Iterator[Callable[[Epoch], None]]:
 
 
 @contextmanager
-def progress(run: Run, title: str) -> Iterator[Callable[[Told], None]]:
-    """A bar over all steps of the run, on stderr; where that is no terminal, a line for each epoch."""
+def progress_bar(run: FitRun, title: str) -> Iterator[Callable[[Progress], None]]:
+    """A progress bar over all steps, on stderr; if that is not a terminal, a line for each epoch."""
     console = Console(stderr=True)
     total = run.fit.epochs * len(run.batches)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
     quiet = run.ranks.index > 0
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total, completed=run.step, said="")
+    with rich.progress.Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total, completed=run.step, text="")
 
-        def tell(told: Told) -> None:
-            said = (
-                f"epoch {told.epoch + 1}/{run.fit.epochs}  loss {told.loss:.4g}  NLL {told.nll:.4g}  KL {told.kl:.4g}"
-            )
-            if told.accuracy is not None:
-                said += f"  accuracy {told.accuracy:.2%}"
-            bar.update(task, completed=told.epoch * told.steps + told.step, said=said)
-            if told.step == told.steps and not quiet and not console.is_terminal:
-                console.print(f"{title}: {said}", highlight=False)
+        def show(p: Progress) -> None:
+            text = f"epoch {p.epoch + 1}/{run.fit.epochs}  loss {p.loss:.4g}  NLL {p.nll:.4g}  KL {p.kl:.4g}"
+            if p.accuracy is not None:
+                text += f"  accuracy {p.accuracy:.2%}"
+            bar.update(task, completed=p.epoch * p.steps + p.step, text=text)
+            if p.step == p.steps and not quiet and not console.is_terminal:
+                console.print(f"{title}: {text}", highlight=False)
 
-        yield tell
+        yield show

@@ -1,7 +1,7 @@
-"""The targets' noise, fitted on held-out data once a regression network is trained.
+"""Target noise of a trained regression network, fitted on held-out data.
 
-A network that has come close to its training targets takes their noise for smaller than it is. Two numbers a target are
-fitted on the validation part: a factor for σ, and how far the noise follows the input (the gain).
+A network that fits its training targets closely underestimates their noise. Two numbers per target are fitted on the
+validation part: a factor of σ, and the gain with which the noise depends on the input.
 """
 
 import math
@@ -20,57 +20,57 @@ from dubito.training.seeds import stream
 
 DRAWS = 20  # K
 GAINS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: the noise is constant
-RANGE = math.log(30)  # of the factor
+RANGE = math.log(30)  # of the log-factor, either way
 STEPS = 40  # of golden section
-BELIEF = 10.0  # examples that the noise which training left counts as: a few validation examples alone tell little
+BELIEF = 10.0  # weight of the trained noise, in examples: a few validation examples alone say little
 
 
 @dataclass(frozen=True)
 class FittedNoise:
-    """Per target, and the validation part's mean NLL of all targets in their own units."""
+    """Factor and gain per target, and mean NLLs on the validation part in the targets' own units."""
 
     factor: Tensor  # (D,)
     gain: Tensor | None  # (D,); None: the noise is constant
-    before: float  # NLL with the noise that training left
+    before: float  # NLL with the trained noise
     nll: float
-    constant: float  # with one constant σ per target, fitted in the same way
+    constant: float  # NLL with one constant σ per target, fitted in the same way
 
 
 def fit_noise(
     network: BayesianNetwork, validation: Examples, declared: Input, *, choose: bool, seed: int = 0
 ) -> FittedNoise:
-    """Set σ, and with `choose` the gain too, to what gives the least NLL on the validation part.
+    """Set σ, and with `choose` the gain too, to minimise the NLL on the validation part.
 
-    The NLL is that of a Gaussian with the predictive mean and variance, as everywhere. What training found counts as
-    `BELIEF` further examples.
+    The NLL is that of a Gaussian with the predictive mean and variance. The trained noise counts as `BELIEF` further
+    examples.
     """
     assert network.noise is not None
     assert network.task.kind == "regression"
     device, D = network.noise.raw.device, network.task.outputs
     x = enter(validation.x.to(device), declared)
-    found = predict(network, network.factors(), x, DRAWS, stream(seed, "noise", 0), keep_outputs=True).outputs
-    assert found is not None
-    outputs = wide(found).cpu()  # (K, V, numbers)
+    drawn = predict(network, network.factors(), x, DRAWS, stream(seed, "noise", 0), keep_outputs=True).outputs
+    assert drawn is not None
+    outputs = wide(drawn).cpu()  # (K, V, numbers)
     shift, scale = (torch.tensor(v, dtype=torch.float64) for v in (network.task.shift, network.task.scale))
     error = (validation.y.double() - shift) / scale - outputs[..., :D].mean(0)  # (V, D)
     epistemic = outputs[..., :D].var(0, unbiased=False)
     sigma = network.noise().detach().cpu().double()
-    units = float(scale.log().expand(D).sum())  # nats between the network's units and the targets' own
+    units = float(scale.log().expand(D).sum())  # NLL difference between the network's units and the targets' own
 
     def ratio(gain: Tensor) -> Tensor:
         """Mean over draws of σ(x)²/σ²: (V, D)."""
         return (2 * gain * log_ratio(outputs[..., D:])).exp().mean(0)
 
     def nll(variance: Tensor) -> Tensor:
-        """Of each target: (D,)."""
+        """Mean NLL of each target: (D,)."""
         each: Tensor = ((error.square() / variance) + (2 * math.pi * variance).log()) / 2
         return each.mean(0)
 
     def best(aleatoric: Tensor) -> tuple[Tensor, Tensor]:
-        """The best log-factor (D,) of σ for variances (V, D) of the noise, and the NLL with it."""
+        """The best log-factor (D,) of σ for noise variances (V, D), and the NLL with it."""
 
         def cost(log_factor: Tensor) -> Tensor:
-            """NLL of the examples, and of a few whose errors are just as large as training's variance says."""
+            """NLL of the examples, and of `BELIEF` examples whose squared errors equal the trained variance."""
             variance = epistemic + (2 * log_factor).exp() * aleatoric
             expected: Tensor = (trained / variance + (2 * math.pi * variance).log()) / 2
             return len(error) * nll(variance) + BELIEF * expected.mean(0)
@@ -104,8 +104,8 @@ def fit_noise(
     return FittedNoise(factor, gain, *figures)
 
 
-def said(fitted: FittedNoise) -> str:
-    """What the fit found, in one sentence."""
+def describe_noise(fitted: FittedNoise) -> str:
+    """The fitted factor and gain and their NLL, in one sentence."""
     factors = ", ".join(f"{v:.3g}" for v in fitted.factor.tolist())
     text = f"noise fitted on the validation part: σ times {factors}"
     if fitted.gain is not None:

@@ -1,4 +1,4 @@
-"""What a training step minimises: the negative log-likelihood of the draws, and the KL with its weight."""
+"""The training objective: negative log-likelihood over draws, plus the weighted KL; schedules of its weights."""
 
 import math
 
@@ -24,7 +24,7 @@ def negative_log_likelihood(network: BayesianNetwork, outputs: Tensor, y: Tensor
 
 
 def kl_weight(fit: Fit, epoch: float) -> float:
-    """0 in the likelihood phase, then a straight rise to `fit.kl`; `epoch` may be a fraction."""
+    """Weight of the KL: 0 in the likelihood phase, then a linear rise to `fit.kl`; `epoch` may be a fraction."""
     if epoch < fit.likelihood_epochs:
         return 0.0
     if fit.warmup_epochs == 0:
@@ -33,12 +33,12 @@ def kl_weight(fit: Fit, epoch: float) -> float:
 
 
 def gain(fit: Fit, epoch: float) -> float:
-    """How far the noise follows the input: not at all while the means find their place, then a straight rise to 1."""
+    """Gain of target noise that depends on the input: 0 for `noise_epochs`, then a linear rise to 1."""
     return 1.0 if fit.noise_epochs == 0 else min(1.0, max(0.0, epoch / fit.noise_epochs - 1))
 
 
 def rate(fit: Fit, epoch: float) -> float:
-    """The learning rate; `epoch` may be a fraction."""
+    """Learning rate; `epoch` may be a fraction."""
     match fit.schedule:
         case "cosine":
             return fit.lr * (1 + math.cos(math.pi * epoch / fit.epochs)) / 2

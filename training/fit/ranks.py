@@ -1,4 +1,4 @@
-"""Data-parallel training under torchrun: every rank draws the same weights for its share of each batch."""
+"""Data-parallel training with torchrun: every rank uses the same draws of the weights for its share of each batch."""
 
 import atexit
 import os
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torchrun, in the environment
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # variables that torchrun sets
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Ranks:
 
     @classmethod
     def here(cls) -> "Ranks":
-        """As torchrun says; without it, one process."""
-        if not all(name in os.environ for name in TOLD):
+        """The ranks of torchrun; without it, a single one."""
+        if not all(name in os.environ for name in ENVIRONMENT):
             return cls()
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -32,7 +32,7 @@ class Ranks:
 
     @staticmethod
     def device() -> torch.device:
-        """This rank's GPU, where there are any."""
+        """This rank's GPU, or the CPU."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -40,9 +40,9 @@ class Ranks:
         return device
 
     def prepare(self, network: nn.Module) -> Callable[[], None]:
-        """All ranks start where the first does, and their BatchNorms see the whole batch, as in one process.
+        """Copy the first rank's parameters to all, and replace BatchNorms by ones that use the whole batch.
 
-        What is returned gives the network its own BatchNorms back, which hold what was learned.
+        The returned function puts the network's own BatchNorms back, with the learned statistics.
         """
         swapped: list[tuple[nn.Module, str, nn.Module]] = []
 
@@ -64,7 +64,7 @@ class Ranks:
         return undo
 
     def add_gradients(self, network: nn.Module) -> None:
-        """Each gradient becomes the sum over ranks, all of them in one message."""
+        """Sum each gradient over ranks, with one all-reduce."""
         if self.count == 1:
             return
         gradients = [p.grad for p in network.parameters() if p.grad is not None]
@@ -82,32 +82,32 @@ class Ranks:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """The first rank alone, then the others: what it fetches they find."""
+        """Run the block on the first rank, then on the others, which find what the first has downloaded."""
         if self.count > 1 and self.index > 0:
             dist.barrier()
         yield
         if self.count > 1 and self.index == 0:
             dist.barrier()
 
-    def any(self, here: bool, device: torch.device) -> bool:
-        """Whether it is so on any rank: what one decides alone leaves the others waiting for it."""
-        return here if self.count == 1 else bool(self.add(torch.tensor(float(here), device=device)))
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether the flag is set on any rank, so that all ranks decide alike."""
+        return flag if self.count == 1 else bool(self.add(torch.tensor(float(flag), device=device)))
 
     def same(self, number: int, device: torch.device) -> bool:
         """Whether all ranks have the same number."""
         return self.count == 1 or not self.any(self.of_first([number], device) != [number], device)
 
     def of_first(self, values: Sequence[float], device: torch.device) -> list[float]:
-        """The first rank's values, for all."""
+        """The first rank's values, on all ranks."""
         if self.count == 1:
             return list(values)
-        told = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.broadcast(told, 0)
-        return told.tolist()
+        shared = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.broadcast(shared, 0)
+        return shared.tolist()
 
 
 class Sum(torch.autograd.Function):
-    """The sum over ranks of a tensor, differentiable: each rank's loss depends on every rank's summand."""
+    """Differentiable sum of a tensor over ranks: each rank's loss depends on every rank's summand."""
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Sum(torch.autograd.Function):
 
 
 class SharedBatchNorm(_BatchNorm):
-    """A BatchNorm whose batch is that of all ranks, for CPUs; torch's own SyncBatchNorm is for GPUs only."""
+    """A BatchNorm over the batches of all ranks, for CPUs; torch's own SyncBatchNorm is for GPUs only."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
@@ -155,4 +155,4 @@ class SharedBatchNorm(_BatchNorm):
         self.running_var.lerp_(var, momentum)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Checked by the BatchNorm that stood here."""
+        """The replaced BatchNorm has checked it."""

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop soon, so that a step is finished and a checkpoint written first."""
+"""Ctrl-C and SIGTERM stop training after the current step, with a checkpoint."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -11,20 +11,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """Whether somebody has asked to stop; a second Ctrl-C does not wait."""
-    asked: list[int] = []
+    """A function that says whether a signal has come; a second signal interrupts at once."""
+    signals: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if asked:
+        if signals:
             raise KeyboardInterrupt
-        asked.append(number)
+        signals.append(number)
 
-    if current_thread() is not main_thread():  # signals reach the main thread alone
+    if current_thread() is not main_thread():  # only the main thread gets signals
         yield lambda: False
         return
     before = [signal.signal(number, note) for number in SIGNALS]
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(signals)
     finally:
         for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)

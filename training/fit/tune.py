@@ -1,4 +1,4 @@
-"""The posterior's options chosen on held-out training data: a short run with each, judged by the validation part."""
+"""Chooses the posterior's options: a short trial run with each, compared on the validation part."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -8,18 +8,18 @@ from torch import nn
 
 from dubito.training.config import Recipe
 from dubito.training.fit.checkpoint import write_whole
-from dubito.training.fit.fit import Run
+from dubito.training.fit.fit import FitRun
 from dubito.training.terminal import remark
 
-SAMPLES = 20  # K of the judgement
+SAMPLES = 20  # K of the comparison
 
-FitTrial = Callable[[nn.Module, Recipe, str], Run]  # the plain network, the trial's recipe, its name
+FitTrial = Callable[[nn.Module, Recipe, str], FitRun]  # the plain network, the trial's recipe, its name
 
 
 def tune(recipe: Recipe, net: nn.Module, fit: FitTrial, path: Path, origin: str, *, first: bool) -> Recipe:
     """The recipe with the options whose trial has the lowest validation NLL.
 
-    `path` keeps what is known, so that a stopped run goes on: it is only believed for the same recipe and data.
+    The file `path` holds the results so far, for a stopped run; it is used for the same recipe and data only.
     """
     assert recipe.tune is not None
     key = {"recipe": recipe.model_dump(mode="json"), "origin": origin}
@@ -40,13 +40,13 @@ def tune(recipe: Recipe, net: nn.Module, fit: FitTrial, path: Path, origin: str,
 
 
 def _known(path: Path, key: Mapping[str, object]) -> list[float]:
-    """The NLLs of the trials that were made already."""
+    """NLLs of the trials that are done."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    same = isinstance(found, dict) and all(found.get(name) == value for name, value in key.items())
-    return list(found["nll"]) if same else []
+    same = isinstance(stored, dict) and all(stored.get(name) == value for name, value in key.items())
+    return list(stored["nll"]) if same else []
 
 
 def _words(options: Mapping[str, object]) -> str:

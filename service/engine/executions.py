@@ -1,4 +1,4 @@
-"""The ways in which a layer can be computed where a pass reaches it, and whether one of them is right."""
+"""The executions of a layer: the ways in which it can be computed, and a check of their results."""
 
 import hashlib
 from collections.abc import Callable
@@ -16,17 +16,17 @@ from dubito.models.numerics.proof import WIDER, fault_in, name_of
 from dubito.models.posteriors.protocol import Dense, Factored, Operand
 from dubito.service.engine.fusion import Unit
 
-ROUNDINGS = 16  # machine epsilons of the largest value that a way may be off: weights and what is between are rounded
-SEEN = 2  # inputs of a sample that are compared
+ROUNDINGS = 16  # tolerance in machine epsilons of the largest value: weights and intermediate results are rounded
+SEEN = 2  # inputs of a draw that are compared
 
 
 @dataclass(frozen=True)
-class Reached:
-    """A Bayesian layer, or a unit around one, with what it gets in a pass of K samples."""
+class LayerCall:
+    """A Bayesian layer, or the unit around it, with its inputs and weights in a pass of K draws."""
 
     unit: nn.Module
     x: Tensor  # (K·B, ...)
-    residual: Tensor | None  # of a unit: what is added
+    residual: Tensor | None  # added by a unit
     operand: Operand
     K: int
     channels_last: bool
@@ -37,30 +37,30 @@ class Reached:
         return self.unit.geometry
 
     @cached_property
-    def ways(self) -> tuple[How, ...]:
-        ways = ways_of(self.geometry, self.operand, self.K)
-        return ways + kernel_ways(self.geometry, self.operand, self.x) if isinstance(self.unit, Unit) else ways
+    def executions(self) -> tuple[How, ...]:
+        fused = kernel_executions(self.geometry, self.operand, self.x) if isinstance(self.unit, Unit) else ()
+        return executions_of(self.geometry, self.operand, self.K) + fused
 
     @cached_property
     def case(self) -> str:
-        """What decides which way is fastest, in few letters."""
+        """Cache key of a measured layer: a hash of all that its speed depends on."""
         follows, r = None, None
         if isinstance(self.unit, Unit):
             follows = (self.unit.norm is not None, self.residual is not None, self.unit.relu)
         if isinstance(self.operand, Factored):
             r = (self.operand.B.shape[1], self.operand.e is not None)
-        told = (str(self.geometry), tuple(self.x.shape), str(self.x.dtype), r, self.K, self.channels_last, follows)
-        return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+        parts = (str(self.geometry), tuple(self.x.shape), str(self.x.dtype), r, self.K, self.channels_last, follows)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
-    def compute(self, how: How) -> Tensor:
+    def compute(self, execution: How) -> Tensor:
         if isinstance(self.unit, Unit):
-            return self.unit.compute(self.x, self.residual, self.operand, self.K, how, self.channels_last)
-        return apply(self.geometry, self.x, self.operand, self.K, how, self.channels_last)
+            return self.unit.compute(self.x, self.residual, self.operand, self.K, execution, self.channels_last)
+        return apply(self.geometry, self.x, self.operand, self.K, execution, self.channels_last)
 
     def expected(self, *, unsigned: bool = False) -> Tensor:
-        """A few rows of the first and of the last sample, without plans: dense weights, one by one, in a wider type.
+        """A few output rows of the first and last draw, computed draw by draw with dense weights in a wider dtype.
 
-        `unsigned`: all numbers without their signs, so that nothing cancels.
+        `unsigned`: with absolute values of inputs and weights, so that nothing cancels.
         """
         wide = WIDER.get(self.x.dtype, self.x.dtype)
 
@@ -70,14 +70,14 @@ class Reached:
         rows = [change(x) for x in _seen(self.x, self.K)]
         added = [None, None] if self.residual is None else [change(r) for r in _seen(self.residual, self.K)]
         operands = [_each(self.operand.part(k, 1), change) for k in (0, self.K - 1)]
-        alone = [Reached(self.unit, *each, 1, False) for each in zip(rows, added, operands, strict=True)]
+        alone = [LayerCall(self.unit, *each, 1, False) for each in zip(rows, added, operands, strict=True)]
         return torch.cat([one.compute("loop") for one in alone])
 
-    def fault(self, how: How, expected: Tensor) -> str | None:
-        """What is wrong with those rows, where anything is."""
-        found = torch.cat(_seen(self.compute(how), self.K))
-        what = f"{how!r} in {name_of(found.dtype)}"
-        return fault_in(what, found, expected, ROUNDINGS, partial(self.expected, unsigned=True))
+    def fault(self, execution: How, expected: Tensor) -> str | None:
+        """What is wrong with an execution's result on the rows of `expected`; None if it is right."""
+        result = torch.cat(_seen(self.compute(execution), self.K))
+        what = f"{execution!r} in {name_of(result.dtype)}"
+        return fault_in(what, result, expected, ROUNDINGS, partial(self.expected, unsigned=True))
 
 
 def _seen(rows: Tensor, K: int) -> list[Tensor]:
@@ -91,8 +91,8 @@ def _each(operand: Operand, change: Callable[[Tensor], Tensor]) -> Operand:
     return replace(operand, **changed)
 
 
-def ways_of(geometry: Geometry, operand: Operand, K: int) -> tuple[How, ...]:
-    """In which the operand can be applied, all to the same result."""
+def executions_of(geometry: Geometry, operand: Operand, K: int) -> tuple[How, ...]:
+    """Executions of an operand without custom kernels; all give the same result."""
     dense: tuple[How, ...] = ("loop",)
     if K > 1:
         dense = ("loop", "batch", "unfold") if isinstance(geometry, Conv) else ("loop", "batch")
@@ -104,8 +104,8 @@ def ways_of(geometry: Geometry, operand: Operand, K: int) -> tuple[How, ...]:
     return ()
 
 
-def kernel_ways(geometry: Geometry, operand: Operand, x: Tensor) -> tuple[How, ...]:
-    """Those of a GPU's kernels, in half precision: in float32 they would not use its matrix units."""
+def kernel_executions(geometry: Geometry, operand: Operand, x: Tensor) -> tuple[How, ...]:
+    """Executions by our GPU kernels, in half precision only: in float32 they would not use the tensor cores."""
     if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16) or find_spec("triton") is None:
         return ()
     from dubito.service.engine.kernels import suits
