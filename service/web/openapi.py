@@ -175,7 +175,7 @@ SCHEMAS: Json = {
 
 
 def document(app: FastAPI, settings: Settings) -> Json:
-    """Everything the server answers; examples fit the embedded model."""
+    """Everything the server answers; examples fit the embedded digits, whose inputs are short."""
     found = get_openapi(
         title="dubito",
         version=app.version,

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from dubito.models.embedded import embedded
 from tests.service.conftest import Starter
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -28,9 +29,9 @@ def operators_read_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of `dubito serve` with the embedded model."""
+    """Of `dubito serve` with the embedded digits."""
     starter = Starter(tmp_path_factory.mktemp("served"))
-    yield starter().url
+    yield starter(embedded("digits")).url
     starter.close()
 
 

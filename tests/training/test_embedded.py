@@ -21,11 +21,11 @@ from dubito.training.metrics import BINS
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return load(embedded())
+    return load(embedded("digits"))
 
 
 def test_it_is_small_and_calibrated(model: Model) -> None:
-    assert embedded().stat().st_size <= 300_000
+    assert embedded("digits").stat().st_size <= 300_000
     calibration = model.card.calibration
     assert calibration is not None
     assert calibration.auto is not None
