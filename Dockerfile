@@ -28,15 +28,16 @@ COPY --from=wasm /wasm service/console/wasm
 RUN /build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /dist .
 
 # What both targets share: a C compiler for Triton and torch.compile, an allocator that gives memory back, a user who
-# may write to /cache only, and the embedded model as the content of a new /models.
+# may write to /cache only, and the embedded models as the content of a new /models.
 FROM ${BASE} AS system
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev libjemalloc2 \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --user-group --no-create-home --home-dir /cache dubito \
-    && mkdir -p /cache /models/digits/1 \
+    && mkdir -p /cache /models/clothes/1 /models/digits/1 \
     && chown -R dubito:dubito /cache
+COPY models/clothes.safetensors /models/clothes/1/model.safetensors
 COPY models/digits.safetensors /models/digits/1/model.safetensors
 ENV PATH=/opt/dubito/bin:$PATH \
     HOME=/cache \

@@ -9,7 +9,7 @@ BENCH ?= $(filter-out _% $(NEED_DATA) $(NEED_FILES),$(basename $(notdir $(wildca
 DATA ?= data
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve wasm lint test test-slow test-soak bench embedded reference lock clean
+.PHONY: help setup serve wasm lint test test-slow test-soak bench embedded embedded-clothes embedded-digits reference lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -26,7 +26,7 @@ wasm: service/console/wasm ## onnxruntime-web for the console's page /edge (need
 service/console/wasm: deploy/edge/wasm.sh
 	sh deploy/edge/wasm.sh $@ && touch $@ || echo "the page /edge will say what is missing"
 
-serve: $(READY) wasm ## serve the embedded model with its console: make serve ARGS="model.safetensors --port 9000"
+serve: $(READY) wasm ## serve the embedded models with their console: make serve ARGS="model.safetensors --port 9000"
 	$(BIN)/dubito serve $(ARGS)
 
 lint: $(READY) ## ruff and strict mypy
@@ -52,7 +52,15 @@ bench: $(READY) ## every benchmark that needs no data, or one: make bench BENCH=
 	@set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name \
 		$$(case " $(NEED_DATA) " in *" $$name "*) echo --data-root '$(DATA)';; esac); done
 
-embedded: $(READY) ## train the embedded default model anew
+embedded: embedded-clothes embedded-digits ## train the embedded models anew: make embedded DATA=folder
+
+# minutes on a GPU; the file in the repository comes from one H200
+embedded-clothes: $(READY) ## the first of them, which needs Fashion-MNIST in DATA and a GPU
+	$(BIN)/dubito train fashion-mnist --fresh --data-root '$(DATA)' --set seed=1 --set precision=float16 \
+		--out models/clothes.safetensors
+	rm -rf models/clothes*.log.csv models/clothes*.tensorboard
+
+embedded-digits: $(READY) ## the second of them, which needs neither
 	$(BIN)/dubito train digits --fresh --device cpu --out models/digits.safetensors
 	rm -rf models/digits*.log.csv models/digits*.tensorboard
 

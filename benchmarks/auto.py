@@ -55,7 +55,7 @@ def inputs(model: Model) -> dict[str, Tensor]:
 
 def models() -> dict[str, Model]:
     """The embedded one; and one whose draws disagree more, so that it has more to settle."""
-    model = load(embedded())
+    model = load(embedded("digits"))
     torch.manual_seed(0)
     last = torch.nn.Linear(64, 10)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU(), last)

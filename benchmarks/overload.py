@@ -20,6 +20,7 @@ from rich.table import Table
 
 from benchmarks._measure import machine
 from benchmarks._server import Server, running
+from dubito.models.embedded import embedded
 from dubito.service.load import Floats, Load, doubts, poisson, predictions, put, short, spread
 
 HEADROOM = 2.5  # the rate is a mean, and refusing the others takes time, too
@@ -57,9 +58,9 @@ def main() -> None:
 
 @contextmanager
 def serving(K: int, batch: int, queue: int) -> Iterator[Server]:
-    """A server of the embedded model; `batch` and `queue` are its limits, in rows × draws."""
+    """A server of the embedded digits; `batch` and `queue` are its limits, in rows × draws."""
     flags = (f"queue_work={queue * K}", f"batch_work={batch * K}")
-    command = ["dubito", "serve", *(word for flag in flags for word in ("--set", flag))]
+    command = ["dubito", "serve", str(embedded("digits")), *(word for flag in flags for word in ("--set", flag))]
     with tempfile.TemporaryDirectory() as folder, running(command, Path(folder) / "log", "/readyz") as server:
         yield server
 

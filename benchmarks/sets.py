@@ -101,7 +101,7 @@ def figures(p: Probabilities, y: NDArray[np.int64], scores: Scores, coverage: fl
 
 def made(name: str, root: Path | None) -> tuple[Model, Parts]:
     if name == "digits":
-        return load(embedded()), divide(read_data("digits"), 0.05, 0.2, 0.2, 0)
+        return load(embedded("digits")), divide(read_data("digits"), 0.05, 0.2, 0.2, 0)
     assert root is not None, "--data-root says where the data lies"
     with tempfile.TemporaryDirectory() as folder:
         if name == "fashion-mnist":

@@ -15,7 +15,7 @@ def serve(
         typer.Argument(
             metavar="PATH",
             help="Artifacts, or model repositories (PATH/NAME/VERSION/model.safetensors). Without any: the embedded "
-            "model.",
+            "models clothes and digits.",
             show_default=False,
         ),
     ] = None,
@@ -43,7 +43,7 @@ def serve(
 
     Try: dubito serve model.safetensors --port 8000
     """
-    from dubito.models.embedded import embedded
+    from dubito.models.embedded import NAMES, embedded
     from dubito.service.settings import SettingError, as_toml, read_settings
 
     flags: dict[str, object] = {"models": paths, "host": host, "port": port, "device": device}
@@ -54,7 +54,7 @@ def serve(
         flags[key] = value
     effective = read_settings(settings, **{key: value for key, value in flags.items() if value is not None})
     if not effective.models:
-        effective = effective.model_copy(update={"models": (embedded(),)})
+        effective = effective.model_copy(update={"models": tuple(embedded(name) for name in NAMES)})
     if print_settings:
         print(as_toml(effective))
         return

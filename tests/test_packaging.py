@@ -60,7 +60,8 @@ def test_wheel_holds_the_data_that_the_code_reads(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     recipes = {f"dubito/training/recipes/{file.name}" for file in (REPO / "training/recipes").iterdir()}
     console = {f"dubito/service/console/{file.name}" for file in (REPO / "service/console").iterdir() if file.is_file()}
-    assert {*recipes, *console, "dubito/training/digits.npz", "dubito/models/digits.safetensors"} <= names
+    embedded = {f"dubito/models/{name}.safetensors" for name in ("clothes", "digits")}
+    assert {*recipes, *console, *embedded, "dubito/training/digits.npz"} <= names
 
 
 def test_wheel_installs_the_command(wheel: Path) -> None:

@@ -190,7 +190,7 @@ from dubito.models.embedded import embedded
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.engine import Engine
 
-model = load(embedded())
+model = load(embedded("digits"))
 assert model.card.input is not None
 Engine(model, [1, 2], share=Budget(1 << 30).share()).warm(4, nullcontext())
 print(sorted({"torch._dynamo", "sympy"} & set(sys.modules)))

@@ -65,7 +65,7 @@ export function spark(svg, values) {
 /** The running mean over k with a band of two standard errors, every draw as a dot, and where k stands. */
 export function settling(svg, steps, k, say, bounds = null) {
   const width = svg.clientWidth || 400, height = svg.clientHeight || 170;
-  const left = 54, right = 10, top = 10, bottom = 24;
+  const left = 62, right = 10, top = 10, bottom = 24; // the widest mark is "100.0 %"
   const inside = (value) => (bounds ? Math.min(bounds[1], Math.max(bounds[0], value)) : value);
   const bands = steps.map(({ mean, error }) => [inside(mean - 2 * (error || 0)), inside(mean + 2 * (error || 0))]);
   let low = Math.min(...steps.map((s) => s.value), ...bands.map((b) => b[0]));

@@ -223,21 +223,22 @@ function takes({ input }) {
   }
 }
 
-const TITLES = { usual: "Like the training data", unusual: "Unlike it", made: "Examples" };
+const TITLES = { usual: "Like the training data", unusual: "Unlike it", missed: "Unlike it, but easily missed", made: "Examples" };
 
 function offer(groups) {
-  $("examples").replaceChildren(...Object.entries(groups).map(([group, examples]) => element(
+  const offered = Object.entries(groups).filter(([, examples]) => examples.length);
+  $("examples").replaceChildren(...offered.map(([group, examples]) => element(
     "div", { class: "group", role: "group", "aria-label": TITLES[group] },
     element("h3", {}, TITLES[group]),
     element("div", { class: "thumbs" }, ...examples.map((example) => thumb(example))),
   )));
-  document.querySelector('[aria-label="Example: digit 3"]')?.setAttribute("data-first", "");
 }
 
 function thumb(example) {
   const button = element("button", { type: "button", class: "example", "aria-pressed": "false" });
   if (example.pixel) {
     button.setAttribute("aria-label", `Example: ${example.name}`);
+    if (example.first) button.dataset.first = "";
     button.title = example.name;
     const picture = element("canvas", { width: pad.width, height: pad.height });
     const small = picture.getContext("2d"), image = small.createImageData(pad.width, pad.height);
@@ -425,7 +426,7 @@ function showOod({ model }, ood) {
   flag.dataset.flag = String(ood.flag);
   flag.textContent = ood.flag ? "Out of distribution" : "In distribution";
   $("why").textContent = ood.flag
-    ? "Unlike what the model was trained on: do not rely on this answer." : "Like what the model was trained on.";
+    ? "Unlike what the model was trained on: do not rely on this answer." : "By this score, like what the model was trained on.";
   const { least, most } = scaleOf(ood.measure, model.labels?.length ?? 2, score, threshold);
   gauge($("gauge"), { score: score - least, threshold: threshold - least, most: most - least });
   const at = (100 * (threshold - least)) / (most - least);

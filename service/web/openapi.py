@@ -175,7 +175,7 @@ SCHEMAS: Json = {
 
 
 def document(app: FastAPI, settings: Settings) -> Json:
-    """The whole document; examples fit the embedded model."""
+    """The whole document; examples fit the embedded digits, whose inputs are short."""
     schema = get_openapi(
         title="dubito",
         version=app.version,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from dubito.models.embedded import embedded
 from tests.service.conftest import Starter
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -45,9 +46,9 @@ def without_annotations(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of `dubito serve` with the embedded model."""
+    """Of `dubito serve` with the embedded digits."""
     starter = Starter(tmp_path_factory.mktemp("served"))
-    yield starter().url
+    yield starter(embedded("digits")).url
     starter.close()
 
 

@@ -264,7 +264,7 @@ def test_regression_answers_mean_variances_and_interval(noise: Literal["constant
 
 def test_the_embedded_model_with_its_thresholds_and_labels(tmp_path: Path) -> None:
     """R directions, a temperature, a calibration: every output, and the facts a device reads."""
-    model = load(embedded())
+    model = load(embedded("digits"))
     path = written(exported(model, samples=20), tmp_path)
     assert parity(path, model, inputs_for(model)).largest < CLOSE
     found = run(path, inputs_for(model))
@@ -279,7 +279,7 @@ def test_the_embedded_model_with_its_thresholds_and_labels(tmp_path: Path) -> No
 
 
 def test_pictures_of_another_size_are_prepared_in_the_graph(tmp_path: Path) -> None:
-    model = load(embedded())
+    model = load(embedded("digits"))
     path = written(exported(model, samples=5, take="image"), tmp_path)
     for size in (8, 21, 5):
         pixels = np.random.default_rng(size).integers(0, 256, (2, size, size + 1, 1), dtype=np.uint8)
@@ -508,7 +508,7 @@ def test_members_come_in_an_order_of_the_seed(tmp_path: Path) -> None:
 def test_noise_of_directions_and_all_layers_of_a_deeper_network(tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = lively(bayesianize(build("lenet"), "ffg-u", inducing=8))
-    declared = input_of(load(embedded()).manifest.architecture)
+    declared = input_of(load(embedded("digits")).manifest.architecture)
     assert declared is not None
     set_directions(network, torch.randn(16, 1, 28, 28), 3)
     model = saved(network, tmp_path)
@@ -518,7 +518,7 @@ def test_noise_of_directions_and_all_layers_of_a_deeper_network(tmp_path: Path) 
 
 
 def test_opset_and_initialisers_are_what_small_runtimes_know(tmp_path: Path) -> None:
-    model = exported(load(embedded()), precision="fp16").model
+    model = exported(load(embedded("digits")), precision="fp16").model
     assert all(o.version <= 21 for o in model.opset_import)
     assert not any(node.op_type.startswith("Random") for node in model.graph.node)
     halves = [t for t in model.graph.initializer if t.data_type == TensorProto.FLOAT16]

@@ -34,7 +34,7 @@ WITHOUT_TORCH = "import sys; sys.modules.update(torch=None, onnx=None, dubito=No
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model as a graph that takes pictures."""
     path = tmp_path_factory.mktemp("edge") / "digits.onnx"
-    save(export(load(embedded()), samples=20, take="image"), path)
+    save(export(load(embedded("digits")), samples=20, take="image"), path)
     return path
 
 
@@ -132,9 +132,9 @@ def test_every_filter_of_a_png_is_undone() -> None:
 def test_the_commands_export_and_check(tmp_path: Path) -> None:
     """As a user types them, with quality on the digits' own test data."""
     out = tmp_path / "digits.onnx"
-    told = dubito("export", embedded(), out, "--precision", "fp16", "--samples", "8")
+    told = dubito("export", embedded("digits"), out, "--precision", "fp16", "--samples", "8")
     assert f"Next: dubito check-onnx {out}" in told
-    check = ("check-onnx", out, "--against", embedded(), "--data", some_digits(tmp_path / "some.npz"))
+    check = ("check-onnx", out, "--against", embedded("digits"), "--data", some_digits(tmp_path / "some.npz"))
     report = json.loads(dubito(*check, "--json"))
     assert report["max_difference"] < 0.02
     assert report["bytes"] == out.stat().st_size
@@ -159,7 +159,7 @@ def test_files_that_are_not_ours_are_refused_in_one_line(command: str, digits: P
                 EdgeModel(path)
         else:
             with pytest.raises(OnnxError, match=words):
-                dubito("check-onnx", path, "--against", embedded())
+                dubito("check-onnx", path, "--against", embedded("digits"))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_facts_that_do_not_fit_the_graph_are_refused(
     with pytest.raises(EdgeError, match=words):
         EdgeModel(path)
     with pytest.raises(OnnxError, match=words):
-        dubito("check-onnx", path, "--against", embedded())
+        dubito("check-onnx", path, "--against", embedded("digits"))
 
 
 def test_data_that_do_not_fit_are_refused(digits: Path, tmp_path: Path) -> None:
@@ -199,14 +199,14 @@ def test_data_that_do_not_fit_are_refused(digits: Path, tmp_path: Path) -> None:
     for arrays, words in cases:
         np.savez(path, **arrays)  # type: ignore[arg-type]
         with pytest.raises(InputError, match=words):
-            dubito("check-onnx", digits, "--against", embedded(), "--data", f"npz:{path}")
+            dubito("check-onnx", digits, "--against", embedded("digits"), "--data", f"npz:{path}")
     np.savez(path, x=good, y=np.zeros(5))
     path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(InputError, match="cut or damaged"):
-        dubito("check-onnx", digits, "--against", embedded(), "--data", path)
+        dubito("check-onnx", digits, "--against", embedded("digits"), "--data", path)
     path.write_bytes(b"text")
     with pytest.raises(InputError, match=r"is no \.npz file"):
-        dubito("check-onnx", digits, "--against", embedded(), "--data", path)
+        dubito("check-onnx", digits, "--against", embedded("digits"), "--data", path)
 
 
 def test_a_file_of_another_artifact_is_refused(digits: Path, tmp_path: Path) -> None:
@@ -231,6 +231,6 @@ def test_inputs_that_do_not_fit_are_refused(digits: Path, tmp_path: Path) -> Non
 
 def test_export_refuses_what_it_cannot_write(tmp_path: Path) -> None:
     with pytest.raises(DubitoError, match="cannot write"):
-        dubito("export", embedded(), tmp_path / "no" / "folder.onnx")
+        dubito("export", embedded("digits"), tmp_path / "no" / "folder.onnx")
     with pytest.raises(DubitoError, match="cannot be read"):
         dubito("export", tmp_path / "none.safetensors", tmp_path / "out.onnx")

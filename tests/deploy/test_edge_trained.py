@@ -223,7 +223,7 @@ def test_data_give_activations_in_int8(architecture: str, method: str, products:
 
 
 def test_the_command_takes_data_for_int8_alone(tmp_path: Path) -> None:
-    artifact, data = embedded(), some_data(digits().train, tmp_path / "some.npz", 60)
+    artifact, data = embedded("digits"), some_data(digits().train, tmp_path / "some.npz", 60)
     told = dubito("export", artifact, tmp_path / "out.onnx", "--precision", "int8", "--data", data, "--samples", "4")
     assert "activations in int8, by the range of the data: 5 products" in told
     report = json.loads(dubito("check-onnx", tmp_path / "out.onnx", "--against", artifact, "--data", data, "--json"))

@@ -108,7 +108,7 @@ def test_the_image_serves_as_its_unprivileged_user(image: tuple[Builder, str]) -
         assert server.stdout is not None
         said = server.stdout.readline()
         print(f"{time.monotonic() - began:.1f} s to: {said.strip()}")
-        assert "dubito serves digits (version 1) on cpu" in said
+        assert "dubito serves clothes (version 1), digits (version 1) on cpu" in said
         reply = httpx.post(
             f"http://127.0.0.1:{PORT}/v1/models/digits/predict", json={"inputs": [[[0.0] * 8] * 8]}, timeout=60
         )

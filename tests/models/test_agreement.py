@@ -35,14 +35,14 @@ HOWS: tuple[How, ...] = ("loop", "batch", "unfold", "factored")
 def x() -> Tensor:
     """Digits laid over each other, so that the answers are not clear."""
     pixels = read_data("digits").train.x.float()
-    image = load(embedded()).card.input.image  # type: ignore[union-attr]
+    image = load(embedded("digits")).card.input.image  # type: ignore[union-attr]
     assert image is not None
     mixed = (pixels[:1] + pixels[2:3]) / 2 / 255
     return (mixed - torch.tensor(image.mean).view(-1, 1, 1)) / torch.tensor(image.std).view(-1, 1, 1)
 
 
 def trained(noise: Noise, lam: float) -> BayesianNetwork:
-    network = load(embedded()).network
+    network = load(embedded("digits")).network
     for layer in network.layers.values():
         q = layer.posterior
         assert isinstance(q, Inducing)
@@ -70,7 +70,7 @@ def rules(q: Inducing, n: int, rng: torch.Generator) -> Tensor:
 
 def by_rule(network: BayesianNetwork, x: Tensor) -> Tensor:
     """Logits (K, B, C) of the plain network with the rule's weights in it."""
-    plain = build("cnn", **load(embedded()).manifest.architecture.arguments).eval()
+    plain = build("cnn", **load(embedded("digits")).manifest.architecture.arguments).eval()
     state = network.net.state_dict()
     shared = {name: state[name] for name in plain.state_dict() if name in state}  # BatchNorm
     rng, found = torch.Generator().manual_seed(1), []

@@ -203,7 +203,7 @@ def test_the_noise_of_a_regression_is_not_rounded() -> None:
 
 
 def test_the_embedded_model_answers_the_same() -> None:
-    model = load(embedded())
+    model = load(embedded("digits"))
     kept, x = reside(model, CPU, torch.float32), torch.rand(3, 1, 8, 8)
     for told, expected in zip(*(vars(m.predict(x, 20, seed=5).summary).values() for m in (kept, model)), strict=True):
         torch.testing.assert_close(told, expected, rtol=1e-4, atol=1e-5)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from dubito.models import bayesianize, build, save
+from dubito.models.embedded import embedded
 from dubito.models.manifest import Calibration, Card, Image, Input, Regression
 from dubito.models.names import Measure
 from dubito.models.predictions.uncertainty import Classified, Regressed, known_in
@@ -122,9 +123,9 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """One server of the embedded model for all tests that leave it as it is."""
+    """One server of the embedded digits for all tests that leave it as it is."""
     starter = Starter(tmp_path_factory.mktemp("live"))
-    yield starter()
+    yield starter(embedded("digits"))
     starter.close()
 
 

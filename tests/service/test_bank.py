@@ -32,7 +32,8 @@ METHODS: dict[str, dict[str, Any]] = {
 def model_of(method: str) -> Model:
     torch.manual_seed(0)
     network = bayesian_mlp((5, 6, 3), method, **METHODS[method]).eval()
-    return Model(network, Manifest.model_construct(card=load(embedded()).card.model_copy(update={"input": None})))
+    card = load(embedded("digits")).card.model_copy(update={"input": None})
+    return Model(network, Manifest.model_construct(card=card))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -54,7 +55,7 @@ def test_a_seed_of_the_bank_gives_its_answer_again(method: str) -> None:
 
 @pytest.fixture(scope="module")
 def digits() -> Model:
-    return load(embedded())
+    return load(embedded("digits"))
 
 
 def test_more_than_was_made_ahead_and_named_seeds_are_drawn_anew(digits: Model) -> None:
@@ -113,7 +114,7 @@ def test_factored_layers_keep_what_their_samples_differ_in_only(digits: Model) -
 
 
 def test_a_server_with_a_bank(serve: Any, tmp_path: Path) -> None:
-    server = serve("--set", "sample_mode=bank", "--set", "bank_sets=2", "--set", "bank_samples=8")
+    server = serve(embedded("digits"), "--set", "sample_mode=bank", "--set", "bank_sets=2", "--set", "bank_samples=8")
     inputs = X.tolist()
     ask = {"inputs": inputs, "samples": 8}
     replies = [httpx.post(f"{server.url}/v1/models/digits/predict", json=ask).json() for _ in range(12)]
@@ -125,4 +126,4 @@ def test_a_server_with_a_bank(serve: Any, tmp_path: Path) -> None:
     told = httpx.get(f"{server.url}/metrics").text
     assert 'dubito_model_bytes{kind="bank",model="digits"}' in told
     sizes = dict(re.findall(r'dubito_device_memory_bytes{kind="(\w+)"} (\S+)', told))
-    assert float(sizes["bank"]) == 2 * 8 * bytes_of_draws(drawn(load(embedded()), 1, 0))
+    assert float(sizes["bank"]) == 2 * 8 * bytes_of_draws(drawn(load(embedded("digits")), 1, 0))

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import pytest
 from PIL import Image
 
 from dubito.models import load, save
+from dubito.models.embedded import NAMES
 from dubito.service.web.security import hash_key
 from tests.service.conftest import COLUMNS, TARGETS
 from tests.service.test_groups import write_by_group as write_groups
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-EXAMPLES = orjson.loads(files("dubito.service").joinpath("console/examples.json").read_bytes())
+EXAMPLES = dict(  # of each embedded model, in the order of the file
+    zip(NAMES, orjson.loads(files("dubito.service").joinpath("console/examples.json").read_bytes()), strict=True)
+)
 HOSTILE = '<img src=x onerror="document.title=1">'
 
 
@@ -116,17 +120,27 @@ def visit(browser: "Browser") -> Iterator[Visit]:
         assert console.hosts - {""} == {host}  # pictures in data: have no host
 
 
-def test_the_page_answers_as_soon_as_it_is_open(live: Any, visit: Visit) -> None:
-    console = visit(live.url)
+@pytest.fixture(scope="module")
+def demo(serve: Any) -> Any:
+    """What `dubito serve` without a path serves, its batches of few sizes so that it starts soon."""
+    return serve("--set", "buckets=1,24")
+
+
+@pytest.mark.parametrize(("name", "label"), [("clothes", "Shirt"), ("digits", "3")])
+def test_the_page_answers_as_soon_as_it_is_open(demo: Any, visit: Visit, name: str, label: str) -> None:
+    console = visit(demo.url)
     console.page.wait_for_selector("#who-seed")
-    assert console.text("#label") == "3"
+    if name != NAMES[0]:  # which it opens with
+        console.answer(lambda: console.page.select_option("#model", name))
+    assert console.text("#label") == label
     assert console.text("#flag") == "In distribution"
     assert re.fullmatch(
-        r"Answered by digits, version 1, on \w+, with 64 draws of seed \d+\. Keep this seed", console.text("#who")
+        rf"Answered by {name}, version 1, on \w+, with 64 draws of seed \d+\. Keep this seed", console.text("#who")
     )
     assert re.fullmatch(r"[\d.]+ ms", console.text("#total"))
     console.page.wait_for_function("() => /^[0-9.]+ [MG]B$/.test(document.querySelector('#process').textContent)")
     assert console.page.locator("#bars .class-row").count() == 10
+    console.photograph(f"first-{name}")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -156,17 +170,34 @@ def test_the_flag_changes_between_inputs_like_and_unlike_the_training_data(
     console.photograph(f"out-of-distribution-{scheme}")
 
 
-def test_every_example_is_what_it_is_offered_as(live: Any) -> None:
+def test_doubt_about_clothes(demo: Any, visit: Visit) -> None:
+    """A star is no garment, and the draws disagree about it; of what is flagged nobody says that more data would not
+    help, and of what is not, nobody says that the model has seen the like of it."""
+    console = visit(demo.url)
+    console.page.wait_for_selector("#who-seed")
+    boot, star = console.example("Ankle boot")["predictions"][0], console.example("star")["predictions"][0]
+    assert star["mutual_information"] > 20 * boot["mutual_information"]  # measured: 0.14 and 0.0002 nats
+    console.photograph("out-of-distribution-clothes")
+    console.page.select_option("#draws", "16")
+    for example in EXAMPLES["clothes"]["examples"]:
+        flagged = console.example(example["name"])["predictions"][0]["ood"]["flag"]
+        said = console.text("#in-data-said")
+        assert ("not known whether more data would help" in said) == flagged, example["name"]
+        assert ("for inputs like the training data, more of it would not help" in said) != flagged, example["name"]
+        assert console.text("#why").startswith("Unlike what" if flagged else "By this score, like"), example["name"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_example_is_what_it_is_offered_as(demo: Any, name: str) -> None:
     """The embedded model itself calls them so, whatever the draws."""
-    x = np.array([example["pixels"] for example in EXAMPLES["examples"]], dtype=np.uint16).reshape(-1, 8, 8)
+    known = EXAMPLES[name]
+    x = np.array([example["pixels"] for example in known["examples"]], dtype=np.uint16).reshape(-1, *known["shape"])
     file = io.BytesIO()
-    np.save(file, np.rint(x * (255 / EXAMPLES["levels"])).astype(np.uint8))
+    np.save(file, np.rint(x * (255 / known["levels"])).astype(np.uint8))
     for seed in range(3):
-        url = f"{live.url}/v1/models/digits/predict?samples=64&seed={seed}"
-        rows = httpx.post(url, content=file.getvalue(), headers={"content-type": "application/x-npy"}).json()[
-            "predictions"
-        ]
-        for example, row in zip(EXAMPLES["examples"], rows, strict=True):
+        url = f"{demo.url}/v1/models/{name}/predict?samples=16&seed={seed}"
+        reply = httpx.post(url, content=file.getvalue(), headers={"content-type": "application/x-npy"}, timeout=60)
+        for example, row in zip(known["examples"], reply.json()["predictions"], strict=True):
             assert row["ood"]["flag"] == (example["group"] == "out"), example["name"]
             if example["group"] == "in":
                 assert example["name"].endswith(row["label"])
@@ -235,8 +266,34 @@ def test_a_stroke_of_the_pointer_is_answered_and_clear_forgets_it(live: Any, vis
     assert console.text("#label") == "1"
 
 
+def test_two_strokes_on_the_larger_pad_are_a_pair_of_trousers(demo: Any, visit: Visit) -> None:
+    console = visit(demo.url)
+    console.page.wait_for_selector("#who-seed")
+    console.page.get_by_role("button", name="Clear").click()
+    console.page.locator("#pad").scroll_into_view_if_needed()
+    box = console.page.locator("#pad").bounding_box()
+    assert box is not None
+
+    def stroke(points: list[tuple[float, float]]) -> None:
+        mouse = console.page.mouse
+        places = [
+            (box["x"] + (x + 0.5) / 28 * box["width"], box["y"] + (y + 0.5) / 28 * box["height"]) for x, y in points
+        ]
+        mouse.move(*places[0])
+        mouse.down()
+        for place in places[1:]:
+            mouse.move(*place)
+        mouse.up()
+
+    for left, right in ((9, 12), (16, 19)):  # each leg is filled from side to side
+        leg = [point for y in range(2, 27, 2) for point in [(left, y), (right, y)][:: 1 if y % 4 else -1]]
+        console.answer(partial(stroke, leg))
+    assert console.text("#label") == "Trouser"
+    console.photograph("drawn-clothes")
+
+
 def test_a_picture_file_is_sent_as_it_is(live: Any, visit: Visit, tmp_path: Path) -> None:
-    five = next(example["pixels"] for example in EXAMPLES["examples"] if example["name"] == "digit 5")
+    five = next(example["pixels"] for example in EXAMPLES["digits"]["examples"] if example["name"] == "digit 5")
     picture = Image.fromarray(np.rint(np.array(five).reshape(8, 8) * 255 / 16).astype(np.uint8))
     picture.resize((80, 80), Image.Resampling.NEAREST).save(tmp_path / "five.png")
     (tmp_path / "broken.png").write_bytes(b"no picture")

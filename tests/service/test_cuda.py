@@ -115,7 +115,7 @@ def test_predictions_by_kernels_are_those_of_the_papers_rule(
     network = agreement.trained("exact", lam)
     with evaluating(network), torch.inference_mode():
         theirs = list(agreement.statistics(agreement.by_rule(network, x)))
-        model = for_gpu(reside(replace(load(embedded()), network=network, made=None), CUDA, torch.float16))
+        model = for_gpu(reside(replace(load(embedded("digits")), network=network, made=None), CUDA, torch.float16))
         factors, inputs = model.factors, x.to(CUDA, torch.float16)
         for way in ways:
             noise = Normals(3, CUDA).rows(agreement.K, factors.normals)

@@ -75,7 +75,7 @@ def test_a_server_says_in_one_line_what_it_runs_in_and_bfloat16_runs_on_a_cpu(se
     trusts = bool(those_right(torch.bfloat16))
     doubt = "the settings say so" if trusts else trusted(torch.bfloat16, CPU)[1]
     for dtype, why in (("auto", "there is no GPU here"), ("bfloat16", doubt)):
-        server = serve("--set", f"dtype={dtype}", "--set", "buckets=1,4")
+        server = serve(embedded("digits"), "--set", f"dtype={dtype}", "--set", "buckets=1,4")
         told = said(server.log.read_text())
         assert told["device"] == "cpu"
         assert told["asked"] == {"auto": "float32", "bfloat16": "bfloat16"}[dtype]
@@ -122,7 +122,7 @@ def test_what_would_be_served_gives_right_answers(asked: torch.dtype, method: st
 
 def test_a_server_on_a_faulty_cpu_says_so_once_and_computes_in_float32(caplog: pytest.LogCaptureFixture) -> None:
     settings = Settings.model_validate(
-        {"models": [embedded()], "dtype": "bfloat16", "buckets": (1, 4), "plan_seconds": 0.1, "device": "cpu"}
+        {"models": [embedded("digits")], "dtype": "bfloat16", "buckets": (1, 4), "plan_seconds": 0.1, "device": "cpu"}
     )
 
     async def body() -> tuple[State, torch.dtype]:
@@ -159,7 +159,7 @@ from dubito.models.embedded import embedded
 from dubito.models.predictions.resident import reside
 from dubito.service.engine.engine import Engine, PredictRequest
 import dubito.service.run
-model = reside(load(embedded()), torch.device("cpu"), torch.float32)
+model = reside(load(embedded("digits")), torch.device("cpu"), torch.float32)
 engine = Engine(model, (1, 4))
 engine.warm(4, nullcontext())
 (found,) = engine.answer([PredictRequest(np.zeros((2, 1, 8, 8), np.float32), 4, 0, 4, 0.5)])

@@ -29,7 +29,7 @@ SEED = 11
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("edge") / "digits.onnx"
-    save(export(load(embedded()), samples=64, take="image"), path)
+    save(export(load(embedded("digits")), samples=64, take="image"), path)
     return path
 
 

@@ -61,7 +61,7 @@ def test_the_three_health_calls(live: Live) -> None:
 @pytest.mark.parametrize("binary", [True, False])
 @pytest.mark.parametrize("binary_out", [True, False, None])
 def test_inference(live: Live, binary: bool, binary_out: bool | None) -> None:
-    expected = load(embedded()).predict(torch.from_numpy(X), samples=20, seed=9)
+    expected = load(embedded("digits")).predict(torch.from_numpy(X), samples=20, seed=9)
     assert isinstance(expected.summary, Classified)
     told = request(binary=binary, binary_out=binary_out, samples=20, seed=9)
     reply = ask(lambda client: client.infer(live.url, told, model_name="digits"))

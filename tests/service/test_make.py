@@ -27,6 +27,7 @@ def test_make_serve_answers_its_first_prediction() -> None:
                 line = process.stdout.readline()
                 assert line, said
                 said += line
+            assert "dubito serves clothes (version 1), digits (version 1) on " in said
             assert "text/html" in httpx.get(found[1]).headers["content-type"]
             reply = httpx.post(f"{found[1]}v1/models/digits/predict", json={"inputs": [[[0.0] * 8] * 8]})
             assert len(reply.json()["predictions"][0]["probabilities"]) == 10

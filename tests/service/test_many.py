@@ -81,7 +81,7 @@ def test_200_clients_a_third_of_which_vanish(live: Fixture) -> None:
 
             return await asyncio.gather(*(one(i) for i in range(CLIENTS)))
 
-    model = load(embedded())
+    model = load(embedded("digits"))
     for body, reply in zip(bodies, asyncio.run(all_at_once()), strict=True):
         if reply is not None:
             assert reply.status_code == 200, reply.text
@@ -173,7 +173,7 @@ def test_an_artifact_written_anew_is_loaded_anew(
 
 def test_sigterm_under_load_loses_no_accepted_request(serve: Fixture) -> None:
     """What the server's log has as received, its client has as answered; readiness goes first, and it exits with 0."""
-    server = serve("--set", "linger_seconds=1")
+    server = serve(embedded("digits"), "--set", "linger_seconds=1")
     body = {"inputs": np.zeros((2, 1, 8, 8)).tolist(), "samples": 64}
 
     async def until_the_end() -> tuple[set[str], set[int], bool]:
@@ -220,7 +220,7 @@ def test_sigterm_under_load_loses_no_accepted_request(serve: Fixture) -> None:
 
 
 def test_ctrl_c_and_no_orphans(serve: Fixture) -> None:
-    server = serve()
+    server = serve(embedded("digits"))
     children = psutil.Process(server.pid).children(recursive=True)
     assert server.stop(signal.SIGINT) == 0
     assert not any(child.is_running() for child in children)
@@ -234,7 +234,7 @@ def test_loading_and_unloading_leaves_memory_as_it_was(tmp_path: Path, serve: Fi
     """
     for name in ("stays", "comes"):
         (tmp_path / name / "1").mkdir(parents=True)
-    shutil.copy(embedded(), tmp_path / "stays" / "1" / "model.safetensors")
+    shutil.copy(embedded("digits"), tmp_path / "stays" / "1" / "model.safetensors")
     network = bayesian_mlp((64, 1500, 1500, 10), "deterministic")
     save(network, tmp_path / "comes" / "1" / "model.safetensors", card=Card(input=Input(shape=(64,))))
     size = 4 * count(network)
@@ -256,7 +256,7 @@ def test_loading_and_unloading_leaves_memory_as_it_was(tmp_path: Path, serve: Fi
 
 
 def test_ready_only_with_every_expected_model(serve: Fixture, tmp_path: Path) -> None:
-    server = serve()
+    server = serve(embedded("digits"))
     assert httpx.get(f"{server.url}/readyz").json() == {"ready": True, "missing": []}
     assert httpx.post(f"{server.url}/v2/repository/models/digits/unload").status_code == 200
     assert httpx.get(f"{server.url}/readyz").status_code == 503  # a server without models is not ready
@@ -268,7 +268,7 @@ def test_ready_only_with_every_expected_model(serve: Fixture, tmp_path: Path) ->
 @pytest.mark.soak
 def test_soak(serve: Fixture) -> None:
     """Ten minutes of everything at once, mistakes included: memory stays where it was after the first minute."""
-    server = serve("--set", "log_level=warning")
+    server = serve(embedded("digits"), "--set", "log_level=warning")
     process = psutil.Process(server.pid)
     seen: list[int] = []
 

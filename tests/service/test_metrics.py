@@ -44,7 +44,7 @@ def predict(url: str, rows: int, **more: object) -> httpx.Response:
 
 @pytest.fixture(scope="module")
 def server(serve: Fixture) -> Fixture:
-    return serve()
+    return serve(embedded("digits"))
 
 
 def test_what_happened_is_counted(server: Fixture) -> None:
@@ -77,8 +77,8 @@ def test_what_happened_is_counted(server: Fixture) -> None:
 
 
 def test_sizes_are_those_of_the_model(server: Fixture) -> None:
-    found, model = scrape(server.url), load(embedded())
-    assert value(found, "dubito_model_bytes", model="digits", kind="artifact") == os.path.getsize(embedded())
+    found, model = scrape(server.url), load(embedded("digits"))
+    assert value(found, "dubito_model_bytes", model="digits", kind="artifact") == os.path.getsize(embedded("digits"))
     assert value(found, "dubito_model_bytes", model="digits", kind="deterministic") == 4 * 19226
     folded = sum(2 * 4 * m.num_features for m in model.network.modules() if isinstance(m, nn.BatchNorm2d))
     factors = value(found, "dubito_factor_cache_bytes", model="digits")
@@ -101,7 +101,9 @@ def test_sizes_are_those_of_the_model(server: Fixture) -> None:
 
 
 def test_refusals_are_counted_by_reason(serve: Fixture) -> None:
-    server = serve("--set", "body_bytes=1000", "--set", "rate_per_second=0.0001", "--set", "burst=6")
+    server = serve(
+        embedded("digits"), "--set", "body_bytes=1000", "--set", "rate_per_second=0.0001", "--set", "burst=6"
+    )
     before = scrape(server.url)
     assert predict(server.url, 1, samples=1, timeout_ms=1).status_code in (200, 504)
     assert predict(server.url, 64).status_code == 413
@@ -144,7 +146,7 @@ def test_junk_names_add_no_series(server: Fixture) -> None:
 
 
 def test_an_unloaded_model_leaves_no_series(serve: Fixture) -> None:
-    server = serve()
+    server = serve(embedded("digits"))
     predict(server.url, 1)
     assert httpx.post(f"{server.url}/v2/repository/models/digits/unload").status_code == 200
     assert not [key for key in scrape(server.url) if ("model", "digits") in key[1]]

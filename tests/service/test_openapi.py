@@ -30,7 +30,7 @@ Json = dict[str, Any]
 def server(serve: Serve, make_artifact: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Live:
     """One of its own, whose second model may be unloaded; quick to start, and to answer whatever is asked for."""
     second = make_artifact(tmp_path_factory.mktemp("openapi") / "prices.safetensors", kind="regression")
-    return serve(embedded(), second, "--set", "buckets=1,2", "--set", "max_samples=64")
+    return serve(embedded("digits"), second, "--set", "buckets=1,2", "--set", "max_samples=64")
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ BUCKETS = (1, 4)
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return load(embedded())
+    return load(embedded("digits"))
 
 
 def warmed(model: Model, memory: PlanCache, seconds: float = 60.0) -> Engine:

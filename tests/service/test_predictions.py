@@ -74,7 +74,7 @@ def place(
 ) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("artifacts")
     files = {
-        "digits": embedded(),
+        "digits": embedded("digits"),
         "plants": make_artifact(folder / "plants.safetensors"),
         "photos": make_artifact(folder / "photos.safetensors", kind="image"),
         "prices": make_artifact(folder / "prices.safetensors", kind="regression"),

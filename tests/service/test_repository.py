@@ -38,7 +38,7 @@ def nothing_collected() -> Iterator[None]:
 @pytest.mark.parametrize("mode", ["fresh", "bank"])
 def test_what_is_unloaded_or_switched_is_gone_at_once(tmp_path: Path, mode: str) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
-    shutil.copy(embedded(), tmp_path / "m" / "1" / "model.safetensors")
+    shutil.copy(embedded("digits"), tmp_path / "m" / "1" / "model.safetensors")
 
     async def asked(served: ServedModel) -> None:
         """Two of whom get no answer: what they raise knows where it was raised."""
@@ -75,7 +75,7 @@ def test_what_is_unloaded_or_switched_is_gone_at_once(tmp_path: Path, mode: str)
 def test_a_stuck_device_does_not_keep_who_unloads(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         settings = Settings.model_validate(
-            {"models": [embedded()], "buckets": (1,), "plan_seconds": 0, "stuck_seconds": 0.1}
+            {"models": [embedded("digits")], "buckets": (1,), "plan_seconds": 0, "stuck_seconds": 0.1}
         )
         repository = Repository(settings, torch.device("cpu"), torch.float32, Metrics())
         (name,) = {name for name, _ in repository.sources}
@@ -91,7 +91,7 @@ def test_a_stuck_device_does_not_keep_who_unloads(caplog: pytest.LogCaptureFixtu
 
 def loads_on(faulty: Faulty, dtype: torch.dtype) -> Repository:
     """The embedded model, loaded by a thread whose device is faulty."""
-    settings = Settings.model_validate({"models": [embedded()], "buckets": (1, 2), "plan_seconds": 0})
+    settings = Settings.model_validate({"models": [embedded("digits")], "buckets": (1, 2), "plan_seconds": 0})
     repository = Repository(settings, torch.device("cpu"), dtype, Metrics())
 
     async def body() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dubito.models.embedded import embedded
 from dubito.models.errors import ArtifactError
 from dubito.service.repository import find
 from dubito.service.settings import Settings
@@ -26,7 +27,7 @@ ZEROS = {"inputs": [[[0.0] * 8] * 8]}
 @pytest.fixture(scope="module")
 def guarded(serve: Fixture) -> Fixture:
     keys = json.dumps({"alice": hash_key("secret of alice"), "bob": hash_key("secret of bob")})
-    return serve("--set", "rate_per_second=0.001", "--set", "burst=8", DUBITO_API_KEYS=keys)
+    return serve(embedded("digits"), "--set", "rate_per_second=0.001", "--set", "burst=8", DUBITO_API_KEYS=keys)
 
 
 def test_keys_are_asked_for(guarded: Fixture) -> None:
@@ -184,7 +185,7 @@ def test_other_pages_may_ask_only_where_settings_say_so(live: Fixture, serve: Fi
     for method in ("GET", "OPTIONS"):
         reply = httpx.request(method, f"{live.url}/v1/models", headers=asked)
         assert not any(name.startswith("access-control") for name in reply.headers)
-    server = serve("--set", "cors_origins=https://good.example")
+    server = serve(embedded("digits"), "--set", "cors_origins=https://good.example")
     assert (
         httpx.options(f"{server.url}/v1/models/digits/predict", headers=asked).headers["access-control-allow-origin"]
         == "https://good.example"
@@ -194,7 +195,7 @@ def test_other_pages_may_ask_only_where_settings_say_so(live: Fixture, serve: Fi
 
 
 def test_models_change_over_http_only_where_settings_say_so(serve: Fixture) -> None:
-    server = serve("--set", "repository_api=false")
+    server = serve(embedded("digits"), "--set", "repository_api=false")
     for verb in ("load", "unload"):
         reply = httpx.post(f"{server.url}/v2/repository/models/digits/{verb}")
         assert reply.status_code == 503

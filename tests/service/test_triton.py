@@ -41,7 +41,7 @@ def x() -> Array:
 
 @pytest.fixture(scope="module")
 def expected(x: Array) -> Prediction:
-    return load(embedded()).predict(torch.from_numpy(x), samples=20, seed=5)
+    return load(embedded("digits")).predict(torch.from_numpy(x), samples=20, seed=5)
 
 
 def tensor(x: Array, *, binary: bool = True, kind: str = "FP32", name: str = "input") -> Any:
@@ -138,7 +138,7 @@ def test_unseeded_requests_differ(client: Any, x: Array) -> None:
 
 
 def test_auto_says_each_rows_samples(client: Any, x: Array) -> None:
-    expected = load(embedded()).predict(torch.from_numpy(x), "auto", seed=5)
+    expected = load(embedded("digits")).predict(torch.from_numpy(x), "auto", seed=5)
     assert expected.settled is not None
     result = client.infer("digits", [tensor(x)], parameters={"samples": "auto", "seed": 5})
     np.testing.assert_array_equal(result.as_numpy("samples"), expected.settled.samples.numpy())
@@ -357,7 +357,7 @@ def _check_regression(client: Any, path: Path, x: Array) -> None:
 
 
 def test_a_repository_that_may_not_be_changed(serve: Serve) -> None:
-    server = serve("--set", "repository_api=false", "--set", "buckets=1")
+    server = serve(embedded("digits"), "--set", "repository_api=false", "--set", "buckets=1")
     with triton.InferenceServerClient(server.address) as client:
         for change in (client.load_model, client.unload_model):
             with pytest.raises(InferenceServerException, match=r"\[503\] .*repository_api is off"):

@@ -62,7 +62,7 @@ def test_a_fresh_run_that_was_stopped_goes_on_without_fresh(tmp_path: Path) -> N
     """The same command would start anew."""
     recipe = read_recipe("digits", ["fit.pretrain_epochs=0"])
     parts = read_parts(recipe, None)
-    declared = load(embedded()).card.input
+    declared = load(embedded("digits")).card.input
     assert declared is not None
     fitting = Phases(recipe, parts, declared, tmp_path / "m.safetensors", torch.device("cpu"), fresh=True)
     network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
@@ -82,7 +82,7 @@ def test_a_fresh_run_that_was_stopped_goes_on_without_fresh(tmp_path: Path) -> N
 def test_pruning_keeps_what_was_promised_since_training(tmp_path: Path) -> None:
     """A model may have been calibrated and stored anew; its recipe says what it was trained for."""
     file = tmp_path / "m.safetensors"
-    command = ["calibrate", str(embedded()), "--data", "digits", "--coverage", "0.5", "--directions", "2"]
+    command = ["calibrate", str(embedded("digits")), "--data", "digits", "--coverage", "0.5", "--directions", "2"]
     answer = CliRunner().invoke(app, [*command, "--temperature", "--sets", "probability", "--out", str(file), "--json"])
     assert answer.exit_code == 0, answer.exception
     told = json.loads(answer.stdout)  # measured anew, on the test part: no set is without its first class
