@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -227,12 +228,12 @@ def _entries(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]], loc
     assert weight is not None
     if type(layer) in (nn.Linear, *CONVOLUTIONS):
         if own == "bias":
-            return _sum(_columns(layer, g).sum(-1)[:, local] for _, g in pairs)
+            return reduce(torch.add, (_columns(layer, g).sum(-1)[:, local] for _, g in pairs))
         if SPARSE * len(local) < weight.numel():
-            return _sum(_gathered(layer, x, g, local) for x, g in pairs)
+            return reduce(torch.add, (_gathered(layer, x, g, local) for x, g in pairs))
     blocks = []
     for rows in _blocks(weight, pairs):
-        blocks.append(_sum(_dense(layer, own, x[rows], g[rows]) for x, g in pairs).flatten(1)[:, local])
+        blocks.append(reduce(torch.add, (_dense(layer, own, x[rows], g[rows]) for x, g in pairs)).flatten(1)[:, local])
     return torch.cat(blocks)
 
 
@@ -245,7 +246,7 @@ def _squares(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]]) -> 
         return g.square().T @ x.square()
     total = torch.zeros_like(weight)
     for rows in _blocks(weight, pairs):
-        total += _sum(_dense(layer, own, x[rows], g[rows]) for x, g in pairs).square().sum(0)
+        total += reduce(torch.add, (_dense(layer, own, x[rows], g[rows]) for x, g in pairs)).square().sum(0)
     return total
 
 
@@ -314,23 +315,8 @@ def _planes(layer: nn.Module, x: Tensor) -> Iterator[Tensor]:
 
 def _by_vmap(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
     """Any other layer: a normalisation, an embedding ..."""
-    weight = layer._parameters[own]
-    assert weight is not None
-
-    def one(x: Tensor, g: Tensor) -> Tensor:
-        back = vjp(lambda w: functional_call(layer, {own: w}, (x[None],))[0], weight.detach())[1]
-        found: Tensor = back(g)[0]
-        return found
-
-    found: Tensor = vmap(one)(x, g)
-    return found.detach()
-
-
-def _sum(parts: Iterator[Tensor]) -> Tensor:
-    total = next(parts)
-    for part in parts:
-        total = total + part
-    return total
+    gradients: Tensor = vmap(lambda x, g: _together(layer, own, x[None], g[None]))(x, g)
+    return gradients
 
 
 # what must hold

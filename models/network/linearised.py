@@ -173,11 +173,8 @@ class Subnetwork(JointPosterior):
         if network is not None and isinstance(network.joint, Subnetwork):
             chosen = chosen_of(network.net, network.joint.index.long())
             by_name = {name: len(local) for name, (_, local) in chosen.items()}
-        return {
-            **entry.model_dump(mode="json"),
-            "triangle": entry.size * (entry.size + 1) // 2,
-            "parameters": by_name,
-        }
+        S = entry.size
+        return {**entry.model_dump(mode="json"), "triangle": S * (S + 1) // 2, "parameters": by_name}
 
     @staticmethod
     def lines(facts: Mapping[str, Any], calibration: Mapping[str, Any] | None) -> Iterator[str]:

@@ -12,7 +12,7 @@ from dubito.models.errors import InputError
 from dubito.models.manifest import Card, Manifest, Predictive
 from dubito.models.network.network import BayesianNetwork, NetworkFactors
 from dubito.models.predictions.adaptive import AT_MOST, TOLERANCE, predict_settled
-from dubito.models.predictions.prediction import Prediction, predict, predict_closed
+from dubito.models.predictions.prediction import Passes, Prediction, predict, predict_closed
 
 USUAL = 20  # draws K
 
@@ -71,7 +71,7 @@ class Model:
             raise InputError(
                 f"inputs have shape {tuple(x.shape)}; this model takes (B, {', '.join(map(str, declared.shape))})."
             )
-        T = self.temperature
+        passes: Passes = {"max_rows": max_rows, "temperature": self.temperature}
         if method not in (None, "probit", "sampling"):
             raise InputError(f"method is {method!r}; expected probit, sampling or none.")
         if method is None:
@@ -79,24 +79,15 @@ class Model:
         if method == "probit":
             if samples is not None or keep_outputs:
                 raise InputError("method is 'probit', which takes no draws; leave samples out, or say 'sampling'.")
-            return predict_closed(self.network, self.factors, x, max_rows=max_rows, temperature=T)
+            return predict_closed(self.network, self.factors, x, **passes)
         samples = USUAL if samples is None else samples
         if samples == "auto":
             if keep_outputs:
                 raise InputError('samples is "auto", so inputs differ in their draws; keep_outputs needs a number.')
             return predict_settled(
-                self.network,
-                self.factors,
-                x,
-                seed,
-                tolerance=tolerance,
-                max_samples=max_samples,
-                max_rows=max_rows,
-                temperature=T,
+                self.network, self.factors, x, seed, tolerance=tolerance, max_samples=max_samples, **passes
             )
-        return predict(
-            self.network, self.factors, x, samples, seed, keep_outputs=keep_outputs, max_rows=max_rows, temperature=T
-        )
+        return predict(self.network, self.factors, x, samples, seed, keep_outputs=keep_outputs, **passes)
 
     def with_card(self, **changes: object) -> "Model":
         """The same model with other things known about it."""

@@ -1,5 +1,6 @@
 """K samples folded into the batch: against one network per sample, across seeds, batches, plans and threads."""
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, get_args
@@ -600,3 +601,18 @@ def test_any_shape_gives_proper_answers_that_do_not_depend_on_the_cut(
     torch.testing.assert_close(cut.probabilities, whole.probabilities, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(cut.probabilities.sum(-1), torch.ones(B))
     assert (cut.mutual_information >= 0).all()
+
+
+def test_what_is_learned_stays_with_the_network_that_it_was_learned_about() -> None:
+    """A copy may have other layers (a folded BatchNorm, say), so it starts anew; and no file holds what was learned."""
+    network = bayesianize(nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)), "ffg-u", inducing=3)
+    predict(network, network.factors(), torch.randn(5, 6), 4, 0)
+    assert network.learned.folded == {(5, 6)}
+    again = copy.deepcopy(network)
+    assert again.learned is not network.learned
+    assert not again.learned.folded
+    assert not any("learned" in name for name in network.state_dict())
+    network.train()
+    with network.learned.evaluating(network), network.learned.evaluating(network):
+        assert not network.net.training
+    assert network.net.training
