@@ -12,7 +12,7 @@ DATA ?= data
 .PHONY: help setup serve wasm lint test test-slow test-soak bench embedded embedded-clothes embedded-digits reference lock clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
 
 setup: $(READY) ## make .venv with dubito (editable) and the development tools
 

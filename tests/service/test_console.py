@@ -274,7 +274,7 @@ def test_two_strokes_on_the_larger_pad_are_a_pair_of_trousers(demo: Any, visit: 
     box = console.page.locator("#pad").bounding_box()
     assert box is not None
 
-    def stroke(points: list[tuple[float, float]]) -> None:
+    def stroke(points: list[tuple[int, int]]) -> None:
         mouse = console.page.mouse
         places = [
             (box["x"] + (x + 0.5) / 28 * box["width"], box["y"] + (y + 0.5) / 28 * box["height"]) for x, y in points

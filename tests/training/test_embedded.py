@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -105,7 +106,7 @@ def test_it_flags_what_is_no_digit(model: Model) -> None:
 
 # the clothes
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]
 Pixels = NDArray[np.uint8]
 ROWS, COLUMNS = np.mgrid[:28, :28].astype(np.float64)
 
@@ -147,7 +148,8 @@ def test_clothes_are_no_worse_than_the_plain_network_with_its_temperature(clothe
 
 
 def grey(values: Floats) -> Pixels:
-    return np.rint(values.clip(0, 255)).astype(np.uint8)
+    found: Pixels = np.rint(values.clip(0, 255)).astype(np.uint8)
+    return found
 
 
 def stretched(values: Floats) -> Pixels:
