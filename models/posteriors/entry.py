@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
+from pydantic import model_validator
+
 from dubito.models.errors import ConversionError
 from dubito.models.fields import MOST_MEMBERS, Strict
 
@@ -81,11 +83,6 @@ SIGMA_MAX = Option(0.1, "a number from 1e-5", lambda v: 1e-5 <= v < math.inf)  #
 MEMBERS = Option(5, f"at most {MOST_MEMBERS}, and at least 1", lambda v: is_count(v) and v <= MOST_MEMBERS)
 
 
-def check_members(method: str, members: int | None) -> None:
-    if method.startswith("ensemble") != (members is not None):
-        raise ValueError(f"a layer of method {method} has members {members}; only ensembles have members")
-
-
 def prior_of(options: Mapping[str, Any], d_in: int) -> float:
     """σ, the standard deviation of the prior of each weight."""
     scale: float | None = options["prior_scale"]
@@ -132,8 +129,15 @@ class Entry(Strict, ABC):
 
     @property
     def ensemble(self) -> int:
-        """Number of members; 0 for a continuous distribution."""
-        return 0
+        """Number of members, which such a class has a field for; 0 for a continuous distribution."""
+        return getattr(self, "members", None) or 0
+
+    @model_validator(mode="after")
+    def _members(self) -> Self:
+        if self.method.startswith("ensemble") != bool(self.ensemble):
+            members = self.ensemble or None
+            raise ValueError(f"a layer of method {self.method} has members {members}; only ensembles have members")
+        return self
 
     @property
     def from_above(self) -> tuple[int, int] | None:

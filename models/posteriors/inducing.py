@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field, FiniteFloat, NonNegativeInt, model_validator
+from pydantic import Field, FiniteFloat, NonNegativeInt
 from torch import Tensor
 
 from dubito.models import fields
@@ -32,7 +32,6 @@ from dubito.models.posteriors.entry import (
     Geometry,
     Option,
     Origin,
-    check_members,
     is_count,
     prior_of,
 )
@@ -86,11 +85,6 @@ class InducingLayer(Entry):
         "covariance_limit": COVARIANCE_LIMIT,
     }
     below = "hierarchical"
-
-    @model_validator(mode="after")
-    def _members(self) -> Self:
-        check_members(self.method, self.members)
-        return self
 
     @classmethod
     def describe(cls, method: Any, o: Mapping[str, Any], geometry: Geometry, W: Tensor | None = None) -> Self:
@@ -151,10 +145,6 @@ class InducingLayer(Entry):
         for M, d in ((self.M_out, d_out), (self.M_in, d_in)):
             if max(1024, 4 * d) < M:
                 raise ConversionError(f"M = {M} for a side of {d}: expected at most {max(1024, 4 * d)}.")
-
-    @property
-    def ensemble(self) -> int:
-        return self.members or 0
 
     @property
     def from_above(self) -> tuple[int, int] | None:

@@ -6,21 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import model_validator
 from torch import Tensor
 
 from dubito.models.fields import Members, Positive
 from dubito.models.numerics.parameters import keep_largest
-from dubito.models.posteriors.entry import (
-    MEMBERS,
-    PRIOR_SCALE,
-    SIGMA_MAX,
-    Entry,
-    Geometry,
-    Origin,
-    check_members,
-    prior_of,
-)
+from dubito.models.posteriors.entry import MEMBERS, PRIOR_SCALE, SIGMA_MAX, Entry, Geometry, Origin, prior_of
 from dubito.models.posteriors.full_covariance import COVARIANCE_LIMIT, FullCovariance, check_limit
 from dubito.models.posteriors.mean_field import W_STD, MeanField
 from dubito.models.posteriors.mixture import Mixture
@@ -49,11 +39,6 @@ class WeightLayer(Entry):
     }
     copies_rest = frozenset({"ensemble-w"})
 
-    @model_validator(mode="after")
-    def _members(self) -> Self:
-        check_members(self.method, self.members)
-        return self
-
     @classmethod
     def describe(cls, method: Any, o: Mapping[str, Any], geometry: Geometry, W: Tensor | None = None) -> Self:
         d_out, d_in = geometry.shape
@@ -80,10 +65,6 @@ class WeightLayer(Entry):
             return Mixture(torch.stack([W, *(origin.afresh() for _ in range(self.ensemble - 1))]))
         apart = torch.randn(self.ensemble, *W.shape, dtype=W.dtype, device=W.device)
         return Mixture(W + (apart - apart.mean(0)) * (SPREAD * W.std(unbiased=False)))
-
-    @property
-    def ensemble(self) -> int:
-        return self.members or 0
 
 
 @dataclass(frozen=True)
