@@ -1,1 +1,1 @@
-"""Where a model runs: the edge (ONNX), and what watches a server."""
+"""Deployment: ONNX export for edge devices, Prometheus and Grafana for a server."""

@@ -1,4 +1,4 @@
-"""Commands that take a model to where it runs: export, check-onnx."""
+"""Commands for edge devices: export, check-onnx."""
 
 import json
 from enum import StrEnum
@@ -42,7 +42,7 @@ def export(
         typer.Option(help="Of a model calibrated by group: the group that the file is for.", show_default=False),
     ] = None,
 ) -> None:
-    """Write the compact model as ONNX, still Bayesian: K samples, their uncertainty and the OOD flag in one graph.
+    """Write the compact model as ONNX, still Bayesian: K draws, their uncertainty and the OOD flag in one graph.
 
     The graph draws its noise from its input `seed`. To run it, a device needs onnxruntime and no torch.
 
@@ -62,7 +62,7 @@ def export(
     model = load(file)
     check_group(model.card.calibration, group)
     inputs = None if data is None else read(data, model).graph_inputs(model, image)
-    made = to_onnx(
+    exported = to_onnx(
         model,
         samples=samples,
         precision=precision.value,
@@ -71,16 +71,15 @@ def export(
         data=inputs,
         group=group,
     )
-    size = save(made, out)
-    before = file.stat().st_size
-    print(f"wrote {out}: {size / 1e6:.2f} MB, {precision.value}, K = {made.samples} (artifact: {before / 1e6:.2f} MB)")
+    size, before = save(exported, out) / 1e6, file.stat().st_size / 1e6
+    print(f"wrote {out}: {size:.2f} MB, {precision.value}, K = {exported.samples} (artifact: {before:.2f} MB)")
     if data is not None:
-        told = f"{made.products} products" if made.products else "no layer multiplies by stored weights: none"
-        print(f"activations in int8, by the range of the data: {told}")
-    if made.changed:
-        print(f"layers whose exact λ-noise is drawn by the factored law here (--exact keeps it): {_some(made.changed)}")
+        products = exported.products or "no layer multiplies by stored weights: no"
+        print(f"activations in int8, by the range of the data: {products} products")
+    if exported.changed:
+        print(f"layers whose exact law becomes the factored law here (--exact keeps it): {_some(exported.changed)}")
     if model.method == "probit":
-        print("the file answers by draws; the artifact itself, by default, in closed form")
+        print("predictive of the file: sampling; default of the artifact: probit (closed form)")
     print(f"Next: dubito check-onnx {out} --against {file}")
 
 
@@ -127,8 +126,8 @@ def _show(report: dict[str, Any]) -> None:
         print(f"  {name}: {value:.2e}")
     print("latency: " + ", ".join(f"batch {B} {ms:.1f} ms" for B, ms in report["latency_ms"].items()))
     for name, value in report.get("data", {}).items():
-        told = ", ".join(f"{k} {v:.4f}" for k, v in value.items()) if isinstance(value, dict) else f"{value:.4g}"
-        print(f"{name.replace('_', ' ')}: {told}")
+        text = ", ".join(f"{k} {v:.4f}" for k, v in value.items()) if isinstance(value, dict) else f"{value:.4g}"
+        print(f"{name.replace('_', ' ')}: {text}")
 
 
 def _some(names: tuple[str, ...]) -> str:

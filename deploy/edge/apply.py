@@ -1,7 +1,6 @@
-"""How K samples of a layer act on activations in a graph: as `dubito.models.network.geometry`, channels first.
+"""Applies K draws of a layer to activations in a graph, as `dubito.models.network.geometry` does; channels first.
 
-Rows are K·B, sample after sample; an input that all samples share has B rows, and what is the same for all samples is
-computed on those.
+Activations have K·B rows, draw after draw. Those that are the same for all draws have B rows and are computed once.
 """
 
 import math
@@ -11,20 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import numpy_helper
 
-from dubito.deploy.edge.blocks import Blocks, formed, on_channels, on_rows
-from dubito.deploy.edge.draws import Dense, Factored, Masked, Operand
+from dubito.deploy.edge.blocks import BlockDraws, formed, on_channels, on_rows
+from dubito.deploy.edge.draws import DenseDraws, FactoredDraws, MaskedDraws, Operand
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Array, Graph
 from dubito.deploy.edge.trace import pads
 from dubito.models.network.geometry import Conv, Geometry, Linear
 
-BATCH = 2  # inputs of a request for which it is decided whether G is formed or its factors are applied
+BATCH = 2  # number of inputs by whose cost it is decided whether G is formed or applied factor by factor
 ONE = numpy_helper.from_array(np.ones(1, np.float32))
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a layer stands: its input, whether all samples share it, and sizes without the rows."""
+class LayerInput:
+    """The input of a layer, whether all draws share it, and the shapes before and after the layer without the rows."""
 
     x: str
     shared: bool
@@ -32,33 +31,33 @@ class Place:
     after: tuple[int, ...]
 
 
-def apply(g: Graph, K: int, geometry: Geometry, place: Place, operand: Operand, shift: Array | None) -> str:
-    """Activations (K·B, ...) behind the layer, each channel shifted where a shift (d_out,) is given."""
+def apply(g: Graph, K: int, geometry: Geometry, place: LayerInput, operand: Operand, shift: Array | None) -> str:
+    """Activations (K·B, ...) after the layer, with a shift (d_out,) per channel added if given."""
     match operand:
-        case Factored():
+        case FactoredDraws():
             return _factored(g, K, geometry, place, operand, shift)
-        case Dense():
+        case DenseDraws():
             out = _dense(g, K, geometry, place, operand.W)
-        case Masked():
+        case MaskedDraws():
             out = _masked(g, K, geometry, place, operand)
-        case Blocks():
+        case BlockDraws():
             out = _by_blocks(g, K, geometry, place, operand)
     return out if shift is None else g.add(out, g.constant(by_channel(shift, len(place.after))))
 
 
 def by_channel(values: Array, dims: int) -> Array:
-    """Numbers of channels, the first of `dims` axes behind the rows."""
+    """Values per channel, reshaped for broadcasting: channels are the first of `dims` axes after the rows."""
     return values.reshape(-1, *[1] * (dims - 1))
 
 
-def _factored(g: Graph, K: int, geometry: Geometry, place: Place, f: Factored, shift: Array | None) -> str:
-    """c = Bᵀx by one product for all samples, then G c; the outside and a shift beside it are columns of G."""
+def _factored(g: Graph, K: int, geometry: Geometry, place: LayerInput, f: FactoredDraws, shift: Array | None) -> str:
+    """c = Bᵀx by one product for all draws, then G c; the part outside B and the shift are further columns of G."""
     d, w, rows = geometry.outputs, f.width, 1 if place.shared else K
     groups = geometry.groups
     if isinstance(geometry, Linear):
         spots = math.prod(place.after[:-1])
         c, length = _project_linear(g, geometry, place.x, f)
-        # (K or 1, B, width, places), all rows of a sample being places of one input
+        # (K or 1, B, width, positions), all rows of a draw being positions of one input
         c, length = (
             v and g.op("Transpose", g.reshape(v, (rows, 1, -1, n)), perm=[0, 1, 3, 2]) for v, n in ((c, w), (length, 1))
         )
@@ -85,25 +84,25 @@ def _factored(g: Graph, K: int, geometry: Geometry, place: Place, f: Factored, s
 
 
 def _outside(
-    g: Graph, K: int, f: Factored, length: str, shift: Array | None, sizes: str
+    g: Graph, K: int, f: FactoredDraws, length: str, shift: Array | None, sizes: str
 ) -> tuple[list[str], list[str]]:
-    """Columns (K, d_out, 1) beyond those of B, and the entries that they meet."""
+    """Columns (K, d_out, 1) beyond those of B, and the entries that they are multiplied by."""
     if f.e is None:
         return [], []
     if shift is None:
         return [f.e], [length]
     key = f"ones of {sizes}"
-    if key not in g.found:
-        g.found[key] = g.op("ConstantOfShape", g.op("Shape", length), value=ONE)
-    return [f.e, g.op("Expand", g.constant(shift[:, None]), g.constant([K, len(shift), 1]))], [length, g.found[key]]
+    if key not in g.shared:
+        g.shared[key] = g.op("ConstantOfShape", g.op("Shape", length), value=ONE)
+    return [f.e, g.op("Expand", g.constant(shift[:, None]), g.constant([K, len(shift), 1]))], [length, g.shared[key]]
 
 
 def _together(g: Graph, values: list[str], axis: int) -> str:
     return values[0] if len(values) == 1 else g.op("Concat", *values, axis=axis)
 
 
-def _project_linear(g: Graph, linear: Linear, x: str, f: Factored) -> tuple[str, str]:
-    """Bᵀx, and ‖x − B Bᵀx‖ where there is an outside."""
+def _project_linear(g: Graph, linear: Linear, x: str, f: FactoredDraws) -> tuple[str, str]:
+    """Bᵀx, and ‖x − B Bᵀx‖ if there is a part outside B."""
     B = g.op("Transpose", f.B_T)
     c = g.matmul(x, g.part(B, 0, 0, linear.inputs) if linear.bias else B)
     if linear.bias:
@@ -120,8 +119,8 @@ def _length(g: Graph, whole: str, inside: str) -> str:
     return g.op("Sqrt", g.op("Relu", g.op("Sub", whole, inside)))
 
 
-def _project_conv(g: Graph, conv: Conv, place: Place, f: Factored) -> tuple[str, str]:
-    """(rows, groups · width, *sizes) and, where there is an outside, (rows, groups, *sizes)"""
+def _project_conv(g: Graph, conv: Conv, place: LayerInput, f: FactoredDraws) -> tuple[str, str]:
+    """Bᵀ(patch), (rows, groups · width, *sizes), and the norm of the part outside B, (rows, groups, *sizes)."""
     x = _padded(g, conv, place.x)
     kernel, bias = _kernel(g, conv, f.B_T, f.width)
     if conv.groups > 1:
@@ -140,16 +139,16 @@ def _project_conv(g: Graph, conv: Conv, place: Place, f: Factored) -> tuple[str,
 
 
 def _squares(g: Graph, x: str, groups: int, channels: int, dims: int) -> str:
-    """Summed over the channels of a group: (rows, groups, *sizes), once for all who ask. A convolution sums fastest."""
+    """Squares summed over the channels of a group, (rows, groups, *sizes), cached. A convolution sums fastest."""
     key = f"{x}² by {groups}"
-    if key not in g.found:
+    if key not in g.shared:
         ones = g.constant(np.ones((groups, channels, *[1] * dims), np.float32))
-        g.found[key] = g.op("Conv", g.mul(x, x), ones, kernel_shape=[1] * dims, group=groups)
-    return g.found[key]
+        g.shared[key] = g.op("Conv", g.mul(x, x), ones, kernel_shape=[1] * dims, group=groups)
+    return g.shared[key]
 
 
 def _kernel(g: Graph, conv: Conv, W: str, filters: int) -> tuple[str, str | None]:
-    """Filters and bias of a matrix (filters, d_in)."""
+    """Filters and bias from a matrix (filters, d_in)."""
     size = conv.shape[1] - conv.bias
     kernel = g.part(W, 1, 0, size) if conv.bias else W
     bias = g.reshape(g.part(W, 1, size, size + 1), (filters,)) if conv.bias else None
@@ -157,7 +156,7 @@ def _kernel(g: Graph, conv: Conv, W: str, filters: int) -> tuple[str, str | None
 
 
 def _padded(g: Graph, conv: Conv, x: str) -> str:
-    """Padding that a convolution cannot do itself."""
+    """Input with padding that ONNX's Conv does not support."""
     if conv.padding_mode == "zeros":
         return x
     modes = {"reflect": "reflect", "replicate": "edge"}
@@ -181,8 +180,8 @@ def _conv(g: Graph, conv: Conv, x: str, kernel: str, bias: str | None, groups: i
     )
 
 
-def _dense(g: Graph, K: int, geometry: Geometry, place: Place, W: str) -> str:
-    """K weight matrices, each on its own rows: a batched product, or one convolution with K groups side by side."""
+def _dense(g: Graph, K: int, geometry: Geometry, place: LayerInput, W: str) -> str:
+    """K weight matrices, each on its own rows: a batched product, or one convolution with K groups."""
     if isinstance(geometry, Linear):
         rows = g.reshape(place.x, (1 if place.shared else K, -1, geometry.inputs))
         weights = g.op("Transpose", W, perm=[0, 2, 1])
@@ -221,8 +220,8 @@ def _swapped(g: Graph, x: str, K: int, channels: int, sizes: tuple[int, ...]) ->
     return g.reshape(flat, (-1, K * channels, *sizes))
 
 
-def _masked(g: Graph, K: int, geometry: Geometry, place: Place, m: Masked) -> str:
-    """One weight matrix for all samples; each sample drops inputs of its own."""
+def _masked(g: Graph, K: int, geometry: Geometry, place: LayerInput, m: MaskedDraws) -> str:
+    """One weight matrix for all draws; each draw drops inputs of its own."""
     rows = 1 if place.shared else K
     by_sample = g.reshape(place.x, (rows, -1, *place.before))
     inputs, ones = geometry.inputs, [1] * (len(place.before) - 1)
@@ -239,28 +238,28 @@ def _masked(g: Graph, K: int, geometry: Geometry, place: Place, m: Masked) -> st
     return _conv(g, geometry, _padded(g, geometry, x), filters, shift, geometry.groups)
 
 
-def _by_blocks(g: Graph, K: int, geometry: Geometry, place: Place, blocks: Blocks) -> str:
+def _by_blocks(g: Graph, K: int, geometry: Geometry, place: LayerInput, blocks: BlockDraws) -> str:
     if isinstance(geometry, Linear):
         rows = g.reshape(place.x, (1 if place.shared else K, -1, geometry.inputs))
         return g.reshape(on_rows(g, blocks, rows, K, place.shared), (-1, *place.after))
-    if geometry.groups > 1:  # each group has rows of W of its own, and H mixes all rows
+    if geometry.groups > 1:  # each group has its own rows of W, and H mixes all rows
         return _dense(g, K, geometry, place, formed(g, blocks, K))
     patches = _columns(g, geometry, place)
     out = on_channels(g, blocks, patches, K, place.shared, math.prod(place.after[1:]))
     return g.reshape(out, (-1, *place.after))
 
 
-def _columns(g: Graph, conv: Conv, place: Place) -> str:
-    """Every patch, channels first within it as in W: (rows, c · kernel, places). Slices, axis by axis."""
+def _columns(g: Graph, conv: Conv, place: LayerInput) -> str:
+    """All patches, channels first as in W: (rows, c · kernel, positions). By slices, axis by axis."""
     x, sides = _padded(g, conv, place.x), [sum(p) for p in pads(conv)]
     if conv.padding_mode == "zeros" and any(sides):
         around = pads(conv)
         x = g.op("Pad", x, g.constant([0, 0, *(p for p, _ in around), 0, 0, *(p for _, p in around)]))
     if math.prod(conv.kernel) > 1 or any(s > 1 for s in conv.stride):
-        # the last axis first: each kernel axis comes to stand before those that are there already
+        # the last axis first: each new kernel axis is put before the ones that exist
         for axis in reversed(range(conv.dims)):
             k, d, step, n = conv.kernel[axis], conv.dilation[axis], conv.stride[axis], place.after[1 + axis]
-            last = 2 + axis + (conv.dims - 1 - axis)  # where that axis stands, kernel axes being before it
+            last = 2 + axis + (conv.dims - 1 - axis)  # position of that axis, after the kernel axes
             taps = [
                 g.op("Slice", x, *(g.constant([v]) for v in (t * d, t * d + (n - 1) * step + 1, last, step)))
                 for t in range(k)

@@ -1,7 +1,7 @@
-"""Blocks S_1 H diag(g) H S_2 in a graph, as `models/posteriors/blocks.py`: W is never formed, nor H of many columns.
+"""WHVI blocks S_1 H diag(g) H S_2 in a graph, as in `models/posteriors/blocks.py`, without forming W or a large H.
 
-H of D = a·b columns is a Kronecker product: two products with H_a and H_b of about √D columns each, which a runtime
-does faster than log₂ D rounds of sums and differences.
+H of D = a·b columns is the Kronecker product of H_a and H_b, each of about √D columns. Two products with these are
+faster in a runtime than log₂ D rounds of sums and differences.
 """
 
 import math
@@ -17,8 +17,8 @@ WHOLE = 16  # columns of H up to which it is one constant
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """K weight matrices of one grid that differ in g alone."""
+class BlockDraws:
+    """K weight matrices of one grid that differ only in g."""
 
     grid: Grid
     S_1: str  # (rows, columns, D)
@@ -27,14 +27,14 @@ class Blocks:
     bias: str | None  # (K, d_out)
 
 
-def on_rows(graph: Graph, blocks: Blocks, x: str, K: int, shared: bool) -> str:
-    """W x for vectors of the last axis: (1 where all samples share it, else K; n, d_in) -> (K, n, d_out)."""
+def on_rows(graph: Graph, blocks: BlockDraws, x: str, K: int, shared: bool) -> str:
+    """W x for vectors along the last axis: (1 if all draws share x, else K; n, d_in) -> (K, n, d_out)."""
     grid, (a, b) = blocks.grid, _sides(blocks.grid.D)
     each = (grid.rows, grid.columns, a, b)
-    turned = (grid.rows, grid.columns, b, a)  # between the two H, where it saves turning back
+    turned = (grid.rows, grid.columns, b, a)  # between the two H, which saves a transposition
 
     def through(x: str, first: int, then: int) -> str:
-        """H along the last two axes (…, then, first), which come back swapped."""
+        """H along the last two axes (…, then, first), which are swapped in the result."""
         x = graph.matmul(graph.reshape(x, (-1, first)), _matrix(graph, first))
         if then == 1:
             return x
@@ -52,8 +52,8 @@ def on_rows(graph: Graph, blocks: Blocks, x: str, K: int, shared: bool) -> str:
     return y if blocks.bias is None else graph.add(y, graph.reshape(blocks.bias, (K, 1, grid.d_out)))
 
 
-def on_channels(graph: Graph, blocks: Blocks, x: str, K: int, shared: bool, places: int) -> str:
-    """The same along the axis before the last: (B or K·B, d_in, places) -> (K, B, d_out, places)."""
+def on_channels(graph: Graph, blocks: BlockDraws, x: str, K: int, shared: bool, places: int) -> str:
+    """W x for vectors along the last axis but one: (B or K·B, d_in, positions) -> (K, B, d_out, positions)."""
     grid = blocks.grid
     each, (a, b) = (grid.rows, grid.columns, grid.D), _sides(grid.D)
 
@@ -72,8 +72,8 @@ def on_channels(graph: Graph, blocks: Blocks, x: str, K: int, shared: bool, plac
     return y if blocks.bias is None else graph.add(y, graph.reshape(blocks.bias, (K, 1, grid.d_out, 1)))
 
 
-def formed(graph: Graph, blocks: Blocks, K: int) -> str:
-    """The matrices themselves, the bias as their last column: (K, d_out, d_in)."""
+def formed(graph: Graph, blocks: BlockDraws, K: int) -> str:
+    """The matrices W, with the bias as their last column: (K, d_out, d_in)."""
     grid, D = blocks.grid, blocks.grid.D
     H, (a, b) = _matrix(graph, _sides(D)[1]), _sides(D)
     if a > 1:
@@ -96,7 +96,7 @@ def formed(graph: Graph, blocks: Blocks, K: int) -> str:
 
 
 def _sides(D: int) -> tuple[int, int]:
-    """a ≤ b with a·b = D; a = 1 where H is one constant."""
+    """a ≤ b with a·b = D; a = 1 if H is stored as one constant."""
     if D <= WHOLE:
         return 1, D
     a = 1 << (int(math.log2(D)) // 2)
@@ -108,14 +108,14 @@ def _matrix(graph: Graph, D: int) -> str:
 
 
 def _padded(graph: Graph, x: str, axis: int, rank: int, more: int) -> str:
-    """Zeros behind an axis."""
+    """x with zeros appended along an axis."""
     if more == 0:
         return x
     return graph.op("Pad", x, graph.constant([0] * rank + [more if i == axis else 0 for i in range(rank)]))
 
 
 def _summed(graph: Graph, y: str, grid: Grid) -> str:
-    """Over the columns of blocks, axis 3."""
+    """Sum over the columns of blocks, axis 3."""
     return y if grid.columns == 1 else graph.op("ReduceSum", y, graph.constant([3]), keepdims=0)
 
 

@@ -1,4 +1,4 @@
-"""Does an exported file say what its artifact says? With the same noise, number by number; on data, in quality."""
+"""Compares an exported file with its artifact: outputs with the same normals, size, latency, quality on data."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from dubito.deploy.edge.data import Data
+from dubito.deploy.edge.data import LabelledData
 from dubito.deploy.edge.errors import OnnxError
 from dubito.deploy.edge.inducing import with_law
 from dubito.deploy.edge.linear import NOISE
@@ -32,20 +32,20 @@ BINS = 15  # of the calibration error
 
 
 @dataclass(frozen=True)
-class Difference:
+class OutputDifference:
     largest: float  # over all outputs, in the outputs' own units
     by_output: dict[str, float]
 
 
-def check(path: Path, model: Model, artifact_bytes: int, data: Data | None = None) -> dict[str, Any]:
-    """A report with plain keys."""
+def check(path: Path, model: Model, artifact_bytes: int, data: LabelledData | None = None) -> dict[str, Any]:
+    """The report of `dubito check-onnx`."""
     try:
         return _checked(path, model, artifact_bytes, data)
-    except EdgeError as error:  # the runtime knows no other errors of ours
+    except EdgeError as error:  # the runtime file cannot import our error classes
         raise OnnxError(str(error)) from None
 
 
-def _checked(path: Path, model: Model, artifact_bytes: int, data: Data | None) -> dict[str, Any]:
+def _checked(path: Path, model: Model, artifact_bytes: int, data: LabelledData | None) -> dict[str, Any]:
     edge = EdgeModel(path)
     stated = edge.facts.get("provenance", {}).get("artifact_sha256")
     if stated != model.manifest.sha256:
@@ -72,8 +72,8 @@ def _checked(path: Path, model: Model, artifact_bytes: int, data: Data | None) -
     return report
 
 
-def _inputs(model: Model, edge: EdgeModel, data: Data | None) -> NDArray[Any]:
-    """A few inputs as the graph takes them: of the data, else noise in the range of pictures or of features."""
+def _inputs(model: Model, edge: EdgeModel, data: LabelledData | None) -> NDArray[Any]:
+    """A few inputs for the graph: from the data, else random pixels or normals."""
     declared, image = edge.facts["input"], edge.facts["input"]["takes"] == "image"
     if data is not None:
         return data.graph_inputs(model, image)[:INPUTS]
@@ -85,15 +85,15 @@ def _inputs(model: Model, edge: EdgeModel, data: Data | None) -> NDArray[Any]:
 
 
 def _tensors(model: Model, x: NDArray[Any]) -> Tensor:
-    """What the graph takes, as the torch model takes it."""
+    """Inputs of the graph as inputs of the torch model."""
     if x.dtype != np.uint8:
         return torch.from_numpy(x)
     assert model.card.input is not None
     return torch.stack([prepare(torch.from_numpy(np.array(one)), model.card.input) for one in x])
 
 
-def parity(path: Path, model: Model, x: NDArray[Any]) -> Difference:
-    """The graph's own noise, read out of it and given to torch, which must then answer the same."""
+def parity(path: Path, model: Model, x: NDArray[Any]) -> OutputDifference:
+    """Largest differences between graph and torch when torch gets the normals that the graph drew."""
     graph = onnx.load(path)
     facts = facts_of(path, {p.key: p.value for p in graph.metadata_props})
     network = with_law(model.network, facts["noise"])
@@ -109,14 +109,14 @@ def parity(path: Path, model: Model, x: NDArray[Any]) -> Difference:
     if facts["random"]:
         feed["seed"] = np.array(SEED, np.int64)
     names = [output.name for output in session.get_outputs()]
-    found: dict[str, NDArray[Any]] = dict(zip(names, session.run(None, feed), strict=True))
+    outputs_of: dict[str, NDArray[Any]] = dict(zip(names, session.run(None, feed), strict=True))
     draws = Draws(K, None, 0)
     if facts["random"]:
         parts = {HIERARCHY: factors.hierarchy} if factors.hierarchy is not None else {}
-        noise = [normals_in_order(f, K, name, found) for name, f in {**parts, **factors.layers}.items()]
+        noise = [normals_in_order(f, K, name, outputs_of) for name, f in {**parts, **factors.layers}.items()]
         if network.joint is not None:
-            noise.append(torch.from_numpy(found[NOISE]))
-        keys = torch.from_numpy(found["member:keys"]) if "member:keys" in found else None
+            noise.append(torch.from_numpy(outputs_of[NOISE]))
+        keys = torch.from_numpy(outputs_of["member:keys"]) if "member:keys" in outputs_of else None
         draws = Draws(K, torch.cat(noise, 1), 0, keys=keys)
     with evaluating(network), torch.inference_mode():
         job = Job.of(network, factors, _tensors(model, x), 0, plan={}, max_rows=ROWS, temperature=model.temperature)
@@ -125,16 +125,16 @@ def parity(path: Path, model: Model, x: NDArray[Any]) -> Difference:
         summary = tally.summary()
     rule = rule_for(model.card.calibration, K if facts["random"] else 1, facts.get("group"))
     expected = columns_of(summary, [rule] * len(x))
-    return _difference(found, expected)
+    return _difference(outputs_of, expected)
 
 
-def _difference(found: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]) -> Difference:
+def _difference(outputs: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]]) -> OutputDifference:
     by_output = {
-        name: float(np.abs(found[name].astype(np.float64) - expected[name].astype(np.float64)).max())
+        name: float(np.abs(outputs[name].astype(np.float64) - expected[name].astype(np.float64)).max())
         for name in expected
-        if name in found and found[name].dtype != np.bool_
+        if name in outputs and outputs[name].dtype != np.bool_
     }
-    return Difference(max(by_output.values()), by_output)
+    return OutputDifference(max(by_output.values()), by_output)
 
 
 def _latency(edge: EdgeModel, x: NDArray[Any]) -> float:
@@ -147,8 +147,8 @@ def _latency(edge: EdgeModel, x: NDArray[Any]) -> float:
     return round(statistics.median(times[1:]), 3)
 
 
-def quality(edge: EdgeModel, model: Model, data: Data) -> dict[str, Any]:
-    """On labelled data, the file with noise of its own and the artifact, by its own law, side by side."""
+def quality(edge: EdgeModel, model: Model, data: LabelledData) -> dict[str, Any]:
+    """Quality of the file and of the artifact on labelled data, each with its own draws, and how often they agree."""
     ours = edge.predict(data.graph_inputs(model, edge.facts["input"]["takes"] == "image"), SEED)
     prediction = model.predict(data.tensors(model), edge.samples, SEED)
     rule = rule_for(model.card.calibration, prediction.samples, edge.facts.get("group"))
@@ -177,7 +177,7 @@ def quality(edge: EdgeModel, model: Model, data: Data) -> dict[str, Any]:
 
 
 def _ece(p: NDArray[Any], y: NDArray[Any]) -> float:
-    """Expected calibration error: |confidence − accuracy| over bins of confidence, by their share of the inputs."""
+    """Expected calibration error."""
     sure, right = p.max(1), p.argmax(1) == y
     bins = np.minimum((sure * BINS).astype(int), BINS - 1)
     gaps = [abs(sure[bins == b].mean() - right[bins == b].mean()) * (bins == b).mean() for b in set(bins.tolist())]

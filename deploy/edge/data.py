@@ -1,4 +1,4 @@
-"""Labelled data from an .npz file, for a check or to find the range of activations."""
+"""Labelled data from an .npz file, for a check or for the ranges of activations."""
 
 import struct
 import zipfile
@@ -17,12 +17,12 @@ from dubito.models.predictions.model import Model
 
 
 @dataclass(frozen=True)
-class Data:
+class LabelledData:
     x: NDArray[Any]  # uint8 pictures, or numbers in the model's own input space
     y: NDArray[Any]
 
     def tensors(self, model: Model) -> Tensor:
-        """As the torch model takes them."""
+        """Inputs of the torch model."""
         if not self._pictures(model):
             return torch.from_numpy(self.x.astype(np.float32))
         assert model.card.input is not None
@@ -30,7 +30,7 @@ class Data:
         return torch.stack([prepare(torch.from_numpy(np.array(one)), model.card.input) for one in batch])
 
     def graph_inputs(self, model: Model, image: bool) -> NDArray[Any]:
-        """As the graph takes them: pictures, channels last, where it prepares them itself."""
+        """Inputs of the graph: uint8 pictures, channels last, if the graph prepares them itself."""
         if not image:
             prepared: NDArray[Any] = self.tensors(model).numpy()
             return prepared
@@ -44,8 +44,8 @@ class Data:
         return self.x.dtype == np.uint8 and model.card.input is not None and model.card.input.image is not None
 
 
-def read(name: str, model: Model) -> Data:
-    """`npz:PATH`, or a path, of a file with `x` and `y`."""
+def read(name: str, model: Model) -> LabelledData:
+    """Read `npz:PATH`, or a path, of a file with `x` and `y`."""
     path = name.removeprefix("npz:")
     try:
         with open(path, "rb") as opened:
@@ -63,11 +63,11 @@ def read(name: str, model: Model) -> Data:
             f"{path} is cut or damaged, or holds objects; expected an .npz file with arrays x and y."
         ) from None
     _check(path, x, y, model)
-    return Data(x, y)
+    return LabelledData(x, y)
 
 
 def _check(path: str, x: NDArray[Any], y: NDArray[Any], model: Model) -> None:
-    """Refuse in words what the model cannot take or what cannot be its answers."""
+    """Refuse arrays that are not inputs and targets of the model."""
     numbers = all(array.dtype.kind in "biuf" for array in (x, y))
     if not numbers or not np.isfinite(x).all() or not np.isfinite(y).all():
         raise InputError(f"{path} holds x as {x.dtype} and y as {y.dtype}; expected finite numbers in both.")

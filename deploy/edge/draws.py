@@ -1,4 +1,4 @@
-"""What the writers of all posteriors share: samples of a layer as values of a graph, and draws of one tensor."""
+"""Shared by the writers of all posteriors: draws of a layer as values of a graph, and draws of one tensor."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dubito.deploy.edge.blocks import Blocks
+from dubito.deploy.edge.blocks import BlockDraws
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Array, Graph
 from dubito.deploy.edge.noise import Noise
@@ -19,15 +19,15 @@ from dubito.models.posteriors.protocol import Frozen, Law
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseDraws:
     W: str  # (K, d_out, d_in)
 
 
 @dataclass
-class Factored:
+class FactoredDraws:
     """W x = G Bᵀx + e ‖x − B Bᵀx‖, as in `dubito.models.posteriors.protocol`; without e, B need not be orthonormal.
 
-    G = left (turn_r V turn_c + more) + s ∘ E: formed where many places need it, else applied factor by factor.
+    G = left (turn_r V turn_c + more) + s ∘ E: formed if it is applied at many positions, else applied by factors.
     """
 
     B_T: str  # (width, d_in)
@@ -43,7 +43,7 @@ class Factored:
     _G: str | None = None
 
     def G(self, g: Graph) -> str:
-        """(K, d_out, width), written once."""
+        """G, (K, d_out, width), written to the graph once."""
         if self._G is None:
             inner = self.V if self.turn_r is None else g.matmul(self.turn_r, self.V)
             inner = inner if self.turn_c is None else g.matmul(inner, self.turn_c)
@@ -52,7 +52,7 @@ class Factored:
         return self._G
 
     def on(self, g: Graph, c: str) -> str:
-        """G c of c (K or 1, B, width, places), without G: (K, B, d_out, places)."""
+        """G c for c (K or 1, B, width, positions), without forming G: (K, B, d_out, positions)."""
 
         def times(samples: str, vectors: str) -> str:
             return g.matmul(g.op("Unsqueeze", samples, g.constant([1])), vectors)
@@ -68,16 +68,16 @@ class Factored:
 
 
 @dataclass(frozen=True)
-class Masked:
+class MaskedDraws:
     W: str  # (d_out, d_in)
     mask: str  # (K, inputs)
 
 
-Operand = Dense | Factored | Masked | Blocks
+Operand = DenseDraws | FactoredDraws | MaskedDraws | BlockDraws
 
 
 class Sampler:
-    """What all layers of a graph share: the normals, the members' order, the rotations."""
+    """Shared by all layers of a graph: normals, order of the members, rotations."""
 
     def __init__(self, graph: Graph, K: int, seed: str | None) -> None:
         self.graph, self.K = graph, K
@@ -99,7 +99,7 @@ class Sampler:
             self.keys = self.noise.keys(most, "member:keys")
 
     def member(self, E: int) -> str:
-        """(K,) each sample's member of E: an order that the seed decides, cycled."""
+        """Member of each draw, (K,): the E members in an order given by the seed, repeated."""
         if E not in self._members:
             g, places = self.graph, np.arange(self.K) % E
             if E == 1 or self.keys is None:
@@ -122,7 +122,7 @@ def array(t: Tensor) -> Array:
 
 
 def triangle(g: Graph, L: Array) -> str:
-    """A lower triangular matrix in the entries that it has: the last columns stand, turned, above the first ones."""
+    """A lower triangular matrix stored without its zeros: the last columns are packed, rotated, above the first."""
     n = len(L)
     side = n + n % 2
     half = side // 2
@@ -140,7 +140,7 @@ def triangle(g: Graph, L: Array) -> str:
 
 
 def law_draws(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
-    """(K, *shape) draws of a distribution over one tensor."""
+    """K draws of a distribution over one tensor: (K, *shape)."""
     g, K = s.graph, s.K
     match frozen:
         case FrozenMeanField():
@@ -168,15 +168,15 @@ def law_draws(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
 
 
 def _by_row(g: Graph, roots: Tensor, noise: str) -> str:
-    """A root for each row of the noise: (rows, n, n) and (K, rows, n) -> (K, rows, n)."""
-    each = [triangle(g, array(root)) for root in roots]
-    stacked = g.op("Concat", *[g.op("Unsqueeze", one, g.constant([0])) for one in each], axis=0)
+    """Multiply each row of the noise by its own root: (rows, n, n) and (K, rows, n) -> (K, rows, n)."""
+    triangles = [triangle(g, array(root)) for root in roots]
+    stacked = g.op("Concat", *[g.op("Unsqueeze", one, g.constant([0])) for one in triangles], axis=0)
     columns = g.matmul(stacked, g.op("Transpose", noise, perm=[1, 2, 0]))
     return g.op("Transpose", columns, perm=[2, 0, 1])
 
 
 def _bent(g: Graph, f: FrozenPlanar, z: str) -> str:
-    """(K, blocks, D) through all flows."""
+    """(K, blocks, D) through all planar flows."""
     for u, w, b in zip(f.u, f.w, f.b, strict=True):
         along = g.op("ReduceSum", g.mul(z, g.weights(array(w), least="fp16")), g.constant([-1]))
         h = g.op("Tanh", g.add(along, g.constant(array(b)[:, None])))

@@ -1,4 +1,4 @@
-"""What can go wrong between an artifact and a device."""
+"""Errors of export and check."""
 
 from importlib.util import find_spec
 
@@ -6,7 +6,7 @@ from dubito.models.errors import DubitoError
 
 
 class ExportError(DubitoError):
-    """A model that cannot be written as ONNX as asked."""
+    """A model that cannot be exported with these options."""
 
 
 class OnnxError(DubitoError):
@@ -14,6 +14,6 @@ class OnnxError(DubitoError):
 
 
 def need(*packages: str) -> None:
-    """Refuse in words where the extra is not installed."""
+    """Raise ExportError if packages of the extra `edge` are missing."""
     if missing := [name for name in packages if find_spec(name) is None]:
         raise ExportError(f"{' and '.join(missing)} not installed; install them with: pip install 'dubito[edge]'")

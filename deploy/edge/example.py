@@ -1,4 +1,4 @@
-"""Ask an exported model about a picture of one colour: python example.py model.onnx"""
+"""Prediction of an exported model for a grey picture: python example.py model.onnx"""
 
 import sys
 

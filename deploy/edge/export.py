@@ -1,4 +1,4 @@
-"""From an artifact to the graph that a device runs: pictures or tensors in, answers with their doubt out."""
+"""Exports an artifact as an ONNX graph: pictures or tensors in, predictions with their uncertainty out."""
 
 import json
 from collections import Counter
@@ -12,13 +12,13 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from dubito.deploy.edge.apply import Place, apply, by_channel
-from dubito.deploy.edge.blocks import Blocks
-from dubito.deploy.edge.draws import Dense, Operand, Sampler, array
+from dubito.deploy.edge.apply import LayerInput, apply, by_channel
+from dubito.deploy.edge.blocks import BlockDraws
+from dubito.deploy.edge.draws import DenseDraws, Operand, Sampler, array
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.features import features_in, nearest
 from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, Precision
-from dubito.deploy.edge.inducing import Law, laws, with_law
+from dubito.deploy.edge.inducing import LambdaLaw, laws, with_law
 from dubito.deploy.edge.linear import linear_samples, trace_open
 from dubito.deploy.edge.quantise import quantised
 from dubito.deploy.edge.runtime import ROWS
@@ -32,21 +32,21 @@ from dubito.models.network.normalisation import fold_batchnorm
 from dubito.models.predictions.answers import Rule, rule_for
 from dubito.models.predictions.model import Model
 
-CALIBRATED = 256  # inputs that the ranges of activations come from
-KEY = "dubito"  # of the metadata: a JSON object
+CALIBRATED = 256  # inputs from which the ranges of activations are found
+KEY = "dubito"  # of the metadata, which is a JSON object
 FORMAT = 1
 
-Taken = Literal["tensor", "image"]
+InputKind = Literal["tensor", "image"]
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedModel:
     model: onnx.ModelProto
-    skeleton: onnx.ModelProto  # the plain layers, as they were traced
-    samples: int  # K; 1 where nothing is drawn
-    formed: tuple[str, ...]  # layers whose weight matrices are formed as they are drawn
-    changed: tuple[str, ...]  # layers whose exact noise is drawn by way 3
-    products: int = 0  # whose activations are in int8
+    skeleton: onnx.ModelProto  # the traced network
+    samples: int  # K; 1 for a model without draws
+    formed: tuple[str, ...]  # layers whose weight matrices are formed
+    changed: tuple[str, ...]  # layers of the exact law that the graph draws by the factored law
+    products: int = 0  # number of products with int8 activations
 
 
 def export(
@@ -54,17 +54,17 @@ def export(
     *,
     samples: int = 20,
     precision: Precision = "fp32",
-    law: Law = "factored",
-    take: Taken = "tensor",
+    law: LambdaLaw = "factored",
+    take: InputKind = "tensor",
     skeleton: onnx.ModelProto | None = None,
     data: NDArray[Any] | None = None,
     group: str | None = None,
-) -> Exported:
-    """`law` is that of the λ-noise: way 3 in every layer, or the artifact's own, whose `exact` layers form W.
+) -> ExportedModel:
+    """Export a model.
 
-    `data` are inputs as the graph takes them: in int8 they give the ranges of activations, so these are rounded too.
-    `group` is one of the calibration's, whose quantile the file then has.
-    `skeleton` is an earlier export's of the same network: tracing is what takes the time.
+    `law` of the λ-noise: factored in every layer, or the artifact's own, whose `exact` layers form W. `data` are inputs
+    of the graph, which give the ranges for int8 activations. `group` of the calibration, whose quantile the file gets.
+    `skeleton` of an earlier export of the same network saves tracing, which takes most of the time.
     """
     declared = model.card.input
     if declared is None:
@@ -97,18 +97,18 @@ def export(
         inputs.append(helper.make_tensor_value_info("seed", TensorProto.INT64, []))
     rule = rule_for(model.card.calibration, K if factors.random else 1, group)
     outputs = writer.write(x, model, rule)
-    made, products = _model(writer, inputs, outputs), 0
+    graph, products = _model(writer, inputs, outputs), 0
     if data is not None:
-        made, products = quantised(made, data[:CALIBRATED], max(1, ROWS // K))
+        graph, products = quantised(graph, data[:CALIBRATED], max(1, ROWS // K))
     activations = "int8" if products else "float32"
     facts = _facts(model, writer, rule, precision, law, take) | {"activations": activations, "group": group}
-    helper.set_model_props(made, {KEY: json.dumps(facts)})
+    helper.set_model_props(graph, {KEY: json.dumps(facts)})
     changed = tuple(name for name, law in laws(model.network).items() if law != laws(network)[name])
-    return Exported(_checked(made), skeleton, K, tuple(writer.formed), changed, products)
+    return ExportedModel(_checked(graph), skeleton, K, tuple(writer.formed), changed, products)
 
 
-def save(exported: Exported, path: Path) -> int:
-    """Write the file whole or not at all; how many bytes it has."""
+def save(exported: ExportedModel, path: Path) -> int:
+    """Write the file atomically; returns its size in bytes."""
     content = exported.model.SerializeToString()
     try:
         write_by(path.with_name(f".{path.name}.part"), path, content, mode="wb")
@@ -118,7 +118,7 @@ def save(exported: Exported, path: Path) -> int:
 
 
 class _Writer:
-    """Goes through the traced nodes in order: plain ones are copied, ours are written out."""
+    """Writes the graph: copies the plain nodes of the traced network, and expands the nodes of our domain."""
 
     def __init__(
         self, skeleton: onnx.ModelProto, folded: BayesianNetwork, factors: NetworkFactors, K: int, precision: Precision
@@ -135,14 +135,14 @@ class _Writer:
             for name in node.input:
                 self.readers.setdefault(name, []).append(node)
         self.calls = Counter(_name(node) for node in graph.node if node.domain == OURS)
-        self.value: dict[str, str] = {}  # what a traced value is called here
-        self.once: set[str] = set()  # traced values that all samples share: they have B rows
-        self.fixed: set[str] = set()  # traced values that no input changes
+        self.value: dict[str, str] = {}  # name in the graph of each traced value
+        self.once: set[str] = set()  # traced values that all draws share: they have B rows
+        self.fixed: set[str] = set()  # traced values that do not depend on the input
         self.skip: set[str] = set()
         self.operands: dict[str, Operand] = {}
 
     def pixels(self, shape: tuple[int, ...], mean: tuple[float, ...], std: tuple[float, ...]) -> str:
-        """uint8 (B, height, width, channels) of any size -> the network's input."""
+        """The network's input from uint8 pictures (B, height, width, channels) of any size."""
         g = self.g
         x = g.op("Cast", g.op("Transpose", "image", perm=[0, 3, 1, 2]), to=TensorProto.FLOAT)
         sides = g.op("Shape", x)
@@ -155,9 +155,9 @@ class _Writer:
         return g.add(g.mul(x, g.constant(scale)), g.constant((-np.array(mean) / np.array(std)).reshape(of_channel)))
 
     def _resized(self, side: str, n: int) -> str:
-        """(n, side): what each of n pixels takes of a side's, a triangle as wide as a new pixel, or an old one.
+        """Resizing matrix (n, side): a triangle filter as wide as the larger of a new and an old pixel.
 
-        Runtimes differ in their own resizing where it shrinks; this is the filter of Pillow and of torch.
+        Runtimes differ in their Resize operator when shrinking; this is the filter of Pillow and torch.
         """
         g = self.g
         length = g.op("Cast", side, to=TensorProto.FLOAT)
@@ -194,7 +194,7 @@ class _Writer:
         return regressed(self.g, out, self.network, rule)
 
     def _samples(self, x: str, logits: str) -> str:
-        """(K, B, C) outputs."""
+        """Outputs of all draws, (K, B, C)."""
         graph, g = self.traced, self.g
         self.s.start_members(self.factors.members)
         V = self._hierarchy()
@@ -203,7 +203,7 @@ class _Writer:
             floats = tensor.data_type == TensorProto.FLOAT
             self.value[tensor.name] = g.weights(stored) if floats else g.keep(stored)
             self.fixed.add(tensor.name)
-        # a shape read off an input that has B rows would say nothing of what has K·B
+        # a Shape node must see K·B rows, so the input cannot have B rows if there is one
         apart = self.K == 1 or not any(node.op_type == "Shape" for node in graph.node)
         self.value["x"] = x if apart else self._tiled(x, len(self.shapes["x"]))
         if apart:
@@ -215,7 +215,7 @@ class _Writer:
         return g.reshape(out, (self.K, -1, self.shapes[logits][1]))
 
     def _distance(self, features: str, shared: bool) -> str:
-        """(B,): of the features to the nearest point of the bank, mean over draws."""
+        """Distance of the features to the nearest point of the bank, mean over draws: (B,)."""
         g, bank = self.g, self.network.feature_bank
         assert bank is not None
         length = g.op("ReduceL2", features, g.constant([-1]), keepdims=1)
@@ -227,24 +227,24 @@ class _Writer:
             return each[0]
         if shared:
             each = [self._tiled(one, 1) for one in each]
-        found = each[0] if E == 1 else self._chosen(each, ())
-        return g.op("ReduceMean", g.reshape(found, (self.K, -1)), g.constant([0]), keepdims=0)
+        distances = each[0] if E == 1 else self._chosen(each, ())
+        return g.op("ReduceMean", g.reshape(distances, (self.K, -1)), g.constant([0]), keepdims=0)
 
     def _rotations(self) -> None:
-        """They are known when all layers are, and come first."""
-        at = len(self.g.nodes)
+        """Write the rotations of all layers, and move them to the front of the graph."""
+        before = len(self.g.nodes)
         self.s.rotations.write(self.g, self.s.rotated)
-        self.g.nodes[:] = self.g.nodes[at:] + self.g.nodes[:at]
+        self.g.nodes[:] = self.g.nodes[before:] + self.g.nodes[:before]
 
     def _hierarchy(self) -> dict[str, str]:
         if self.network.hierarchy is None:
             return {}
         assert self.factors.hierarchy is not None
-        V, at, found = V_of_all(self.s, self.network.hierarchy, self.factors.hierarchy), 0, {}
+        V, start, by_layer = V_of_all(self.s, self.network.hierarchy, self.factors.hierarchy), 0, {}
         for name, layer in self.network.layers.items():
             if (shape := layer.entry.from_above) is not None:
-                found[name], at = self.g.part(V, 2, at, at + shape[1]), at + shape[1]
-        return found
+                by_layer[name], start = self.g.part(V, 2, start, start + shape[1]), start + shape[1]
+        return by_layer
 
     def _node(self, node: onnx.NodeProto, V: Mapping[str, str]) -> None:
         if node.domain != OURS:
@@ -259,7 +259,7 @@ class _Writer:
                 end = out if follower is None else follower.output[0]
                 operand = self._operand(name, V, scale)
                 before, after = self.shapes[node.input[0]][1:], self.shapes[out][1:]
-                place = Place(self.value[node.input[0]], node.input[0] in self.once, before, after)
+                place = LayerInput(self.value[node.input[0]], node.input[0] in self.once, before, after)
                 self.value[end] = apply(self.g, self.K, layer.geometry, place, operand, shift)
                 if self.K == 1 and place.shared:
                     self.once.add(end)
@@ -272,16 +272,16 @@ class _Writer:
         return None
 
     def _operand(self, name: str, V: Mapping[str, str], scale: Array) -> Operand:
-        """Drawn once, wherever a network calls the layer."""
+        """Draws of a layer, made once even if the network calls the layer several times."""
         if name not in self.operands:
             layer, factors = self.layers[name], self.factors.layers[name]
-            made = self.operands[name] = draw(self.s, name, layer, factors, V.get(name), scale)
-            if isinstance(made, Dense) or (isinstance(made, Blocks) and layer.geometry.groups > 1):
+            operand = self.operands[name] = draw(self.s, name, layer, factors, V.get(name), scale)
+            if isinstance(operand, DenseDraws) or (isinstance(operand, BlockDraws) and layer.geometry.groups > 1):
                 self.formed.append(name)
         return self.operands[name]
 
     def _affine_behind(self, value: str, name: str) -> onnx.NodeProto | None:
-        """A folded BatchNorm that alone reads a layer's outputs, channel by channel, where the layer is called once."""
+        """The folded BatchNorm that is the only reader of a layer's outputs, if it can be merged into the layer."""
         readers = self.readers.get(value, [])
         if len(readers) != 1 or readers[0].domain != OURS or readers[0].op_type != "Affine":
             return None
@@ -290,7 +290,7 @@ class _Writer:
         return readers[0] if by_channel and once else None
 
     def _affine(self, node: onnx.NodeProto) -> tuple[Array, Array]:
-        """Scale and shift."""
+        """Scale and shift of a folded BatchNorm."""
         (one,) = self.affines[_name(node)]
         return array(one.scale), array(one.shift)
 
@@ -312,13 +312,13 @@ class _Writer:
         self.value[out] = g.reshape(g.add(g.mul(rows, scale), shift), (-1, *sizes))
 
     def _chosen(self, rows: list[str], sizes: tuple[int, ...]) -> str:
-        """Of every member's copy the rows of the samples that are that member's."""
+        """For each draw, the rows of its member's copy."""
         g, member = self.g, self.s.member(len(rows))
-        found = g.reshape(rows[0], (self.K, -1, *sizes))
+        chosen = g.reshape(rows[0], (self.K, -1, *sizes))
         for i, copied in enumerate(rows[1:], 1):
             mine = g.reshape(g.op("Equal", member, g.constant(i)), (self.K, *[1] * (len(sizes) + 1)))
-            found = g.op("Where", mine, g.reshape(copied, (self.K, -1, *sizes)), found)
-        return g.reshape(found, (-1, *sizes))
+            chosen = g.op("Where", mine, g.reshape(copied, (self.K, -1, *sizes)), chosen)
+        return g.reshape(chosen, (-1, *sizes))
 
     def _plain(self, node: onnx.NodeProto) -> None:
         if node.domain or any(
@@ -333,18 +333,18 @@ class _Writer:
             once = False
         else:
             once = all(name in self.fixed or name in self.once for name in given)
-        made = onnx.NodeProto()
-        made.CopyFrom(node)
-        made.ClearField("metadata_props")
-        made.ClearField("doc_string")
-        made.ClearField("name")
+        copied = onnx.NodeProto()
+        copied.CopyFrom(node)
+        copied.ClearField("metadata_props")
+        copied.ClearField("doc_string")
+        copied.ClearField("name")
         for i, name in enumerate(node.input):
             if name:
-                made.input[i] = self.value[name] if once or name in self.fixed else self._all_rows(name)
+                copied.input[i] = self.value[name] if once or name in self.fixed else self._all_rows(name)
         for i, name in enumerate(node.output):
             if name:
-                self.value[name] = made.output[i] = self.g.name()
-        self.g.nodes.append(made)
+                self.value[name] = copied.output[i] = self.g.name()
+        self.g.nodes.append(copied)
         self._follow(node, once)
 
     def _follow(self, node: onnx.NodeProto, once: bool) -> None:
@@ -352,7 +352,7 @@ class _Writer:
             self.once.update(node.output)
 
     def _all_rows(self, name: str) -> str:
-        """A value with K·B rows, whether all samples share it or not."""
+        """A value with K·B rows, repeated if all draws share it."""
         if name not in self.once or self.K == 1:
             return self.value[name]
         return self._tiled(self.value[name], len(self.shapes[name]))
@@ -368,7 +368,7 @@ def _name(node: onnx.NodeProto) -> str:
 
 
 def _shape(value: onnx.ValueInfoProto) -> tuple[int, ...]:
-    """Rows are −1."""
+    """Shape, with −1 for the rows."""
     return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
 
 
@@ -381,8 +381,8 @@ def _model(writer: _Writer, inputs: list[onnx.ValueInfoProto], outputs: dict[str
     }
     values = ("mean", "epistemic_variance", "aleatoric_variance")
     shapes |= {name: ["batch", "values"] for name in values}
-    made = [helper.make_tensor_value_info(name, kind, shapes.get(name, ["batch"])) for name, kind in outputs.items()]
-    graph = helper.make_graph(g.nodes, "dubito", inputs, made, g.initializers)
+    infos = [helper.make_tensor_value_info(name, kind, shapes.get(name, ["batch"])) for name, kind in outputs.items()]
+    graph = helper.make_graph(g.nodes, "dubito", inputs, infos, g.initializers)
     imports = [helper.make_opsetid("", OPSET)]
     if g.functions:
         imports.append(helper.make_opsetid(OURS, 1))
@@ -391,8 +391,10 @@ def _model(writer: _Writer, inputs: list[onnx.ValueInfoProto], outputs: dict[str
     )
 
 
-def _facts(model: Model, writer: _Writer, rule: Rule, precision: Precision, law: Law, take: Taken) -> dict[str, Any]:
-    """What a device may want to know, as plain JSON."""
+def _facts(
+    model: Model, writer: _Writer, rule: Rule, precision: Precision, law: LambdaLaw, take: InputKind
+) -> dict[str, Any]:
+    """Metadata of the file, as JSON."""
     card, K = model.card, writer.K
     assert card.input is not None
     image = card.input.image
@@ -421,7 +423,7 @@ def _facts(model: Model, writer: _Writer, rule: Rule, precision: Precision, law:
         "sets": None if rule.sets is None else rule.sets.model_dump(mode="json"),
         "architecture": model.manifest.architecture.name,
         "methods": model.manifest.methods,
-        "predictive": "sampling",  # also where the artifact itself answers in closed form (subnetwork Laplace)
+        "predictive": "sampling",  # also if the artifact's default is probit (subnetwork Laplace)
         "metrics": dict(card.metrics),
         "provenance": {
             "artifact_sha256": model.manifest.sha256,
@@ -433,7 +435,7 @@ def _facts(model: Model, writer: _Writer, rule: Rule, precision: Precision, law:
 
 
 def _checked(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Valid, and every shape that can be inferred agrees."""
+    """The model, if it is valid ONNX and shape inference agrees."""
     onnx.checker.check_model(model)
     onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
     return model

@@ -1,4 +1,4 @@
-"""Features in a graph: where the traced network has them, and how far they are from the points of a bank."""
+"""Features in a graph: finds them in the traced network, and computes their distance to a feature bank."""
 
 import numpy as np
 import onnx
@@ -11,13 +11,13 @@ from dubito.models.network.network import BayesianNetwork
 
 
 def features_in(traced: onnx.GraphProto, network: BayesianNetwork) -> str:
-    """The traced value that the bank's layer is given."""
+    """Name of the traced value that is the input of the bank's layer."""
     assert network.feature_bank is not None
     layer = network.feature_bank.entry.layer
     for node in traced.node:
         if node.domain == OURS and node.op_type == "Layer" and _called(node) == layer:
             return str(node.input[0])
-    # a plain layer is a product with its weights, which may be transposed before
+    # a plain layer is a product with its weights, which may be transposed first
     weights = {name for name in _values(traced) if name.endswith(f"{layer}.weight")}
     for node in traced.node:
         if node.op_type == "Transpose" and node.input[0] in weights:
@@ -39,11 +39,11 @@ def _called(node: onnx.NodeProto) -> str:
 
 
 def nearest(g: Graph, z: str, levels: NDArray[np.int8], scale: Array) -> str:
-    """Distances (rows,) of features z (rows, d) of length 1 to the nearest of the points levels · scale (N, d)."""
+    """Distances (rows,) of unit features z (rows, d) to the nearest of the points levels · scale (N, d)."""
     points = g.mul(g.op("Cast", g.keep(levels), to=TensorProto.FLOAT), g.keep(scale.astype(np.float32)))
     lengths = ((levels.astype(np.float64) * scale) ** 2).sum(-1)
     products = g.op("MatMul", z, g.op("Transpose", points))
-    g.nodes[-1].name = f"{EXACT}{products}"  # a small distance is the difference of large products
+    g.nodes[-1].name = f"{EXACT}{products}"  # not in int8: a small distance is a difference of large products
     squares = g.add(g.mul(products, g.constant(-2.0)), g.keep(lengths.astype(np.float32)))
     own = g.op("ReduceSum", g.mul(z, z), g.constant([-1]), keepdims=0)
     least = g.add(g.op("ReduceMin", squares, g.constant([-1]), keepdims=0), own)

@@ -1,4 +1,4 @@
-"""A graph in the making: nodes in order, constants stored in few bytes, names without meaning kept short."""
+"""Builder of an ONNX graph: nodes in order, compact constants, short names."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -11,21 +11,21 @@ from onnx import TensorProto, helper, numpy_helper
 Precision = Literal["fp32", "fp16", "int8"]
 Array = NDArray[Any]
 
-OPSET = 18  # random normals, which we do not use, have kernels up to 21 only; 18 has all that we do use
+OPSET = 18  # the first that has all operators that we use
 OURS = "dubito"  # domain of our functions
-EXACT = "exact"  # begins the name of a product that stays in float32 whatever the precision of activations
-FEW = 256  # entries that are kept in float32 whatever the precision
+EXACT = "exact"  # prefix of the names of products that stay in float32 with int8 activations
+FEW = 256  # constants with at most so many entries stay in float32
 
 
 class Graph:
-    """Names stand for values. A constant is turned to float32 where it is used, which a runtime does once, at load."""
+    """Values are represented by their names. Runtimes convert constants to float32 once, at load."""
 
     def __init__(self, precision: Precision = "fp32") -> None:
         self.precision = precision
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[TensorProto] = []
         self.functions: dict[str, onnx.FunctionProto] = {}
-        self.found: dict[str, str] = {}  # values that several layers ask for, by what they are
+        self.shared: dict[str, str] = {}  # values that several layers use, by description
         self._known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._names = 0
 
@@ -34,15 +34,15 @@ class Graph:
         return f"_{self._names}"
 
     def op(self, kind: str, *inputs: str, out: str | None = None, domain: str = "", **attributes: Any) -> str:
-        (made,) = self.ops(kind, *inputs, outputs=[out or self.name()], domain=domain, **attributes)
-        return made
+        (name,) = self.ops(kind, *inputs, outputs=[out or self.name()], domain=domain, **attributes)
+        return name
 
     def ops(self, kind: str, *inputs: str, outputs: Sequence[str], domain: str = "", **attributes: Any) -> list[str]:
         self.nodes.append(helper.make_node(kind, list(inputs), list(outputs), domain=domain, **attributes))
         return list(outputs)
 
     def constant(self, value: Array | float | int | Sequence[int], dtype: Any = None) -> str:
-        """A few numbers as they are; floats are float32 and whole numbers int64 unless a type is given."""
+        """A small constant; floats are float32 and integers int64 unless a dtype is given."""
         array = np.asarray(value, dtype)
         if dtype is None and array.dtype == np.float64:
             array = array.astype(np.float32)
@@ -57,9 +57,9 @@ class Graph:
         return name
 
     def weights(self, array: Array, mask: NDArray[np.bool_] | None = None, least: Precision | None = None) -> str:
-        """Many numbers, stored in the file's precision (or `least`, which int8 would spoil) and used in float32.
+        """A large constant, stored in the file's precision (at least `least`) and used in float32.
 
-        In int8 each row, an entry of the first axis, has a scale. With a mask only what it keeps is stored, and bits.
+        In int8 each entry of the first axis has a scale. With a mask, only the kept values and a bit mask are stored.
         """
         array = np.asarray(array, np.float32)
         precision = least if least is not None and self.precision == "int8" else self.precision
@@ -77,7 +77,7 @@ class Graph:
         return self.keep(array)
 
     def _scattered(self, array: Array, mask: NDArray[np.bool_], precision: Precision) -> str:
-        """Values and a bit mask: each entry takes the value whose number is the count of bits before it."""
+        """A pruned constant: kept values and a bit mask; the index of a value is the count of bits before it."""
         kept, scale = array[mask], None
         if precision == "int8":
             quantities, scale = quantised(array)
@@ -91,9 +91,9 @@ class Graph:
         flags = self.op("BitwiseAnd", flags, self.constant(1, np.uint8))
         flags = self.op("Slice", self.reshape(flags, [-1]), self.constant([0]), self.constant([array.size]))
         flags = self.op("Cast", flags, to=TensorProto.INT32)
-        place = self.op("Mul", self.op("CumSum", flags, self.constant(0)), flags)  # 0, the zero, where nothing is kept
-        found = self.reshape(self.op("Gather", values, place), array.shape)
-        return found if scale is None else self.op("Mul", found, self.keep(scale))
+        place = self.op("Mul", self.op("CumSum", flags, self.constant(0)), flags)  # index 0 is the zero
+        values_ = self.reshape(self.op("Gather", values, place), array.shape)
+        return values_ if scale is None else self.op("Mul", values_, self.keep(scale))
 
     def _eight(self) -> str:
         return self.constant(np.arange(8, dtype=np.uint8))
@@ -108,14 +108,14 @@ class Graph:
         return self.op("Slice", value, *(self.constant([i]) for i in (start, stop, axis)))
 
     def split(self, value: str, axis: int, sizes: Sequence[int]) -> list[str]:
-        """Parts of these sizes along an axis; an empty one has no name."""
-        there = [n for n in sizes if n]
-        if len(there) == 1:
-            made = iter([value])
+        """Parts of these sizes along an axis; an empty part has the name ""."""
+        nonempty = [n for n in sizes if n]
+        if len(nonempty) == 1:
+            parts = iter([value])
         else:
-            names = [self.name() for _ in there]
-            made = iter(self.ops("Split", value, self.constant(np.array(there)), outputs=names, axis=axis))
-        return [next(made) if n else "" for n in sizes]
+            names = [self.name() for _ in nonempty]
+            parts = iter(self.ops("Split", value, self.constant(np.array(nonempty)), outputs=names, axis=axis))
+        return [next(parts) if n else "" for n in sizes]
 
     def add(self, a: str, b: str) -> str:
         return self.op("Add", a, b)
@@ -128,7 +128,7 @@ class Graph:
 
 
 def quantised(array: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """int8 values and, for each entry of the first axis, the scale that restores them."""
+    """int8 values, and a scale for each entry of the first axis."""
     rows = np.abs(array).reshape(len(array), -1).max(1)
     scale = (np.where(rows > 0, rows, 1) / 127).astype(np.float32).reshape(-1, *[1] * (array.ndim - 1))
     return np.rint(array / scale).astype(np.int8), scale

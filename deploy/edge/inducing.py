@@ -1,4 +1,4 @@
-"""Samples of layers with inducing weights in a graph, and the law of their λ-noise."""
+"""Draws of layers with inducing weights in a graph, and the law of their λ-noise."""
 
 import copy
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from dubito.deploy.edge.draws import Dense, Factored, Operand, Sampler, array, law_draws, triangle
+from dubito.deploy.edge.draws import DenseDraws, FactoredDraws, Operand, Sampler, array, law_draws, triangle
 from dubito.deploy.edge.graph import Array, Graph
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.numerics.parameters import Free, Positive
@@ -14,19 +14,19 @@ from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.inducing_factors import InducingFactors
 from dubito.models.posteriors.matheron import cholesky, regularise
 
-SMALLEST_ROOT = 1e-3  # of q or p: below it Z alone does not give its direction back
+SMALLEST_ROOT = 1e-3  # of √q or √p: a smaller one cannot be recovered from Z
 
-Law = Literal["factored", "artifact"]
+LambdaLaw = Literal["factored", "artifact"]
 
 
 def laws(network: BayesianNetwork) -> dict[str, str]:
-    """Of the λ-noise of each layer that has any."""
+    """The law of each layer with λ-noise."""
     posteriors = {name: layer.posterior for name, layer in network.layers.items()}
     return {name: q.noise for name, q in posteriors.items() if isinstance(q, Inducing) and q.lam is not None}
 
 
-def with_law(network: BayesianNetwork, law: Law) -> BayesianNetwork:
-    """The network whose λ-noise the graph draws; `factored` makes every layer's noise way 3's."""
+def with_law(network: BayesianNetwork, law: LambdaLaw) -> BayesianNetwork:
+    """The network that the graph computes; `factored` gives every layer the factored law."""
     exact = [
         q for layer in network.layers.values() if isinstance(q := layer.posterior, Inducing) and q.noise == "exact"
     ]
@@ -48,15 +48,15 @@ def write_inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: st
     columns = _Side(s, q.Z_c, q.D_c, f.matheron.Q_c, f.matheron.q)
     if f.lam == 0:
         A_r = g.mul(g.op("Transpose", rows.A_T()), _times(g, f.sigma, scale))
-        return Factored(columns.A_T(), len(q.Z_c.value), A_r, V)
+        return FactoredDraws(columns.A_T(), len(q.Z_c.value), A_r, V)
     B_r_T, B_c_T = rows.B_T(f.matheron.B_r), columns.B_T(f.matheron.B_c)
     if f.noise == "exact":
-        return Dense(_way_2(s, name, f, V, rows, columns, B_r_T, B_c_T, scale))
+        return DenseDraws(_exact_law(s, name, f, V, rows, columns, B_r_T, B_c_T, scale))
     p, t = array(f.matheron.p), array(f.matheron.q)
     d_out, r_out, r = len(f.matheron.B_r), len(p), len(t)
     R = f.B.shape[1] - r
     width, s_r = r + R, _times(g, f.lam * f.sigma, scale)
-    samples = Factored(
+    draws = FactoredDraws(
         B_T=g.op("Concat", B_c_T, g.weights(array(f.B)[:, r:].T), axis=0) if R else B_c_T,
         width=width,
         left=g.mul(g.op("Transpose", B_r_T), _times(g, f.sigma, scale)),
@@ -66,31 +66,31 @@ def write_inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: st
         s=s_r,
     )
     lam = g.constant(f.lam)
-    unknown = _unknown(g, p, np.concatenate([t, np.zeros(R)]))  # of columns beyond r nothing is known
-    if r_out == d_out:  # B_r is a rotation, and one of noise changes nothing: ε is drawn where it is needed
+    unknown = _unknown(g, p, np.concatenate([t, np.zeros(R)]))  # V decides nothing about columns beyond r
+    if r_out == d_out:  # B_r is a rotation, which does not change the law of ε: B_rᵀε is drawn directly
         eta = g.reshape(s.normals(r_out * width, f"{name}:eta"), (K, r_out, width))
-        samples.more = g.mul(g.mul(unknown, lam), eta)
+        draws.more = g.mul(g.mul(unknown, lam), eta)
     else:
-        samples.E = g.reshape(s.normals(d_out * width, f"{name}:E"), (K, d_out, width))
+        draws.E = g.reshape(s.normals(d_out * width, f"{name}:E"), (K, d_out, width))
         less = g.mul(g.op("Sub", unknown, g.constant(1.0)), lam)
-        samples.more = g.mul(less, g.matmul(B_r_T, samples.E))
+        draws.more = g.mul(less, g.matmul(B_r_T, draws.E))
     if not f.spans:
-        samples.e = g.mul(g.reshape(s.normals(d_out, f"{name}:e"), (K, d_out, 1)), s_r)
-    return samples
+        draws.e = g.mul(g.reshape(s.normals(d_out, f"{name}:e"), (K, d_out, 1)), s_r)
+    return draws
 
 
 def _times(g: Graph, number: float, scale: Array) -> str:
-    """number · scale, a row each; the vector is stored once."""
+    """number · scale as a column; the vector is stored once."""
     return g.constant(number) if (scale == 1).all() else g.mul(g.constant(scale[:, None]), g.constant(number))
 
 
 def _unknown(g: Graph, p: Array, q: Array) -> str:
-    """√(1 − p qᵀ), from its two vectors."""
+    """√(1 − p qᵀ), from the two vectors."""
     known = g.mul(g.constant(p[:, None]), g.constant(q[None, :]))
     return g.op("Sqrt", g.op("Relu", g.op("Sub", g.constant(1.0), known)))
 
 
-def _way_2(
+def _exact_law(
     s: Sampler,
     name: str,
     f: InducingFactors,
@@ -101,7 +101,7 @@ def _way_2(
     B_c_T: str,
     scale: Array,
 ) -> str:
-    """The exact law: W itself, (K, d_out, d_in)."""
+    """Draws by the exact law: W itself, (K, d_out, d_in)."""
     g, (d_out, d_in), (r_out, r_in) = s.graph, f.shape, f.matheron.known.shape
     E = g.reshape(s.normals(d_out * d_in, f"{name}:E"), (s.K, d_out, d_in))
     eps = g.reshape(s.normals(r_out * r_in, f"{name}:eps"), (s.K, r_out, r_in))
@@ -114,7 +114,7 @@ def _way_2(
 
 
 class _Side:
-    """A and B of the rows or of the columns: stored outright, or as a pruned Z and the inverse of L."""
+    """A and B of the rows or columns: stored directly, or as a pruned Z and the inverse of L."""
 
     def __init__(self, s: Sampler, Z: Free, D: Positive, Q: Tensor, q: Tensor) -> None:
         self.s, self.Q, self.root = s, Q, np.sqrt(array(q))
@@ -124,14 +124,14 @@ class _Side:
         self._turn: tuple[str, Array] | None = None
 
     def A_T(self) -> str:
-        """(M, d)"""
+        """Aᵀ, (M, d)."""
         inverse = self._inverse()
         if self._sparse(len(self.Z)):
             return self._from_Z(inverse)
         return self.s.graph.weights(inverse @ self.Z.numpy())
 
     def B_T(self, B: Tensor) -> str:
-        """(r, d), orthonormal rows."""
+        """Bᵀ, (r, d), with orthonormal rows."""
         if not self._sparse(len(self.root)) or self.root.min() < SMALLEST_ROOT:
             return self.s.graph.weights(array(B).T)
         g = self.s.graph
@@ -139,7 +139,7 @@ class _Side:
         return g.matmul(turn, self._from_Z(self._inverse()))
 
     def turned(self, more: int = 0) -> str:
-        """Q diag(√q), and columns of zeros beside it: (M, r + more)"""
+        """Q diag(√q), followed by `more` columns of zeros: (M, r + more)."""
         g = self.s.graph
         turned = g.mul(self._rotation(), g.constant(self._signs() * self.root))
         return g.op("Pad", turned, g.constant([0, 0, 0, more])) if more else turned
@@ -162,7 +162,7 @@ class _Side:
         return self.s.graph.matmul(triangle(self.s.graph, inverse), self.s.graph.weights(self.Z.numpy(), self.keep))
 
     def _sparse(self, r: int) -> bool:
-        """Whether a pruned Z, its bits and a triangle take fewer bytes than the matrix that they give."""
+        """Whether a pruned Z, its bit mask and a triangle take fewer bytes than the matrix itself."""
         if self.keep is None:
             return False
         M, d = self.Z.shape

@@ -1,7 +1,7 @@
 """The linearised predictive of a subnetwork Laplace model in a graph: f(x) + J_S(x) δ for K draws δ ~ N(0, H_S⁻¹).
 
-The network runs once for all draws; beside its activations travel K tangents. H_S is factorised at export: the file
-holds the triangle L⁻¹, and δ = L⁻ᵀ ε is one product.
+The network runs once for all draws, with K tangents beside its activations. H_S is factorised at export: the file holds
+the triangle L⁻¹, and δ = L⁻ᵀ ε is one product.
 """
 
 import copy
@@ -25,7 +25,7 @@ WEIGHT = "weight:"  # before a parameter's name among the inputs of a traced net
 
 
 class _Open(nn.Module):
-    """A network with its parameters as inputs, so that each is a value of its own in what is traced."""
+    """A network with its parameters as inputs, so that each is a value of its own in the traced graph."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -33,14 +33,15 @@ class _Open(nn.Module):
         self.names = [name for name, _ in net.named_parameters()]
 
     def forward(self, x: Tensor, weights: list[Tensor]) -> Tensor:
-        made: Tensor = functional_call(self.net, dict(zip(self.names, weights, strict=True)), (x,))
-        return made
+        outputs: Tensor = functional_call(self.net, dict(zip(self.names, weights, strict=True)), (x,))
+        return outputs
 
 
 def trace_open(net: nn.Module, shape: tuple[int, ...]) -> onnx.ModelProto:
+    """The traced network, with its parameters as inputs."""
     opened = _Open(copy.deepcopy(net)).eval()
     weights = [p.detach() for p in opened.net.parameters()]
-    with warnings.catch_warnings():  # of an axis's name, which nobody reads
+    with warnings.catch_warnings():  # about the name of an axis, which is not used
         warnings.filterwarnings("ignore", message=".*dynamic axes will not be renamed")
         return by_torch(opened, shape, weights, [f"{WEIGHT}{name}" for name in opened.names])
 
@@ -48,7 +49,7 @@ def trace_open(net: nn.Module, shape: tuple[int, ...]) -> onnx.ModelProto:
 def linear_samples(
     s: Sampler, traced: onnx.GraphProto, net: nn.Module, factors: NetworkFactors, x: str
 ) -> tuple[str, dict[str, str]]:
-    """(K, B, C) outputs of the linearised network, and what each traced value is called at the network's weights."""
+    """Outputs of the linearised network, (K, B, C), and the name in the graph of each traced value."""
     assert isinstance(factors, LinearisedFactors)
     g, chosen = s.graph, factors.subnetwork
     inverse = np.linalg.inv(array(chosen.L))

@@ -1,14 +1,13 @@
 """Standard normals from a seed: a counter-based generator of integer operators, the same on every device.
 
-Two words of key belong to a sample, a counter to each sixteen normals; three rounds of multiply and xor-shift mix
-them. Twelve bits of the word that results choose eight directions in the plane and twelve more eight lengths, out of
-two tables of 4,096 rows: eight pairs by Box and Muller. Counters never repeat between layers, so no two layers share
-noise.
+Each draw has a key of two words, each sixteen normals a counter; three rounds of multiply and xor-shift mix them.
+Twelve bits of the result choose eight directions in the plane, and twelve more eight lengths, from two tables of 4,096
+rows: eight Box-Muller pairs. Counters never repeat between layers, so no two layers share normals.
 
-The rows are lattices, u = (2i + 1) aᵖ mod 2N of 2N for pair p, so every pair meets every angle and every length equally
+The rows are lattices, u = (2i + 1) aᵖ mod 2N of 2N for pair p, so every pair takes every angle and every length equally
 often. No sum of up to four angles of a row, or of their negatives, is constant: moments up to the fifth order between
-the normals of a row are those of independent ones, but for squares, whose product is 1 within 0.006. Lengths end at
-4.25. A runtime forms the tables once, at load.
+the normals of a row are those of independent ones, except for squares, whose product is 1 within 0.006. The largest
+length is 4.25. A runtime computes the tables once, at load.
 """
 
 import numpy as np
@@ -19,15 +18,15 @@ from dubito.deploy.edge.graph import OPSET, OURS, Graph
 
 MIX = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))  # shift, then multiply; a shift by 14 ends it
 LAST = 14
-TOGETHER = 1 << 20  # normals that are drawn together: what a table costs to fetch is paid by many
+TOGETHER = 1 << 20  # normals drawn by one lookup, which shares the cost of reading a table
 GOLDEN = 0x9E3779B9
-BITS, PAIRS = 12, 8  # of a table's index; in its row
+BITS, PAIRS = 12, 8  # bits of an index into a table, pairs in its row
 ROWS, WIDTH = 1 << BITS, 2 * PAIRS
-ANGLES, LENGTHS = 451, 2251  # a of the lattices, found by trying all
+ANGLES, LENGTHS = 451, 2251  # a of the lattices, found by exhaustive search
 
 
 class Noise:
-    """Shares out the normals of K samples: each layer's are a (K, n) value called by the layer's name."""
+    """The normals of K draws: those of each layer are a (K, n) value with the layer's name."""
 
     def __init__(self, graph: Graph, K: int, seed: str) -> None:
         self.graph, self.K = graph, K
@@ -40,21 +39,21 @@ class Noise:
         numbers = (np.arange(K, dtype=np.uint32)[:, None] + np.uint32(1)) * np.uint32(GOLDEN)
         self._first = _mixed(graph, graph.add(self._seed, graph.constant(numbers)), zero)  # (K, 1)
         self._second = _mixed(graph, self._first, self._seed)  # (K, 1)
-        self._asked: list[tuple[str, int]] = []
-        self._at = len(graph.nodes)
+        self._needed: list[tuple[str, int]] = []
+        self._first_node = len(graph.nodes)
 
     def normals(self, n: int, name: str) -> str:
-        """(K, n) standard normals, which `finish` draws."""
-        self._asked.append((name, n))
+        """Name of (K, n) standard normals, which `finish` draws."""
+        self._needed.append((name, n))
         return name
 
     def finish(self) -> None:
-        """Once all are asked for they are drawn, many together, before any layer uses them."""
-        if not self._asked:
+        """Draw all normals, many at a time, in nodes before those of the layers."""
+        if not self._needed:
             return
-        g, at = self.graph, len(self.graph.nodes)
+        g, before = self.graph, len(self.graph.nodes)
         drawn: list[list[tuple[str, int]]] = [[]]
-        for one in self._asked:
+        for one in self._needed:
             if self.K * sum(n for _, n in drawn[-1]) >= TOGETHER:
                 drawn.append([])
             drawn[-1].append(one)
@@ -62,11 +61,11 @@ class Noise:
         tables = self._tables()
         for part, *index in zip(drawn, *self._indices(rows), strict=True):
             self._draw(part, [g.op("Gather", table, i) for table, i in zip(tables, index, strict=True)])
-        made, g.nodes[at:] = g.nodes[at:], []
-        g.nodes[self._at : self._at] = made
+        nodes, g.nodes[before:] = g.nodes[before:], []
+        g.nodes[self._first_node : self._first_node] = nodes
 
     def _draw(self, part: list[tuple[str, int]], factors: list[str]) -> None:
-        """Directions times lengths, under the names that asked for them."""
+        """Directions times lengths, split into the named values."""
         g = self.graph
         left = -sum(n for _, n in part) % WIDTH
         whole = part[0][0] if len(part) == 1 and not left else None
@@ -77,28 +76,28 @@ class Noise:
             g.ops("Split", every, g.constant(sizes), outputs=[name for name, _ in part], axis=1)
 
     def _tables(self) -> tuple[str, str]:
-        """cos and sin of eight angles, and eight lengths twice: (ROWS, WIDTH) both."""
+        """Tables of cos and sin of eight angles, and of eight lengths twice: (ROWS, WIDTH) each."""
         g = self.graph
         turns = g.mul(_lattice(g, ANGLES), g.constant(2 * np.pi))
         squares = -2 * np.log((2 * np.arange(ROWS) + 1) / (2 * ROWS))
-        scale = -4 / squares.mean()  # lengths squared are 2 on the average
+        scale = -4 / squares.mean()  # the mean of squared lengths is 2
         lengths = g.op("Sqrt", g.mul(g.op("Log", _lattice(g, LENGTHS)), g.constant(scale)))
         directions = g.op("Concat", g.op("Cos", turns), g.op("Sin", turns), axis=1)
         return directions, g.op("Concat", lengths, lengths, axis=1)
 
     def _indices(self, rows: list[int]) -> list[list[str]]:
-        """Words cut in two: of either table, indices (K, n) for each n."""
+        """Indices (K, n) into each table, for each n of `rows`."""
         g = self.graph
         counters = g.op("Range", g.constant(0), g.constant(sum(rows)), g.constant(1))
         word = _mixed(g, g.add(self._first, g.op("Cast", counters, to=TensorProto.UINT32)), self._second)
-        upper, found = g.constant(32 - BITS, np.uint32), []
+        upper, indices = g.constant(32 - BITS, np.uint32), []
         for x in (word, g.mul(word, g.constant(1 << BITS, np.uint32))):
             index = g.op("Cast", g.op("BitShift", x, upper, direction="RIGHT"), to=TensorProto.INT32)
-            found.append(g.split(index, 1, rows))
-        return found
+            indices.append(g.split(index, 1, rows))
+        return indices
 
     def keys(self, E: int, name: str) -> str:
-        """(E,) numbers whose order is that of an ensemble's members."""
+        """Random numbers (E,) whose order is the order of an ensemble's members."""
         counter = self.graph.constant(np.arange(E, dtype=np.uint32))
         mixed = _mixed(self.graph, self.graph.add(counter, self._seed), self.graph.constant(GOLDEN, np.uint32))
         return self.graph.op("Cast", mixed, to=TensorProto.DOUBLE, out=name)
@@ -110,7 +109,7 @@ def _mixed(graph: Graph, x: str, second: str) -> str:
 
 
 def _mix() -> onnx.FunctionProto:
-    """x (uint32) and a second word of key -> a word in which every bit hangs on every bit of both."""
+    """The function Mix: x (uint32) and a second word of the key -> a word whose bits depend on all bits of both."""
     g = Graph()
     (first, m1), (second, m2), (third, m3) = MIX
     x = _times(g, _folded(g, "x", first), m1)
@@ -130,11 +129,11 @@ def _times(g: Graph, x: str, factor: int) -> str:
 
 
 def _lattice(g: Graph, a: int) -> str:
-    """(ROWS, PAIRS) numbers in (0, 1), each column all of (2i + 1) / (2 ROWS)."""
+    """Lattice in (0, 1), (ROWS, PAIRS); each column is a permutation of (2i + 1) / (2 ROWS)."""
     steps = g.op("Range", g.constant(1), g.constant(2 * ROWS), g.constant(2))
     odd = g.reshape(g.op("Cast", steps, to=TensorProto.UINT32), (ROWS, 1))
     factors = np.array([pow(a, p, 2 * ROWS) for p in range(PAIRS)], np.uint32) << np.uint32(31 - BITS)
-    # the upper bits of a product are kept by its overflow
+    # overflow removes the upper bits of a product, which is the modulus
     return g.mul(g.op("Cast", g.mul(odd, g.constant(factors)), to=TensorProto.FLOAT), g.constant(2.0**-32))
 
 

@@ -1,8 +1,8 @@
-"""Activations in eight bits: their ranges come from data, and products with stored weights are done in whole numbers.
+"""Activations in int8: their ranges come from data, and products with stored weights use integer kernels.
 
-Only products whose weights the file holds in int8, the same for all samples, are changed: projections, plain layers.
-Matrices that are drawn stay as they are. What is written is the usual form, QuantizeLinear and DequantizeLinear around
-an operator, which runtimes turn to integer kernels; weights have a scale per channel, activations one and a zero.
+Only products with weights stored in int8, the same for all draws, are changed: projections and plain layers, not drawn
+matrices. They are written as QuantizeLinear and DequantizeLinear around an operator, which runtimes turn into integer
+kernels; weights have a scale per channel, activations one scale and a zero point.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,20 +17,20 @@ from onnx import TensorProto, helper, numpy_helper
 from dubito.deploy.edge.graph import EXACT, Array
 
 SEED = 7
-CUT = 1e-4  # of a piece's activations at either end: one odd value must not cost all others their bits
+CUT = 1e-4  # quantile of activations cut off at either end, so that outliers do not widen the range
 VIEWS = {"Cast", "Mul", "Slice", "Reshape", "Transpose", "Concat", "Identity"}  # between a stored matrix and its use
 
 
 @dataclass(frozen=True)
 class Product:
-    """A node, and which axis of its weights stands for outputs."""
+    """A node, and the axis of its weights that is the output axis."""
 
     node: onnx.NodeProto
     axis: int
 
     @property
     def observed(self) -> list[str]:
-        """Whose range is needed; a product that is not a convolution answers in float."""
+        """Values whose range is needed; only a convolution has a quantised output."""
         return [self.node.input[0], *(self.node.output if self.node.op_type == "Conv" else [])]
 
     @property
@@ -39,17 +39,17 @@ class Product:
 
 
 def quantised(model: onnx.ModelProto, x: NDArray[np.generic], rows: int) -> tuple[onnx.ModelProto, int]:
-    """The model with ranges from inputs `x`, `rows` of them at a time; and how many of its products are in int8."""
+    """The model with int8 activations, by the ranges on inputs `x`, and the number of its int8 products."""
     products = list(_products(model.graph))
     if not products:
         return model, 0
     ranges, constants = _observed(model, products, x, rows)
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
     names = {p.node.output[0]: p for p in products}
-    nodes, initializers = [], list(made.graph.initializer)
+    nodes, initializers = [], list(changed.graph.initializer)
     written: dict[str, str] = {}
-    for node in made.graph.node:
+    for node in changed.graph.node:
         product = names.get(node.output[0])
         if product is None:
             nodes.append(node)
@@ -57,8 +57,8 @@ def quantised(model: onnx.ModelProto, x: NDArray[np.generic], rows: int) -> tupl
             more, stored = _written(product, ranges, constants, written)
             nodes += more
             initializers += stored
-    _replace(made.graph, nodes, initializers)
-    return made, len(products)
+    _replace(changed.graph, nodes, initializers)
+    return changed, len(products)
 
 
 def _products(graph: onnx.GraphProto) -> Iterable[Product]:
@@ -66,7 +66,7 @@ def _products(graph: onnx.GraphProto) -> Iterable[Product]:
     maker = {name: node for node in graph.node for name in node.output}
 
     def leaves(name: str) -> set[int]:
-        """Types of the constants that a value comes of; 0 stands for anything else."""
+        """Types of the constants from which a value is computed; 0 for anything else."""
         if name in stored:
             return {stored[name]}
         node = maker.get(name)
@@ -91,7 +91,7 @@ def _products(graph: onnx.GraphProto) -> Iterable[Product]:
 def _observed(
     model: onnx.ModelProto, products: Sequence[Product], x: NDArray[np.generic], rows: int
 ) -> tuple[dict[str, tuple[float, float]], dict[str, Array]]:
-    """Ranges of activations over the data, and the constants as they reach their products."""
+    """Ranges of activations on the data, and the values of constant operands."""
     watched = sorted({name for p in products for name in p.observed})
     fixed = sorted({name for p in products for name in p.constants})
     opened = onnx.ModelProto()
@@ -108,13 +108,13 @@ def _observed(
     names = [o.name for o in session.get_outputs()]
     ranges: dict[str, tuple[float, float]] = {}
     constants: dict[str, Array] = {}
-    for at in range(0, len(x), rows):
-        feed = {entry: x[at : at + rows]} | dict.fromkeys(seed, np.array(SEED, np.int64))
-        found = feed | dict(zip(names, session.run(names, feed), strict=True))
-        constants |= {name: found[name] for name in fixed}
+    for start in range(0, len(x), rows):
+        feed = {entry: x[start : start + rows]} | dict.fromkeys(seed, np.array(SEED, np.int64))
+        values = feed | dict(zip(names, session.run(names, feed), strict=True))
+        constants |= {name: values[name] for name in fixed}
         for name in watched:
-            low, high = np.quantile(found[name], [CUT, 1 - CUT])
-            before = ranges.get(name, (0.0, 0.0))  # 0 must be a number that eight bits can tell
+            low, high = np.quantile(values[name], [CUT, 1 - CUT])
+            before = ranges.get(name, (0.0, 0.0))  # 0 must be representable
             ranges[name] = (min(before[0], float(low)), max(before[1], float(high)))
     return ranges, constants
 
@@ -122,7 +122,7 @@ def _observed(
 def _written(
     p: Product, ranges: dict[str, tuple[float, float]], constants: dict[str, Array], written: dict[str, str]
 ) -> tuple[list[onnx.NodeProto], list[TensorProto]]:
-    """The product between its roundings. `written` has activations that are rounded already."""
+    """Nodes and constants of a product in int8. `written` holds activations that are already quantised."""
     nodes: list[onnx.NodeProto] = []
     stored: list[TensorProto] = []
     node, out = p.node, p.node.output[0]
@@ -157,26 +157,26 @@ def _written(
         about = [keep(f"{out}.bias.int32", whole), keep(f"{out}.bias.scale", fine)]
         nodes.append(helper.make_node("DequantizeLinear", about, [f"{out}.bias"], axis=0))
         inputs.append(f"{out}.bias")
-    made = onnx.NodeProto()
-    made.CopyFrom(node)
-    del made.input[:]
-    made.input.extend(inputs)
+    integer = onnx.NodeProto()
+    integer.CopyFrom(node)
+    del integer.input[:]
+    integer.input.extend(inputs)
     if node.op_type == "Conv":
-        made.output[0] = f"{out}.exact"
-        nodes.append(made)
-        rounded(out, made.output[0], out)
+        integer.output[0] = f"{out}.exact"
+        nodes.append(integer)
+        rounded(out, integer.output[0], out)
     else:
-        nodes.append(made)
+        nodes.append(integer)
     return nodes, stored
 
 
 def _scale(between: tuple[float, float]) -> Array:
-    """What one step of eight bits is worth."""
+    """The quantisation step of a range."""
     return np.array((between[1] - between[0]) / 255 or 1.0, np.float32)
 
 
 def _replace(graph: onnx.GraphProto, nodes: list[onnx.NodeProto], initializers: list[TensorProto]) -> None:
-    """These nodes and constants, less what nothing reads any more."""
+    """Set nodes and constants of the graph, without those that nothing reads."""
     needed = {o.name for o in graph.output}
     kept = []
     for node in reversed(nodes):

@@ -1,8 +1,8 @@
-"""Orthogonal matrices in half their entries: Q = exp(S) S′ with S skew and S′ a diagonal of signs.
+"""Orthogonal matrices stored by half their entries: Q = exp(S) S′ with S skew and S′ a diagonal of signs.
 
-An inducing layer's λ-noise needs the rotations Q_r and Q_c of its factors. Two of them share one square, S of the one
-below its diagonal and S of the other above it, so a file holds no more numbers than the artifact's degrees of freedom.
-The graph takes the exponentials of all layers in one go.
+The λ-noise of an inducing layer needs the rotations Q_r and Q_c of its factors. Two of them share one square matrix, S
+of the one below the diagonal and S of the other above it, so the file holds no more numbers than there are degrees of
+freedom. The graph computes the exponentials of all layers together.
 """
 
 import numpy as np
@@ -13,13 +13,13 @@ HALVINGS, DEGREE = 3, 10  # ‖S‖ ≤ π: (π/8)¹¹/11! is below the rounding
 
 
 class Rotations:
-    """Collects rotations while layers are written; `write` gives the matrices that stand for them."""
+    """Collects the rotations of layers; `write` writes the matrices to the graph."""
 
     def __init__(self) -> None:
         self._skews: dict[int, list[Array]] = {}
 
     def add(self, Q: Array) -> tuple[str, Array]:
-        """(M, r) with orthonormal columns -> the name of an (M, r) matrix, and the signs (r,) of its columns."""
+        """Add Q (M, r) with orthonormal columns; returns the name of an (M, r) matrix and its columns' signs (r,)."""
         M, r = Q.shape
         S, signs = logarithm(completed(Q))
         self._skews.setdefault(M, []).append(S)
@@ -67,7 +67,7 @@ def logarithm(Q: Array) -> tuple[Array, Array]:
     """S skew and signs with Q = exp(S) diag(signs)."""
     signs = _signs(Q)
     R = Q * signs
-    # both parts of a normal matrix have the same eigenvectors, and a mixture of the two tells all of them apart
+    # both parts of a normal matrix have the same eigenvectors, and a combination of the two has distinct eigenvalues
     _, U = np.linalg.eigh((R + R.T) / 2 + 0.7368 * (R - R.T) / 2j)
     angles = np.angle(np.einsum("ij,ik,kj->j", U.conj(), R, U))
     S = ((U * (1j * angles)) @ U.conj().T).real
@@ -75,7 +75,7 @@ def logarithm(Q: Array) -> tuple[Array, Array]:
 
 
 def _signs(Q: Array) -> Array:
-    """Signs of columns with which no angle is π, where the logarithm is not real.
+    """Signs of columns for which no angle is π, where the logarithm would not be real.
 
     By elimination on I + Q diag(signs): each sign makes its pivot 1 or more, so the determinant is not 0.
     """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Answers of an exported model, with their doubt, from numpy and onnxruntime alone: copy this one file to the device.
+"""Predictions of an exported model with their uncertainty, by numpy and onnxruntime: copy this file to the device.
 
 python runtime.py model.onnx picture.png --seed 0 --json
 """
@@ -18,7 +18,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 KEY, FORMAT = "dubito", 1
-ROWS = 64  # samples times inputs of one pass: memory does not grow beyond it
+ROWS = 64  # draws × inputs of one pass, which bounds the memory
 LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 STATED: dict[str, Any] = {
     "samples": int,
@@ -30,12 +30,12 @@ STATED: dict[str, Any] = {
     "precision": str,
     "noise": str,
     "provenance": dict,
-}  # what a file says of itself, and of which kind
+}  # keys of the metadata, and their types
 Columns = dict[str, NDArray[Any]]  # outputs by name, one row per input
 
 
 class EdgeError(Exception):
-    """Says what came, what was expected and what to do."""
+    """An error with a message for the user."""
 
 
 class EdgeModel:
@@ -45,7 +45,7 @@ class EdgeModel:
             raise EdgeError(f"threads is {threads}; expected 0, for all cores, or more.")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
-        options.log_severity_level = 4  # what is wrong with a file is said by the error
+        options.log_severity_level = 4  # errors are raised, not logged
         try:
             content = Path(path).read_bytes()
             self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
@@ -64,7 +64,7 @@ class EdgeModel:
             )
 
     def predict(self, x: NDArray[Any], seed: int | None = None, rows: int = ROWS) -> Columns:
-        """The same K draws for every input (B, ...); a seed gives the same draws again, however the batch is cut."""
+        """Predictions for inputs (B, ...), with the same K draws for all; a seed gives the same draws for any batch."""
         declared = self.facts["input"]
         image = declared["takes"] == "image"
         shape = x.shape[3:] if image else x.shape[1:]
@@ -85,11 +85,11 @@ class EdgeModel:
                 raise EdgeError(f"seed is {seed}; expected 0 to 2**63 - 1.")
             more["seed"] = np.array(seed, np.int64)
         step = max(1, rows // self.samples)
-        parts = [self.session.run(None, {entry.name: x[at : at + step], **more}) for at in range(0, len(x), step)]
-        return {name: np.concatenate(found) for name, found in zip(self.outputs, zip(*parts, strict=True), strict=True)}
+        parts = [self.session.run(None, {entry.name: x[i : i + step], **more}) for i in range(0, len(x), step)]
+        return {name: np.concatenate(part) for name, part in zip(self.outputs, zip(*parts, strict=True), strict=True)}
 
     def answers(self, columns: Columns) -> list[dict[str, Any]]:
-        """One dictionary per input, with the names that the server's replies have."""
+        """One dictionary per input, with the keys of the server's replies."""
         lists = {name: column.tolist() for name, column in columns.items()}
         return [
             self._answer({name: column[i] for name, column in lists.items()})
@@ -115,7 +115,7 @@ class EdgeModel:
         return labels[index] if labels is not None and index < len(labels) else str(index)
 
     def read(self, path: str | Path) -> NDArray[Any]:
-        """The inputs that one file holds: a PNG, or numbers (.npy) of the model's own shape."""
+        """The inputs of one file: a PNG, or numbers (.npy) of the model's input shape."""
         declared = self.facts["input"]
         try:
             if Path(path).suffix.lower() == ".npy":
@@ -145,26 +145,26 @@ class EdgeModel:
 
 
 def facts_of(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
-    """What the file says of itself."""
+    """The file's metadata, checked."""
     try:
         facts = dict(json.loads(metadata[KEY]))
-        found = facts["format"]
+        version = facts["format"]
     except (KeyError, ValueError, TypeError):
-        raise EdgeError(f"{path} was not written by `dubito export`: it says nothing of itself.") from None
-    if found != FORMAT:
-        raise EdgeError(f"{path} has format {found!r}; this runtime reads format {FORMAT}. Export it again.")
+        raise EdgeError(f"{path} was not written by `dubito export`: it has no metadata of it.") from None
+    if version != FORMAT:
+        raise EdgeError(f"{path} has format {version!r}; this runtime reads format {FORMAT}. Export it again.")
     wrong = [name for name, kind in STATED.items() if not isinstance(facts.get(name, ...), kind)]
     if not wrong and not {"takes", "shape", "mean", "std"} <= facts["input"].keys():
         wrong = ["input"]
     if wrong or facts["samples"] < 1:
         raise EdgeError(
-            f"{path} is damaged: what it says of {', '.join(wrong or ['samples'])} makes no sense. Export it again."
+            f"{path} is damaged: its metadata has no valid {', '.join(wrong or ['samples'])}. Export it again."
         )
     return facts
 
 
 def with_channels(pixels: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
-    """(H, W, c) with as many channels as the model takes; transparency says nothing about the picture."""
+    """The picture (H, W, c) with the model's number of channels; transparency is dropped."""
     if pixels.shape[2] in (2, 4):
         pixels = pixels[..., :-1]
     if pixels.shape[2] == channels:
@@ -178,16 +178,16 @@ def with_channels(pixels: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]
 
 
 def decode_png(content: bytes) -> NDArray[np.uint8]:
-    """(H, W, channels) of a PNG with 8 bits a channel; ValueError says what is wrong with it."""
+    """Pixels (H, W, channels) of a PNG with 8 bits per channel; raises ValueError otherwise."""
     if content[:8] != b"\x89PNG\r\n\x1a\n":
         raise ValueError("not a PNG")
-    header, palette, packed, at = b"", b"", b"", 8
-    while at < len(content):
-        length, kind = struct.unpack(">I4s", content[at : at + 8])
-        body = content[at + 8 : at + 8 + length]
+    header, palette, packed, offset = b"", b"", b"", 8
+    while offset < len(content):
+        length, kind = struct.unpack(">I4s", content[offset : offset + 8])
+        body = content[offset + 8 : offset + 8 + length]
         if (
             len(body) < length
-            or zlib.crc32(kind + body) != struct.unpack(">I", content[at + 8 + length : at + 12 + length])[0]
+            or zlib.crc32(kind + body) != struct.unpack(">I", content[offset + 8 + length : offset + 12 + length])[0]
         ):
             raise ValueError("the PNG is cut or damaged")
         if kind == b"IHDR":
@@ -196,7 +196,7 @@ def decode_png(content: bytes) -> NDArray[np.uint8]:
             palette = body
         elif kind == b"IDAT":
             packed += body
-        at += 12 + length
+        offset += 12 + length
     width, height, depth, colour, _, _, interlaced = struct.unpack(">IIBBBBB", header)
     channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 0)
     if depth != 8 or interlaced or not channels:
@@ -213,7 +213,7 @@ def decode_png(content: bytes) -> NDArray[np.uint8]:
 
 
 def _unfiltered(lines: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
-    """Undo each line's filter: its bytes came less what their left neighbour, the upper one or both foretell."""
+    """Undo each line's PNG filter: its bytes are differences from a prediction by their left and upper neighbours."""
     out = np.zeros((len(lines), lines.shape[1] - 1), np.uint8)
     above = np.zeros(out.shape[1], np.uint8)
     for y, line in enumerate(lines):
@@ -239,10 +239,10 @@ def _by_both(values: list[int], above: list[int], channels: int, paeth: bool) ->
         if paeth:
             corner = above[i - channels] if i >= channels else 0
             guess = left + up - corner
-            told = min((left, up, corner), key=lambda v: abs(guess - v))
+            predicted = min((left, up, corner), key=lambda v: abs(guess - v))
         else:
-            told = (left + up) // 2
-        line.append((value + told) & 255)
+            predicted = (left + up) // 2
+        line.append((value + predicted) & 255)
     return np.array(line, np.uint8)
 
 
@@ -258,8 +258,8 @@ def main() -> None:
         model = EdgeModel(args.model, args.threads)
         rows = []
         for path in args.inputs:
-            found = model.answers(model.predict(model.read(path), args.seed))
-            rows += [{"input": path if len(found) == 1 else f"{path}[{i}]", **row} for i, row in enumerate(found)]
+            answers = model.answers(model.predict(model.read(path), args.seed))
+            rows += [{"input": path if len(answers) == 1 else f"{path}[{i}]", **row} for i, row in enumerate(answers)]
     except EdgeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

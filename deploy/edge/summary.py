@@ -1,4 +1,4 @@
-"""What a graph answers: the summary of K samples and what the calibration decides about them."""
+"""Outputs of a graph: the summary of K draws, OOD flags and prediction sets of the calibration."""
 
 import numpy as np
 from onnx import TensorProto
@@ -17,7 +17,7 @@ TINY = float(np.finfo(np.float32).tiny)
 def classified(
     g: Graph, logits: str, C: int, temperature: float, rule: Rule, distance: str | None = None
 ) -> dict[str, int]:
-    """(K, B, C) logits, and the distance (B,) of the features to the bank; the outputs by name, each with its type."""
+    """Outputs by name, with their types, from logits (K, B, C) and distances (B,) of features to the bank."""
     if temperature != 1:
         logits = g.op("Div", logits, g.constant(temperature))
     log_p = g.op("LogSoftmax", logits, axis=-1)
@@ -53,11 +53,11 @@ def prediction_sets(g: Graph, p: str, C: int, rule: Rule) -> dict[str, int]:
 
 
 def _class_scores(g: Graph, p: str, C: int, sets: Sets | None) -> str:
-    """(B, C) in float64, as `models.sets.class_scores` has them."""
+    """Scores of classes (B, C) in float64, as by `dubito.models.predictions.sets.class_scores`."""
     off = g.op("Sub", g.constant(1, np.float64), g.op("Cast", p, to=TensorProto.DOUBLE))
     if sets is None:
         return off
-    # of equal ones the first comes first: the operator's own rule, as that of a stable sort
+    # ties keep their order, as in a stable sort
     values, order = g.ops("TopK", p, g.constant([C]), outputs=[g.name(), g.name()], axis=-1)
     if sets.score == "probability":
         is_first = g.op("Equal", g.constant(np.arange(C)), g.part(order, 1, 0, 1))
@@ -66,7 +66,7 @@ def _class_scores(g: Graph, p: str, C: int, sets: Sets | None) -> str:
     before = g.op("CumSum", wide, g.constant(1), exclusive=1)
     if sets.lam:
         before = g.add(before, g.constant(penalties(sets, C), np.float64))
-    return g.op("ScatterElements", off, order, before, axis=1)  # each class to its place
+    return g.op("ScatterElements", off, order, before, axis=1)  # back to the order of classes
 
 
 def _entropy(g: Graph, p: str, log_p: str) -> str:
@@ -81,9 +81,9 @@ def _ood(g: Graph, score: str, threshold: float) -> dict[str, int]:
 
 
 def regressed(g: Graph, means: str, network: BayesianNetwork, rule: Rule) -> dict[str, int]:
-    """(K, B, D) means in the network's units, and D raw log-deviations where the noise depends on the input.
+    """Outputs by name, with their types, in the targets' own units.
 
-    Answers are in the targets' own units.
+    From means (K, B, D) in the network's units, and D raw log-deviations if the target noise depends on the input.
     """
     assert network.task.kind == "regression"
     assert network.noise is not None

@@ -19,16 +19,16 @@ def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 
 def _attribute(node: onnx.NodeProto, name: str, otherwise: float) -> float:
-    found = _attributes(node).get(name, otherwise)
-    assert isinstance(found, int | float)
-    return found
+    value = _attributes(node).get(name, otherwise)
+    assert isinstance(value, int | float)
+    return value
 
 
 def _axis(node: onnx.NodeProto, rank: int, otherwise: int) -> int:
     return int(_attribute(node, "axis", otherwise)) % rank
 
 
-# elementwise: the derivative has B rows and meets K tangents
+# elementwise: the derivative has B rows and is multiplied with K tangents
 
 
 Slope = Callable[[Graph, onnx.NodeProto, str, str], str]  # of x and y
@@ -188,7 +188,7 @@ def _matmul(f: Forward, node: onnx.NodeProto) -> str | None:
 
 
 def _by_columns(f: Forward, a: str, moved: Moved, rank: int) -> str:
-    """a ΔW for a weight (d_in, d_out) with few entries moved: (..., d_in) -> (K, ..., d_out)."""
+    """a ΔW for a weight (d_in, d_out) with few moved entries: (..., d_in) -> (K, ..., d_out)."""
     g, d_out = f.g, moved.shape[1]
     small, ins, outs = moved.submatrix()
     x = f.value[a]
@@ -198,12 +198,12 @@ def _by_columns(f: Forward, a: str, moved: Moved, rank: int) -> str:
     return _spread(g, g.matmul(x, W), rank, outs, d_out)
 
 
-def _spread(g: Graph, t: str, axis: int, at: Ints, n: int) -> str:
-    """Zeros between the entries of an axis, so that there are n and the given ones stand at `at`."""
-    if len(at) == n:
+def _spread(g: Graph, t: str, axis: int, positions: Ints, n: int) -> str:
+    """Insert zeros along an axis, so that it has n entries and the given ones are at `at`."""
+    if len(positions) == n:
         return t
-    where = np.full(n, len(at))
-    where[at] = np.arange(len(at))
+    where = np.full(n, len(positions))
+    where[positions] = np.arange(len(positions))
     pads = g.op("Pad", t, g.constant([0, 1]), "", g.constant([axis]))
     return g.op("Gather", pads, g.keep(where), axis=axis)
 
@@ -235,8 +235,8 @@ def _conv(f: Forward, node: onnx.NodeProto) -> str | None:
     t, moved = f.of(x), f.tangent.get(W)
     parts: list[str | None] = []
     if t is not None:
-        made = g.op("Conv", f.folded(t, x), f.value[W], **attributes)
-        parts.append(f.unfolded(made, node.output[0]))
+        product = g.op("Conv", f.folded(t, x), f.value[W], **attributes)
+        parts.append(f.unfolded(product, node.output[0]))
     if moved is not None:
         parts.append(_conv_moved(f, x, W, moved, attributes, groups, (channels, *sizes)))
     for bias in more:
@@ -249,7 +249,7 @@ def _conv(f: Forward, node: onnx.NodeProto) -> str | None:
 def _conv_moved(
     f: Forward, x: str, W: str, moved: str | Moved, attributes: dict[str, Any], groups: int, after: tuple[int, ...]
 ) -> str:
-    """All inputs, which the draws share, through the filters of K draws side by side."""
+    """The inputs, which all draws share, through the filters of K draws in one convolution."""
     g, K, value, outs = f.g, f.K, f.value[x], np.arange(after[0])
     shape = f.shape(W)
     if isinstance(moved, Moved) and groups == 1:
@@ -262,8 +262,8 @@ def _conv_moved(
     if groups > 1:
         value = g.op("Tile", value, g.constant([1, K, *[1] * (len(shape) - 2)]))
         attributes = {**attributes, "group": K * groups}
-    made = g.op("Conv", value, g.reshape(moved, (K * shape[0], *shape[1:])), **attributes)
-    beside = g.reshape(made, (-1, K, shape[0] * math.prod(after[1:])))
+    product = g.op("Conv", value, g.reshape(moved, (K * shape[0], *shape[1:])), **attributes)
+    beside = g.reshape(product, (-1, K, shape[0] * math.prod(after[1:])))
     stacked = g.reshape(g.op("Transpose", beside, perm=[1, 0, 2]), (K, -1, shape[0], *after[1:]))
     return _spread(g, stacked, 2, outs, after[0])
 
@@ -289,7 +289,7 @@ def _batchnorm(f: Forward, node: onnx.NodeProto) -> str | None:
 
 
 def _layernorm(f: Forward, node: onnx.NodeProto) -> str | None:
-    """n = (x − x̄)/s moves by (dx − mean dx − n mean(n dx))/s."""
+    """The tangent of n = (x − x̄)/s is (dx − mean dx − n mean(n dx))/s."""
     g, (x, scale, *more), (out, *_) = f.g, node.input, node.output
     rank = len(f.shape(x))
     axes = g.constant(list(range(_axis(node, rank, -1) - rank, 0)))
@@ -325,7 +325,7 @@ def _softmax(log: bool, f: Forward, node: onnx.NodeProto) -> str:
 
 
 def _maxpool(f: Forward, node: onnx.NodeProto) -> str:
-    """What moves is what stood where the largest entries were found."""
+    """The tangent of the largest entries."""
     t = f.of(node.input[0])
     assert t is not None
     return f.g.op("Gather", f.g.reshape(t, (f.K, -1)), f.places_of(node), axis=1)
@@ -335,8 +335,8 @@ def _pool(f: Forward, node: onnx.NodeProto) -> str:
     (x,), (out,) = node.input, node.output
     t = f.of(x)
     assert t is not None
-    made = f.g.op(node.op_type, f.folded(t, x), **_attributes(node))
-    return f.unfolded(made, out)
+    pooled = f.g.op(node.op_type, f.folded(t, x), **_attributes(node))
+    return f.unfolded(pooled, out)
 
 
 def _reduced(f: Forward, node: onnx.NodeProto) -> str:
@@ -346,7 +346,7 @@ def _reduced(f: Forward, node: onnx.NodeProto) -> str:
 
 
 def _axes(f: Forward, node: onnx.NodeProto) -> list[int]:
-    """Axes of a tangent that a reduction sums over."""
+    """Axes of the tangent that a reduction reduces."""
     rank = len(f.shape(node.input[0]))
     if len(node.input) < 2 or not node.input[1]:
         return list(range(1, rank + 1))
@@ -354,7 +354,7 @@ def _axes(f: Forward, node: onnx.NodeProto) -> list[int]:
 
 
 def _largest(f: Forward, node: onnx.NodeProto) -> str:
-    """Equal ones share it, as in torch."""
+    """The tangent of a maximum; ties share it, as in torch."""
     g, x = f.g, node.input[0]
     t, rank = f.of(x), len(f.shape(x))
     assert t is not None
@@ -366,7 +366,7 @@ def _largest(f: Forward, node: onnx.NodeProto) -> str:
     return g.op("ReduceSum", g.mul(t, share), g.constant(axes), keepdims=kept)
 
 
-# where entries stand
+# shapes and positions
 
 
 def _reshape(f: Forward, node: onnx.NodeProto) -> str:
@@ -384,12 +384,12 @@ def _cast(f: Forward, node: onnx.NodeProto) -> Tangent:
 
 
 def _transpose(f: Forward, node: onnx.NodeProto) -> Tangent:
-    found = f.tangent[node.input[0]]
+    tangent = f.tangent[node.input[0]]
     perm = _attributes(node).get("perm", list(range(len(f.shape(node.input[0]))))[::-1])
     assert isinstance(perm, list)
-    if isinstance(found, Moved):
-        return found.transposed(perm)
-    return f.g.op("Transpose", found, perm=[0, *(p + 1 for p in perm)])
+    if isinstance(tangent, Moved):
+        return tangent.transposed(perm)
+    return f.g.op("Transpose", tangent, perm=[0, *(p + 1 for p in perm)])
 
 
 def _concat(f: Forward, node: onnx.NodeProto) -> str:

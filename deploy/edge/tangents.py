@@ -1,8 +1,7 @@
-"""Forward mode through the operators of a traced network: beside each value, how K moves of the weights change it.
+"""Forward-mode differentiation of a traced network: K tangents of each value, for K moves of the weights.
 
-A value has B rows and is computed once; its tangent has one more axis before the others, of length K. A weight's
-tangent stays a list of moved entries until an operator needs it, and products form only the rows and columns that hold
-some.
+A value has B rows and is computed once; its tangent has a further first axis of length K. The tangent of a weight stays
+a sparse list of moved entries until an operator needs it, and products form only the rows and columns with moves.
 """
 
 import math
@@ -22,19 +21,19 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Moved:
-    """Entries of a weight that draws move, and by how much."""
+    """Sparse tangent of a weight: the entries that draws move, and by how much."""
 
     moves: str  # (s, K)
-    places: Ints  # (s,)  in the weight, its entries in a row
+    places: Ints  # (s,)  indices into the flattened weight
     shape: tuple[int, ...]
 
     def transposed(self, perm: Sequence[int]) -> "Moved":
-        at = np.unravel_index(self.places, self.shape)
+        index = np.unravel_index(self.places, self.shape)
         shape = tuple(self.shape[p] for p in perm)
-        return Moved(self.moves, np.ravel_multi_index(tuple(at[p] for p in perm), shape), shape)
+        return Moved(self.moves, np.ravel_multi_index(tuple(index[p] for p in perm), shape), shape)
 
     def formed(self, g: Graph, K: int) -> str:
-        """(K, *shape)"""
+        """Dense tangent, (K, *shape)."""
         n = math.prod(self.shape)
         if len(self.places) == n and (np.diff(self.places) > 0).all():
             columns = self.moves
@@ -44,7 +43,7 @@ class Moved:
         return g.reshape(g.op("Transpose", columns), (K, *self.shape))
 
     def submatrix(self) -> tuple["Moved", Ints, Ints]:
-        """Only the first and second axis's entries that hold moves, and which those are."""
+        """The tangent restricted to rows and columns with moves, and the indices of these."""
         out, into, *rest = np.unravel_index(self.places, self.shape)
         outs, out = np.unique(out, return_inverse=True)
         ins, into = np.unique(into, return_inverse=True)
@@ -54,14 +53,14 @@ class Moved:
 
 Tangent = str | Moved | None
 
-STILL = {  # what they answer does not change with small moves of what they read, or is no float
+STILL = {  # operators with zero derivative, or whose output is not a float
     "And", "Ceil", "ConstantOfShape", "Equal", "Floor", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual",
     "Not", "Or", "Range", "Round", "Shape", "Sign", "Size",
 }  # fmt: skip
 
 
 class Forward:
-    """Goes through the nodes in order: each is copied for the values and, where something moves, differentiated."""
+    """Copies each node of the traced network, and differentiates those that depend on moved weights."""
 
     def __init__(self, g: Graph, K: int, traced: onnx.GraphProto) -> None:
         self.g, self.K, self.traced = g, K, traced
@@ -90,35 +89,35 @@ class Forward:
                 )
             self._copy(node, indices=moving and node.op_type == "MaxPool")
             if moving:
-                made = rules[node.op_type](self, node)
-                every: Sequence[Tangent] = made if isinstance(made, list) else [made]
+                tangents = rules[node.op_type](self, node)
+                every: Sequence[Tangent] = tangents if isinstance(tangents, list) else [tangents]
                 self.tangent |= {n: t for n, t in zip(node.output, every, strict=False) if n and t is not None}
 
     def _copy(self, node: onnx.NodeProto, indices: bool) -> None:
-        made = onnx.NodeProto()
-        made.CopyFrom(node)
+        copied = onnx.NodeProto()
+        copied.CopyFrom(node)
         for field in ("metadata_props", "doc_string", "name"):
-            made.ClearField(field)
+            copied.ClearField(field)
         for i, name in enumerate(node.input):
-            made.input[i] = self.value[name] if name else ""
+            copied.input[i] = self.value[name] if name else ""
         for i, name in enumerate(node.output):
-            self.value[name] = made.output[i] = self.g.name() if name else ""
-        if indices and len(made.output) == 1:
-            made.output.append(self.places_of(node))
-        self.g.nodes.append(made)
+            self.value[name] = copied.output[i] = self.g.name() if name else ""
+        if indices and len(copied.output) == 1:
+            copied.output.append(self.places_of(node))
+        self.g.nodes.append(copied)
 
-    # what rules ask for
+    # used by the rules
 
     def places_of(self, node: onnx.NodeProto) -> str:
-        """Where a pooling's largest entries stood, among all entries in a row."""
+        """Flat indices of the largest entries of a max pooling."""
         return f"{self.value[node.output[0]]}.places"
 
     def of(self, name: str) -> str | None:
-        """A tangent, formed: (K, *shape)."""
-        found = self.tangent.get(name)
-        if isinstance(found, Moved):
-            found = self.tangent[name] = found.formed(self.g, self.K)
-        return found
+        """Dense tangent of a value, (K, *shape); None if it does not move."""
+        tangent = self.tangent.get(name)
+        if isinstance(tangent, Moved):
+            tangent = self.tangent[name] = tangent.formed(self.g, self.K)
+        return tangent
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self.shapes:
@@ -126,7 +125,7 @@ class Forward:
         return self.shapes[name]
 
     def numbers(self, name: str) -> Array:
-        """A constant that an operator takes as an input."""
+        """The values of a constant input of an operator."""
         if name not in self.known:
             raise ExportError(
                 f"the value {name!r} decides a shape, and is no constant: its network cannot be exported."
@@ -134,18 +133,18 @@ class Forward:
         return self.known[name]
 
     def fit(self, t: str, name: str, out: str) -> str:
-        """A tangent of `name` for an operator that spreads it to the shape of `out`."""
+        """The tangent of `name`, broadcast to the shape of `out`."""
         t = self.lined_up(t, name, len(self.shape(out)))
         alike = self.axes.get(name) == self.axes.get(out) and None not in self.axes.get(name, [None])
         return t if alike else self.g.op("Expand", t, self._stacked(out))
 
     def lined_up(self, t: str, name: str, rank: int) -> str:
-        """Ones before the axes, as broadcasting would put them; the K stays first."""
+        """The tangent with axes of length 1 after K, as broadcasting to this rank needs."""
         more = rank - len(self.shape(name))
         return self.g.op("Unsqueeze", t, self.g.constant(list(range(1, more + 1)))) if more else t
 
     def unfolded(self, t: str, out: str) -> str:
-        """The same entries in the shape (K, *shape of `out`)."""
+        """The tangent reshaped to (K, *shape of `out`)."""
         shape = self.shape(out)
         if shape.count(-1) < 2:
             return self.g.reshape(t, (self.K, *shape))
@@ -162,20 +161,20 @@ class Forward:
         return self.g.reshape(t, (-1, *self.shape(name)[1:]))
 
     def sum(self, *parts: str | None) -> str | None:
-        found = [part for part in parts if part is not None]
-        total = found[0] if found else None
-        for part in found[1:]:
+        moving = [part for part in parts if part is not None]
+        total = moving[0] if moving else None
+        for part in moving[1:]:
             total = self.g.add(total, part)  # type: ignore[arg-type]  # the first is there if the second is
         return total
 
 
 def _shape(value: onnx.ValueInfoProto) -> tuple[int, ...]:
-    """What grows with the inputs is −1."""
+    """Shape, with −1 for axes that depend on the inputs."""
     return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
 
 
 def _axes_of(value: onnx.ValueInfoProto) -> list[int | str | None]:
-    """Lengths, or their names; None where nothing is known."""
+    """Lengths or names of the axes; None where not known."""
     dims = value.type.tensor_type.shape.dim
     return [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in dims]
 

@@ -1,7 +1,7 @@
-"""A network's plain layers as ONNX, by torch's own exporter; what is Bayesian stands there as a node of our domain.
+"""Traces a network with torch's ONNX exporter; Bayesian layers become nodes of our own domain.
 
-`Layer` is a Bayesian layer, `Affine` a scale and a shift per channel (a folded BatchNorm), `Choose` one of the copies
-that an ensemble's members keep of some other layer. Rows are samples folded into inputs.
+`Layer` is a Bayesian layer, `Affine` a scale and a shift per channel (a folded BatchNorm), `Choose` selects among the
+copies of a plain layer that the members of an ensemble have. Rows are draws × inputs.
 """
 
 import copy
@@ -21,20 +21,20 @@ from dubito.models.network.normalisation import ScaleShift
 
 
 def affines_of(folded: BayesianNetwork) -> dict[str, list[ScaleShift]]:
-    """Every folded BatchNorm by name: one, or one per member."""
-    found: dict[str, list[ScaleShift]] = {}
+    """Folded BatchNorms by name: one, or one per member."""
+    affines: dict[str, list[ScaleShift]] = {}
     for name, module in folded.net.named_modules():
         if isinstance(module, MemberLayer):
             copies = [m for m in module.copies if isinstance(m, ScaleShift)]
             if len(copies) == len(module.copies):
-                found[name] = copies
+                affines[name] = copies
         elif isinstance(module, ScaleShift) and not _inside(name, folded.net):
-            found[name] = [module]
-    return found
+            affines[name] = [module]
+    return affines
 
 
 def trace(folded: BayesianNetwork, shape: tuple[int, ...]) -> onnx.ModelProto:
-    """`shape` is that of one input; what is traced hangs on the layers' sizes, not on their posteriors."""
+    """The traced network, for inputs of `shape`; it depends on the sizes of the layers, not on their posteriors."""
     memo: dict[int, object] = {}
     affines = affines_of(folded)
     for name, module in folded.net.named_modules():
@@ -51,7 +51,7 @@ def trace(folded: BayesianNetwork, shape: tuple[int, ...]) -> onnx.ModelProto:
 def by_torch(
     net: nn.Module, shape: tuple[int, ...], weights: list[Tensor] | None = None, names: Sequence[str] = ()
 ) -> onnx.ModelProto:
-    """What torch's exporter makes of a network of inputs, and of weights by these names where they are given."""
+    """Export a network of inputs, and optionally of weights with these names, with torch's exporter."""
     dtype = torch.int64 if any(isinstance(m, nn.Embedding) for m in net.modules()) else torch.float32
     example = torch.zeros(2, *shape, dtype=dtype)
     more = () if weights is None else (weights,)
@@ -75,26 +75,26 @@ def by_torch(
             "Its forward method may branch on values, or fix the number of rows."
         ) from error
     assert program is not None
-    made = program.model_proto
-    if made.graph.input[0].type.tensor_type.shape.dim[0].HasField("dim_value"):
+    traced = program.model_proto
+    if traced.graph.input[0].type.tensor_type.shape.dim[0].HasField("dim_value"):
         raise ExportError(
             "torch's exporter fixes the number of rows of this network, whose forward method must ask for it by "
             "x.shape[0], not by len(x)."
         )
-    return made
+    return traced
 
 
 def _inside(name: str, net: nn.Module) -> bool:
-    """Within a layer that an ensemble keeps in copies, which stands for all of them."""
+    """Whether the module is part of a layer of which the members of an ensemble have copies."""
     above = name.rpartition(".copies.")[0]
     return bool(above) and isinstance(net.get_submodule(above), MemberLayer)
 
 
 def _symbolic(kind: str, inputs: tuple[Tensor, ...], name: str, shape: tuple[Any, ...]) -> Tensor:
-    made: Tensor = torch.onnx.ops.symbolic(
+    node: Tensor = torch.onnx.ops.symbolic(
         f"{OURS}::{kind}", inputs, attrs={"name": name}, dtype=inputs[0].dtype, shape=shape, version=1
     )
-    return made
+    return node
 
 
 class _LayerNode(BayesianLayer):
@@ -121,8 +121,8 @@ class _ChooseNode(nn.Module):
         self.copies = copies
 
     def forward(self, x: Tensor) -> Tensor:
-        found = tuple(member(x) for member in self.copies)
-        return _symbolic("Choose", found, "", tuple(found[0].shape))
+        copies = tuple(member(x) for member in self.copies)
+        return _symbolic("Choose", copies, "", tuple(copies[0].shape))
 
 
 def _shape_after(geometry: Geometry, shape: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -132,14 +132,14 @@ def _shape_after(geometry: Geometry, shape: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def sizes_after(conv: Conv, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """A picture's sides behind a convolution."""
+    """Spatial sizes after a convolution."""
     reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel, strict=True)]
     around = pads(conv)
     return tuple((n + sum(p) - r - 1) // s + 1 for n, p, r, s in zip(sizes, around, reach, conv.stride, strict=True))
 
 
 def pads(conv: Conv) -> list[tuple[int, int]]:
-    """Rows of padding before and behind each axis."""
+    """Padding before and after each axis."""
     if conv.padding == "valid":
         return [(0, 0)] * conv.dims
     if isinstance(conv.padding, str):  # same

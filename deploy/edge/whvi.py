@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from dubito.deploy.edge.blocks import Blocks, formed
-from dubito.deploy.edge.draws import Dense, Operand, Sampler, array, law_draws, scaled
+from dubito.deploy.edge.blocks import BlockDraws, formed
+from dubito.deploy.edge.draws import DenseDraws, Operand, Sampler, array, law_draws, scaled
 from dubito.deploy.edge.graph import Array, Graph
 from dubito.models.posteriors.blocks import Grid
 from dubito.models.posteriors.whvi import Whvi, WhviFactors
@@ -16,14 +16,14 @@ def write_whvi(s: Sampler, name: str, q: Whvi, f: WhviFactors, V: str | None, sc
     bias = None if f.q_b is None else law_draws(s, f.q_b, q.bias, s.normals(f.q_b.normals, f"{name}:b"))
     if grid.folded:  # one row or column, no longer than an input or output
         S_1, S_2 = (g.weights(array(t), least="fp16") for t in (f.S_1, f.S_2))
-        return Dense(scaled(g, formed(g, Blocks(grid, S_1, S_2, g_of_all, bias), s.K), scale))
+        return DenseDraws(scaled(g, formed(g, BlockDraws(grid, S_1, S_2, g_of_all, bias), s.K), scale))
     if bias is not None and (scale != 1).any():
         bias = g.mul(bias, g.constant(scale))
-    return Blocks(grid, _spread_rows(g, grid, f.S_1, scale), _spread_columns(g, grid, f.S_2), g_of_all, bias)
+    return BlockDraws(grid, _spread_rows(g, grid, f.S_1, scale), _spread_columns(g, grid, f.S_2), g_of_all, bias)
 
 
 def _spread_rows(g: Graph, grid: Grid, S_1: Tensor, scale: Array) -> str:
-    """S_1 by block, as a grid spreads it; the file holds what W has rows for."""
+    """S_1 by block; the file stores only the entries for which W has rows."""
     kept = array(S_1).swapaxes(0, 1).reshape(grid.columns, -1)[:, : grid.d_out] * scale
     more = grid.rows * grid.D - grid.d_out
     padded = g.op("Pad", g.weights(kept, least="fp16"), g.constant([0, 0, 0, more]))

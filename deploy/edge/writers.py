@@ -1,7 +1,7 @@
 """K draws of a layer inside a graph: one writer for each kind of posterior, or a refusal.
 
-The same formulas as in `dubito.models`, operator by operator, from the same (K, normals) standard normals: with equal
-normals, graph and torch give equal outputs.
+The same formulas as in `dubito.models`, with the same (K, normals) standard normals: with equal normals, graph and
+torch give equal outputs.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dubito.deploy.edge.draws import Dense, Factored, Masked, Operand, Sampler, array, law_draws, scaled
+from dubito.deploy.edge.draws import DenseDraws, FactoredDraws, MaskedDraws, Operand, Sampler, array, law_draws, scaled
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Array
 from dubito.deploy.edge.inducing import as_eps, write_inducing
@@ -22,19 +22,19 @@ from dubito.models.posteriors.dropout import DropoutFactors
 from dubito.models.posteriors.protocol import Factors
 from dubito.models.posteriors.weight_space import WeightFactors, WeightSpace
 
-HIERARCHY = "hierarchy"  # its name among the layers
+HIERARCHY = "hierarchy"  # name of the hierarchy among the layers
 
 
 def write_weights(s: Sampler, name: str, q: WeightSpace, f: WeightFactors, V: str | None, scale: Array) -> Operand:
     W = law_draws(s, f.q_W, q.law, s.normals(f.normals, f"{name}:W"))
-    return Dense(scaled(s.graph, W, scale))
+    return DenseDraws(scaled(s.graph, W, scale))
 
 
 def write_dropout(s: Sampler, name: str, q: Any, f: DropoutFactors, V: str | None, scale: Array) -> Operand:
     g = s.graph
     below = g.op("Less", s.normals(f.normals, f"{name}:z"), g.constant(NormalDist().inv_cdf(1 - f.rate)))
     kept = g.mul(g.op("Cast", below, to=1), g.constant(1 / (1 - f.rate)))
-    return Masked(scaled(g, g.weights(array(f.W)), scale), kept)
+    return MaskedDraws(scaled(g, g.weights(array(f.W)), scale), kept)
 
 
 WRITERS: Mapping[str, Callable[..., Operand]] = {  # by the kind of a manifest entry
@@ -46,25 +46,25 @@ WRITERS: Mapping[str, Callable[..., Operand]] = {  # by the kind of a manifest e
 
 
 def draw(s: Sampler, name: str, layer: BayesianLayer, factors: Factors, V: str | None, scale: Array) -> Operand:
-    """K samples of a layer, its outputs scaled by `scale` (d_out,); V where a hierarchy has drawn it already."""
+    """K draws of a layer, its outputs scaled by `scale` (d_out,); V, if a hierarchy has drawn it."""
     if layer.entry.kind not in WRITERS:
         raise ExportError(f"layer {name!r}: {layer.entry.method} layers cannot be exported.")
     return WRITERS[layer.entry.kind](s, name, layer.posterior, factors, V, scale)
 
 
 def V_of_all(s: Sampler, above: BayesianLayer, factors: Factors) -> str:
-    """What a hierarchy draws: (K, M_out, Σ M_in)."""
+    """Inducing weights of all layers, drawn by a hierarchy: (K, M_out, Σ M_in)."""
     match drawn := draw(s, HIERARCHY, above, factors, None, np.ones(above.geometry.shape[0])):
-        case Dense():
+        case DenseDraws():
             return drawn.W
-        case Factored():
-            assert drawn.e is None  # a hierarchy's own noise is exact
+        case FactoredDraws():
+            assert drawn.e is None  # a hierarchy has the exact law
             return s.graph.matmul(drawn.G(s.graph), drawn.B_T)
     raise ExportError("a hierarchy draws inducing weights only.")
 
 
 def normals_in_order(f: Factors, K: int, name: str, drawn: Mapping[str, Array]) -> Tensor:
-    """What the graph drew for a layer, as torch's layer takes it: (K, normals); zeros where it is never reached."""
+    """The graph's normals of a layer in torch's order, (K, normals); zeros for a layer that the graph does not call."""
     kinds = {key.removeprefix(f"{name}:"): value for key, value in drawn.items() if key.startswith(f"{name}:")}
     if not kinds:
         return torch.zeros(K, f.normals)

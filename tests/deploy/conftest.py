@@ -54,7 +54,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def picture() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("picture", DEPLOY / "grafana" / "picture.py")
+    spec = importlib.util.spec_from_file_location("picture", DEPLOY.parent / "docs" / "dashboard.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

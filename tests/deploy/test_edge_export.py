@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dubito.deploy.edge.check import parity
 from dubito.deploy.edge.errors import ExportError
-from dubito.deploy.edge.export import Exported, export, save
+from dubito.deploy.edge.export import ExportedModel, export, save
 from dubito.deploy.edge.graph import Graph
 from dubito.deploy.edge.noise import Noise
 from dubito.deploy.edge.rotations import completed, logarithm
@@ -40,7 +40,7 @@ Arrays = dict[str, NDArray[Any]]
 _skeletons: dict[str, onnx.ModelProto] = {}
 
 
-def exported(model: Model, **options: Any) -> Exported:
+def exported(model: Model, **options: Any) -> ExportedModel:
     """Networks with the same layers, all of them Bayesian, are traced once: that is what takes the time."""
     manifest = model.manifest
     key = f"{manifest.architecture} {sorted(manifest.layers)} {manifest.members} {model.card.input}"
@@ -79,7 +79,7 @@ def saved(network: BayesianNetwork, folder: Path, card: Card | None = None, give
     return load(path, given)
 
 
-def written(made: Exported, folder: Path) -> Path:
+def written(made: ExportedModel, folder: Path) -> Path:
     path = folder / "model.onnx"
     save(made, path)
     return path

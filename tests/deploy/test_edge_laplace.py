@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito.deploy.edge.check import parity
 from dubito.deploy.edge.errors import ExportError
-from dubito.deploy.edge.export import Exported, export, save
+from dubito.deploy.edge.export import ExportedModel, export, save
 from dubito.deploy.edge.graph import Graph
 from dubito.deploy.edge.tangents import Moved
 from dubito.models import bayesianize, build
@@ -56,7 +56,7 @@ def every(net: nn.Module) -> Tensor:
     return torch.arange(sum(p.numel() for p in net.parameters()))
 
 
-def exported(model: Model, folder: Path, **options: Any) -> tuple[Exported, Path]:
+def exported(model: Model, folder: Path, **options: Any) -> tuple[ExportedModel, Path]:
     """The same network is traced once, whichever of its weights are chosen."""
     key = f"{model.manifest.architecture} {model.card.input}"
     made = export(model, samples=options.pop("samples", K), skeleton=_skeletons.get(key), **options)

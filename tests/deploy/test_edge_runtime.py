@@ -166,8 +166,8 @@ def test_files_that_are_not_ours_are_refused_in_one_line(command: str, digits: P
     ("changes", "words"),
     [
         ({"format": 2}, "has format 2"),
-        ({"samples": "x"}, "what it says of samples makes no sense"),
-        ({"input": None, "noise": 3}, "what it says of input, noise makes no sense"),
+        ({"samples": "x"}, "its metadata has no valid samples"),
+        ({"input": None, "noise": 3}, "its metadata has no valid input, noise"),
         ({"random": False}, r"does not take what it says \(image\)"),
     ],
 )

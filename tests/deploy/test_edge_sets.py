@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from dubito.deploy.edge.check import check
-from dubito.deploy.edge.data import Data
+from dubito.deploy.edge.data import LabelledData
 from dubito.deploy.edge.export import export, save
 from dubito.deploy.edge.graph import OPSET, Graph
 from dubito.deploy.edge.runtime import EdgeModel
@@ -155,7 +155,7 @@ def test_a_check_compares_sets_and_their_coverage(artifact: Path, tmp_path: Path
     model, out = load(artifact), tmp_path / "model.onnx"
     save(export(model, samples=8, group="b"), out)
     rng = np.random.default_rng(1)
-    data = Data(rng.standard_normal((200, 4)).astype(np.float32), rng.integers(0, C, 200))
+    data = LabelledData(rng.standard_normal((200, 4)).astype(np.float32), rng.integers(0, C, 200))
     report = check(out, model, artifact.stat().st_size, data)
     assert report["max_difference"] < 1e-4
     assert report["data"]["set_agreement"] > 0.3  # draws of their own

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from dubito.cli import app
 from dubito.deploy.edge.check import parity
 from dubito.deploy.edge.errors import ExportError
-from dubito.deploy.edge.export import Exported, export, save
+from dubito.deploy.edge.export import ExportedModel, export, save
 from dubito.models import bayesianize, build, ensemble, load
 from dubito.models import save as save_artifact
 from dubito.models.embedded import embedded
@@ -96,7 +96,7 @@ def posterior(architecture: str, method: str) -> BayesianNetwork:
     return trained(bayesianize(net, method, start="network", **options), 3)
 
 
-def written(architecture: str, method: str, folder: Path, **options: Any) -> tuple[Model, Exported, Path]:
+def written(architecture: str, method: str, folder: Path, **options: Any) -> tuple[Model, ExportedModel, Path]:
     artifact = folder / "model.safetensors"
     save_artifact(posterior(architecture, method), artifact, card=Card(input=input_of(digits().train)))
     model = load(artifact)

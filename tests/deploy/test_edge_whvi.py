@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dubito.deploy.edge.check import parity
-from dubito.deploy.edge.export import Exported, export
+from dubito.deploy.edge.export import ExportedModel, export
 from dubito.models import bayesianize, build
 from dubito.models.manifest import Card, Input
 from dubito.models.network.network import BayesianNetwork
@@ -28,7 +28,7 @@ MLP: dict[str, Any] = {"inputs": 900, "hidden": [1000, 500], "outputs": 100}
 _skeletons: dict[str, onnx.ModelProto] = {}
 
 
-def exported(model: Model, **options: Any) -> Exported:
+def exported(model: Model, **options: Any) -> ExportedModel:
     """Networks with the same layers are traced once: that is what takes the time."""
     key = f"{model.manifest.architecture} {model.card.input}"
     made = export(model, skeleton=_skeletons.get(key), **options)

@@ -333,11 +333,11 @@ def test_every_query_returns_data_under_load(
             query.expr
             for panel in picture.panels(dashboard)
             for query in picture.queries(panel)
-            if not any(points for _, points in picture.ask(client, query, span))
+            if not any(points for _, points in picture.run_query(client, query, span))
         ]
         assert empty == []
         nothing = picture.Query("rate(dubito_nothing_total[1m])", "")
-        assert picture.ask(client, nothing, span) == []  # the check would see it
+        assert picture.run_query(client, nothing, span) == []  # the check would see it
         names = client.get("/api/v1/label/model/values").json()["data"]  # what the variable offers
         assert names == ["digits"]
         alerts = client.get("/api/v1/rules", params={"type": "alert"}).json()["data"]["groups"]
@@ -346,7 +346,7 @@ def test_every_query_returns_data_under_load(
     page = tmp_path / "dashboard.html"
     command: list[str | Path] = [
         sys.executable,
-        GRAFANA / "picture.py",
+        REPO / "docs" / "dashboard.py",
         "--prometheus",
         prometheus,
         "--out",
