@@ -130,7 +130,8 @@ class Entry(Strict, ABC):
     @property
     def ensemble(self) -> int:
         """Number of members, which such a class has a field for; 0 for a continuous distribution."""
-        return getattr(self, "members", None) or 0
+        members: int | None = getattr(self, "members", None)
+        return members or 0
 
     @model_validator(mode="after")
     def _members(self) -> Self:
