@@ -366,8 +366,7 @@ class Engine:
     def _job(
         self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1, stock: Stock | None = None
     ) -> Job:
-        captured = None if self.programs is None else self.programs.at
-        more = self._passes(watch)
+        captured, more = None if self.programs is None else self.programs.at, self._passes(watch)
         network, factors = self.model.network, self.model.factors
         job = Job.of(network, factors, x, seed, most=most, stock=stock, captured=captured, finite=True, **more)
         self.draws = max(self.draws, min(most, job.samples_at_once(len(x))))
