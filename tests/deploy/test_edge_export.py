@@ -104,7 +104,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-IN_TRAINED = ("fcg-u", "ensemble-u", "ensemble-w", "deterministic")  # networks in test_edge_trained show them, too
+IN_TRAINED = ("fcg-u", "ensemble-w", "deterministic")  # networks in test_edge_trained show them, too
 
 
 @pytest.mark.parametrize(
