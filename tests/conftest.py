@@ -1,9 +1,11 @@
 """Runs before any test imports torch."""
 
 import gc
+import importlib
 import os
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers take file after file in this order."""
     ranks = {name: rank for rank, name in enumerate(FIRST)}
     items.sort(key=lambda item: ranks.get(item.nodeid.split("/")[1].partition("::")[0], len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Files go to workers whole. Those that export networks go to one: the first export of a process takes seconds."""
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    def scope(nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "edge" if "/test_edge" in file else file
+
+    scheduler: object = LoadFileScheduling(config, log)
+    scheduler._split_scope = scope  # type: ignore[attr-defined]
+    return scheduler
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """In a new clone pytest rewrites every file with tests, for each worker: one begins at the end, to share that."""
+    whole = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+        root = Path(__file__).parents[1]
+        for file in sorted(root.glob("tests/**/test_*.py"), reverse=True):
+            with suppress(Exception, pytest.skip.Exception):  # the collection says what is wrong with it
+                importlib.import_module(".".join(file.relative_to(root).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:

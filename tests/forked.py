@@ -21,8 +21,7 @@ from typing import IO
 LIMIT = 600.0  # seconds, after which a command is hopeless even on a busy machine
 DUBITO = "from dubito.cli import main; main()"
 forks = multiprocessing.get_context("forkserver")
-# torch's optimisers import its compiler at their first use
-forks.set_forkserver_preload(["dubito.cli", "dubito.service.run", "torch._dynamo", __name__])
+forks.set_forkserver_preload(["tests.preloaded"])
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -51,6 +52,11 @@ PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "she
 FILES = [file.relative_to(REPO) for room in MAY_IMPORT for file in sorted((REPO / room).rglob("*.py"))]
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse((REPO / file).read_text())
+
+
 def imported(tree: ast.AST) -> Iterator[str]:
     """The dotted name of each import, wherever in the file it stands: `from a import b` gives `a.b`."""
     for node in ast.walk(tree):
@@ -82,11 +88,12 @@ def file_of(name: str) -> Path | None:
     return None
 
 
+@cache
 def import_graph() -> dict[Path, set[Path]]:
     """Every file of ours -> those that it imports, under TYPE_CHECKING and inside functions too."""
     graph = {}
     for file in FILES:
-        found = {file_of(name) for name in imported(ast.parse((REPO / file).read_text()))}
+        found = {file_of(name) for name in imported(parsed(file))}
         graph[file] = {other for other in found if other is not None and other != file}
     return graph
 
@@ -126,7 +133,7 @@ def pickles_used(tree: ast.AST) -> set[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_imports_run_in_one_direction(file: Path) -> None:
-    assert rooms_imported(ast.parse((REPO / file).read_text())) <= MAY_IMPORT[file.parts[0]]
+    assert rooms_imported(parsed(file)) <= MAY_IMPORT[file.parts[0]]
 
 
 def test_no_two_files_import_each_other_in_a_circle() -> None:
@@ -160,7 +167,7 @@ def test_public_names_stay_where_they_are(module: str) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_no_pickle(file: Path) -> None:
-    assert pickles_used(ast.parse((REPO / file).read_text())) == set()
+    assert pickles_used(parsed(file)) == set()
 
 
 def test_the_checks_see_what_they_should() -> None:

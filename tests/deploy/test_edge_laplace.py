@@ -29,7 +29,6 @@ CLOSE = 1e-4  # of every output, in float32
 K = 4
 CNN: dict[str, Any] = {"classes": 5, "channels": 2, "size": 8, "width": 4, "hidden": 12}
 MLP: dict[str, Any] = {"inputs": 5, "hidden": [8], "outputs": 3, "activation": "tanh"}
-_skeletons: dict[str, onnx.ModelProto] = {}
 
 
 def linearised(net: nn.Module, index: Tensor, task: Regression | None = None, std: float = 0.3) -> BayesianNetwork:
@@ -57,11 +56,7 @@ def every(net: nn.Module) -> Tensor:
 
 
 def exported(model: Model, folder: Path, **options: Any) -> tuple[ExportedModel, Path]:
-    """The same network is traced once, whichever of its weights are chosen."""
-    key = f"{model.manifest.architecture} {model.card.input}"
-    made = export(model, samples=options.pop("samples", K), skeleton=_skeletons.get(key), **options)
-    if model.manifest.architecture.name != "custom":
-        _skeletons[key] = made.skeleton
+    made = export(model, samples=options.pop("samples", K), **options)
     save(made, folder / "model.onnx")
     return made, folder / "model.onnx"
 
@@ -272,11 +267,11 @@ def test_an_operator_without_a_rule_is_named(tmp_path: Path) -> None:
     net = Sorted()
     card = Card(input=Input(shape=(4,)))
     model = saved(linearised(net, every(net)[-8:]), tmp_path, card, net)  # behind it nothing is in the way
-    made, path = exported(model, tmp_path)
+    _, path = exported(model, tmp_path)
     assert parity(path, model, inputs_for(model)).largest < CLOSE
     model = saved(linearised(net, every(net)), tmp_path, card, net)
     with pytest.raises(ExportError, match="operator TopK, for which no derivative is known"):
-        export(model, skeleton=made.skeleton)
+        export(model)
 
 
 def test_a_network_that_fixes_the_number_of_rows_is_refused(tmp_path: Path) -> None:

@@ -133,10 +133,8 @@ def artifact(tmp_path: Path) -> Path:
 def test_an_exported_file_has_the_rule_of_its_group(artifact: Path, tmp_path: Path) -> None:
     model, out = load(artifact), tmp_path / "model.onnx"
     sets = Sets(score="raps", lam=0.01, k_reg=2)
-    skeleton = None
     for group, quantile in ((None, 0.5), ("a", 0.2), ("b", 0.8)):
-        made = export(model, samples=8, group=group, skeleton=skeleton)
-        skeleton = made.skeleton
+        made = export(model, samples=8, group=group)
         save(made, out)
         edge = EdgeModel(out)
         assert (edge.facts["group"], edge.facts["quantile"]) == (group, quantile)
@@ -148,7 +146,7 @@ def test_an_exported_file_has_the_rule_of_its_group(artifact: Path, tmp_path: Pa
         rows: list[dict[str, Any]] = edge.answers(columns)
         assert [row["prediction_set"] for row in rows] == [[str(c) for c in np.flatnonzero(row)] for row in wanted]
     with pytest.raises(InputError, match="calibrated for: a, b"):
-        export(model, samples=8, group="c", skeleton=skeleton)
+        export(model, samples=8, group="c")
 
 
 def test_a_check_compares_sets_and_their_coverage(artifact: Path, tmp_path: Path) -> None:

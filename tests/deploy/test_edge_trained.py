@@ -49,7 +49,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "deterministic": {},
     "ensemble-w": {"members": 3},
 }
-_skeletons: dict[str, onnx.ModelProto] = {}
 
 
 @cache
@@ -100,9 +99,7 @@ def written(architecture: str, method: str, folder: Path, **options: Any) -> tup
     artifact = folder / "model.safetensors"
     save_artifact(posterior(architecture, method), artifact, card=Card(input=input_of(digits().train)))
     model = load(artifact)
-    alike = {"fcg-u": "ffg-u", "pruned": "ffg-u", "whvi": "ffg-u"}.get(method, method)
-    made = export(model, skeleton=_skeletons.get(f"{architecture} {alike}"), **{"samples": K, **options})
-    _skeletons[f"{architecture} {alike}"] = made.skeleton
+    made = export(model, **{"samples": K, **options})
     path = folder / "model.onnx"
     save(made, path)
     return model, made, path
@@ -195,8 +192,8 @@ def test_data_give_activations_in_int8(architecture: str, method: str, products:
     model, whole, _ = written(architecture, method, tmp_path, samples=8)
     x = some(parts.test, 200)
     y = parts.test.y[:200].numpy()
-    made = export(model, samples=8, precision="int8", skeleton=whole.skeleton, data=some(parts.train, 100))
-    weights = export(model, samples=8, precision="int8", skeleton=whole.skeleton)
+    made = export(model, samples=8, precision="int8", data=some(parts.train, 100))
+    weights = export(model, samples=8, precision="int8")
     assert made.products == products
     facts = json.loads({p.key: p.value for p in made.model.metadata_props}["dubito"])
     assert facts["activations"] == ("int8" if products else "float32")

@@ -13,27 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dubito.deploy.edge.check import parity
-from dubito.deploy.edge.export import ExportedModel, export
+from dubito.deploy.edge.export import export
 from dubito.models import bayesianize, build
 from dubito.models.manifest import Card, Input
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.posteriors.flows import Planar
 from dubito.models.posteriors.whvi import Whvi
-from dubito.models.predictions.model import Model
 from tests.deploy.test_edge_export import inputs_for, saved, stir, written
 
 CLOSE = 1e-4  # of every output, in float32
 CNN: dict[str, Any] = {"classes": 5, "channels": 2, "size": 8, "width": 4, "hidden": 12}
 MLP: dict[str, Any] = {"inputs": 900, "hidden": [1000, 500], "outputs": 100}
-_skeletons: dict[str, onnx.ModelProto] = {}
-
-
-def exported(model: Model, **options: Any) -> ExportedModel:
-    """Networks with the same layers are traced once: that is what takes the time."""
-    key = f"{model.manifest.architecture} {model.card.input}"
-    made = export(model, skeleton=_skeletons.get(key), **options)
-    _skeletons[key] = made.skeleton
-    return made
 
 
 def lively(network: BayesianNetwork) -> BayesianNetwork:
@@ -75,7 +65,7 @@ def test_with_the_same_noise_the_graph_answers_as_torch(case: str, tmp_path: Pat
     """Convolutions through patches, a BatchNorm behind them, Linear layers with biases; padded and stacked blocks."""
     torch.manual_seed(0)
     model = saved(lively(bayesianize(build("cnn", **CNN), "whvi", **CASES[case])), tmp_path)
-    path = written(exported(model, samples=4), tmp_path)
+    path = written(export(model, samples=4), tmp_path)
     x = inputs_for(model)
     assert parity(path, model, x).largest < CLOSE
     a, b, again = run(path, x, 1, 2, 1)
@@ -87,7 +77,7 @@ def test_with_the_same_noise_the_graph_answers_as_torch(case: str, tmp_path: Pat
 def test_parity_would_see_a_wrong_factor(part: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = saved(lively(bayesianize(build("cnn", **CNN), "whvi")), tmp_path)
-    path = written(exported(model, samples=4), tmp_path)
+    path = written(export(model, samples=4), tmp_path)
     last = list(model.network.layers.values())[-1].posterior
     (found,) = [p for name, p in last.named_parameters() if part in name and "bias" not in name]
     with torch.no_grad():
@@ -127,7 +117,7 @@ def test_geometries(block: int | None, tmp_path: Path) -> None:
     network = lively(bayesianize(net, "whvi", **options))
     model = saved(network, tmp_path, Card(input=Input(shape=(3, 6, 6))), net)
     for K in (1, 3):
-        made = exported(model, samples=K)
+        made = export(model, samples=K)
         assert parity(written(made, tmp_path), model, inputs_for(model)).largest < CLOSE
     assert made.formed == ("grouped", "one", "many")  # groups, and a single row or column
 
@@ -137,7 +127,7 @@ def test_geometries(block: int | None, tmp_path: Path) -> None:
 def test_precisions_keep_the_answer_and_shrink_the_file(precision: Any, most: float, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = saved(lively(bayesianize(build("mlp", **MLP), "whvi", spread=0.02)), tmp_path)
-    made, whole = exported(model, samples=4, precision=precision), exported(model, samples=4)
+    made, whole = export(model, samples=4, precision=precision), export(model, samples=4)
     assert parity(written(made, tmp_path), model, inputs_for(model)).largest < most
     small, large = (sum(len(t.raw_data) for t in m.model.graph.initializer) for m in (made, whole))
     assert small < (0.7 if precision == "fp16" else 0.55) * large  # H, counters and biases stay as they are
@@ -147,7 +137,7 @@ def test_no_weight_matrix_in_the_file_nor_on_the_way(tmp_path: Path) -> None:
     """Every constant is far smaller than a weight matrix; every value is, or it grows with the inputs."""
     torch.manual_seed(0)
     model = saved(bayesianize(build("mlp", **MLP), "whvi"), tmp_path)
-    made = exported(model, samples=2).model
+    made = export(model, samples=2).model
     smallest = min(math.prod(layer.geometry.shape) for layer in model.network.layers.values())
     assert max(math.prod(t.dims) for t in made.graph.initializer) < 4 * 1024 < smallest
     sizes = []
@@ -169,7 +159,7 @@ def test_own_noise_has_the_mean_of_torch_s(tmp_path: Path) -> None:
     """Predictive means over 4,096 draws of each agree within 4 standard errors."""
     torch.manual_seed(0)
     model = saved(lively(bayesianize(build("cnn", **CNN), "whvi", flows=1)), tmp_path)
-    path = written(exported(model, samples=512), tmp_path)
+    path = written(export(model, samples=512), tmp_path)
     x = inputs_for(model, 1)
     ours = np.stack(run(path, x, *range(8))).mean(0)
     outputs = model.predict(torch.from_numpy(x), 4096, 0, keep_outputs=True).outputs

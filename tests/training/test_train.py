@@ -14,10 +14,12 @@ import pytest
 import torch
 from PIL import Image as Pillow
 from safetensors.torch import save_file
+from torch import nn
+from torchvision.models.resnet import BasicBlock
 from typer.testing import CliRunner, Result
 
 from dubito.cli import app
-from dubito.models import load
+from dubito.models import bayesianize, load
 from dubito.models.conversion.architectures import Standardise
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Regression
@@ -308,21 +310,37 @@ def test_a_shipped_recipe_builds_its_network_and_takes_a_step(name: str) -> None
     assert np.isfinite([told[0].loss, told[0].kl]).all()
 
 
-@pytest.mark.slow
-def test_a_residual_network_trains_by_whvi() -> None:
+class Small(nn.Module):
+    """torchvision's residual block by itself: a convolution beside two others, each with a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        beside = nn.Sequential(nn.Conv2d(3, 8, 1, 4, bias=False), nn.BatchNorm2d(8))
+        self.block, self.fc = BasicBlock(3, 8, 4, beside), nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc(self.block(x).mean((2, 3)))
+        return out
+
+
+@pytest.mark.parametrize("network", ["small", pytest.param("resnet18-cifar", marks=pytest.mark.slow)])
+def test_a_residual_network_trains_by_whvi(network: str) -> None:
     recipe = read_recipe("cifar10-whvi", ["fit.batch=2", "fit.likelihood_epochs=0", "fit.warmup_epochs=0"])
     whole = fake(recipe)
     few = Examples(whole.train.x[:4], whole.train.y[:4])
     parts = Parts(few, few, few, few, whole.labels, "")
     torch.manual_seed(0)
     declared = input_of(few)
-    network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
-    before = {name: p.detach().clone() for name, p in network.named_parameters()}
-    one = FitRun(network, few, few, declared, recipe.fit, 0, torch.device("cpu"), augmentation(recipe.data, few))
+    if network == "small":
+        bayesian = bayesianize(Small(), "whvi", start="prior")
+    else:
+        bayesian = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
+    before = {name: p.detach().clone() for name, p in bayesian.named_parameters()}
+    one = FitRun(bayesian, few, few, declared, recipe.fit, 0, torch.device("cpu"), augmentation(recipe.data, few))
     one.epoch()
     assert one.step == 2
     assert np.isfinite([one.log[0].loss, one.log[0].kl, one.log[0].validation_nll]).all()
-    assert [name for name, p in network.named_parameters() if torch.equal(p, before[name])] == []
+    assert [name for name, p in bayesian.named_parameters() if torch.equal(p, before[name])] == []
 
 
 # pruning
