@@ -56,8 +56,9 @@ def page(live: Any) -> Iterator["Page"]:
 
 
 def example(name: str) -> bytes:
-    """One of the console's examples as a picture."""
-    shipped = orjson.loads(CONSOLE.joinpath("examples.json").read_bytes())
+    """One of the console's examples for the digits as a picture."""
+    models = orjson.loads(CONSOLE.joinpath("examples.json").read_bytes())
+    (shipped,) = (model for model in models if model["first"] == "digit 3")
     (pixels,) = (one["pixels"] for one in shipped["examples"] if one["name"] == name)
     grey = np.array(pixels, np.float64).reshape(shipped["shape"][1:]) * (255 / shipped["levels"])
     content = io.BytesIO()
