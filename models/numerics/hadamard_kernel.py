@@ -29,12 +29,12 @@ def _round(box, size: tl.constexpr, h: tl.constexpr):
 @triton.jit
 def _kernel(x, y, N, scale, R: tl.constexpr, D: tl.constexpr, rounds: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    at = row[:, None] * D + tl.arange(0, D)[None, :]
+    offsets = row[:, None] * D + tl.arange(0, D)[None, :]
     here = row[:, None] < N
-    box = tl.reshape(tl.load(x + at, mask=here, other=0.0).to(tl.float32), (R * D,))
+    box = tl.reshape(tl.load(x + offsets, mask=here, other=0.0).to(tl.float32), (R * D,))
     for i in tl.static_range(rounds):
         box = _round(box, R * D, 1 << i)
-    tl.store(y + at, (tl.reshape(box, (R, D)) * scale).to(y.dtype.element_ty), mask=here)
+    tl.store(y + offsets, (tl.reshape(box, (R, D)) * scale).to(y.dtype.element_ty), mask=here)
 
 
 def transform_on_gpu(x: Tensor) -> Tensor:

@@ -66,8 +66,8 @@ def _kernel(key, out, first, n, BLOCK: tl.constexpr):
     seed, start = tl.load(key), tl.load(key + 1)
     place = first // 4 * 4 + tl.program_id(0) * (4 * BLOCK)
     z = normals(seed, start + sample, place + tl.arange(0, BLOCK) * 4, 4)
-    at = place - first + tl.arange(0, BLOCK)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    tl.store(out + sample * n + at, z, mask=(at >= 0) & (at < n))
+    offsets = place - first + tl.arange(0, BLOCK)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(out + sample * n + offsets, z, mask=(offsets >= 0) & (offsets < n))
 
 
 def fill(out: Tensor, key: Tensor, first: int = 0) -> Tensor:

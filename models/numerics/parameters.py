@@ -81,12 +81,12 @@ class Positive(Optional):
 
 def together(parts: Sequence[Positive]) -> list[Tensor]:
     """The value of each part, computed together for all parts with the same bounds, which saves kernels."""
-    found: dict[int, Tensor] = {}
-    for at in alike([(p.floor, p.cap, p.raw.dtype, p.raw.device) for p in parts]):
-        values = parts[at[0]]._bound(in_a_row([parts[i].raw for i in at]))
-        of_each = parted(values, [parts[i].raw.numel() for i in at])
-        found |= {i: parts[i]._prune(v.view_as(parts[i].raw)) for i, v in zip(at, of_each, strict=True)}
-    return [found[i] for i in range(len(parts))]
+    by_index: dict[int, Tensor] = {}
+    for indices in alike([(p.floor, p.cap, p.raw.dtype, p.raw.device) for p in parts]):
+        values = parts[indices[0]]._bound(in_a_row([parts[i].raw for i in indices]))
+        of_each = parted(values, [parts[i].raw.numel() for i in indices])
+        by_index |= {i: parts[i]._prune(v.view_as(parts[i].raw)) for i, v in zip(indices, of_each, strict=True)}
+    return [by_index[i] for i in range(len(parts))]
 
 
 def alike(keys: Sequence[Hashable]) -> list[list[int]]:
@@ -120,7 +120,7 @@ def parted(tensor: Tensor, lengths: Sequence[int], dim: int = 0) -> Sequence[Ten
 
 def numbers(values: Sequence[float], like: Tensor) -> Tensor:
     """A vector of numbers known on the host, made by fills: a graph cannot copy from the host."""
-    return torch.cat([like.new_full((len(at),), values[at[0]]) for at in neighbours(values)])
+    return torch.cat([like.new_full((len(indices),), values[indices[0]]) for indices in neighbours(values)])
 
 
 def keep_largest(parts: Sequence[Free] | Sequence[Positive], scores: Sequence[Tensor], n: int) -> None:

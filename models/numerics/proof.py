@@ -109,28 +109,28 @@ def _channels_last(t: Tensor) -> Tensor:
 def _compare(what: str, run: Callable[[], Tensor], expected: Tensor, device: torch.device) -> str | None:
     torch.full((1 << 17,), math.nan, device=device)  # freed at once: a read of uninitialised memory then gives NaN
     try:
-        found = run()
+        result = run()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
         return f"{what} cannot be computed: {str(error).splitlines()[0][:200]}"
-    return fault_in(what, found, expected, ROUNDINGS)
+    return fault_in(what, result, expected, ROUNDINGS)
 
 
 def fault_in(
-    what: str, found: Tensor, expected: Tensor, roundings: int, bound: Callable[[], Tensor] | None = None
+    what: str, result: Tensor, expected: Tensor, roundings: int, bound: Callable[[], Tensor] | None = None
 ) -> str | None:
-    """A message if `found` differs from `expected` by more than `roundings` machine epsilons of its largest value.
+    """A message if `result` differs from `expected` by more than `roundings` machine epsilons of its largest value.
 
     `bound` gives the same sums of absolute values, computed only if terms may have cancelled. Infinite values are
     not compared.
     """
     if not expected.numel():
         return None
-    eps, tiny = max(torch.finfo(found.dtype).eps, TF32), torch.finfo(found.dtype).tiny
+    eps, tiny = max(torch.finfo(result.dtype).eps, TF32), torch.finfo(result.dtype).tiny
     fine = expected.isfinite()
     exact = torch.where(fine, expected, 0).double()
-    error = float(torch.where(fine, found.to(expected.device).double() - exact, 0).abs().max())
+    error = float(torch.where(fine, result.to(expected.device).double() - exact, 0).abs().max())
     size = float(exact.abs().max())
     if error <= roundings * eps * size + tiny:  # false for NaN
         return None
@@ -188,10 +188,10 @@ def _fault_of_call(func: Any, given: tuple[Any, Any], out: Any) -> str | None:
         raise
     except RuntimeError:  # no such operator in the wider dtype, or too little memory
         return None
-    for i, found in enumerate(tree_leaves(out)):
-        if isinstance(found, Tensor) and found.dtype in WIDER:
-            what = f"{func.overloadpacket.__name__} of {shapes} in {name_of(found.dtype)}"
-            if fault := fault_in(what, found, expected[i], ROUNDINGS, lambda: again(_unsigned)[i]):  # noqa: B023
+    for i, result in enumerate(tree_leaves(out)):
+        if isinstance(result, Tensor) and result.dtype in WIDER:
+            what = f"{func.overloadpacket.__name__} of {shapes} in {name_of(result.dtype)}"
+            if fault := fault_in(what, result, expected[i], ROUNDINGS, lambda: again(_unsigned)[i]):  # noqa: B023
                 return fault
     return None
 

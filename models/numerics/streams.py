@@ -22,13 +22,13 @@ def begin(runs: Sequence[Callable[[], T]], device: torch.device) -> list[Callabl
 def _begun(run: Callable[[], T], here: torch.cuda.Stream, side: torch.cuda.Stream) -> Callable[[], T]:
     side.wait_stream(here)
     with torch.cuda.stream(side):
-        made = run()
+        result = run()
         done = side.record_event()
 
     @cache
     def wait() -> T:
         here.wait_event(done)
-        return made
+        return result
 
     return wait
 

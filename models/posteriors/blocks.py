@@ -89,9 +89,9 @@ class Blocks:
         y = y.flatten(-2)[..., : grid.d_out]
         return y if self.bias is None else y + self.bias[:, None].to(x.dtype)
 
-    def part(self, at: int, k: int) -> "Blocks":
-        """The k samples from `at` on."""
-        g, bias = (t if t is None or len(t) == 1 else t[at : at + k] for t in (self.g, self.bias))
+    def part(self, offset: int, k: int) -> "Blocks":
+        """The k samples that start at `offset`."""
+        g, bias = (t if t is None or len(t) == 1 else t[offset : offset + k] for t in (self.g, self.bias))
         assert g is not None
         return replace(self, g=g, bias=bias)
 

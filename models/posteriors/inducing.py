@@ -231,7 +231,9 @@ class Inducing(Optional, Posterior):
         like = kinds[0][0].Z_r.value
         dtype = torch.promote_types(like.dtype, torch.float32)
         with torch.autocast(like.device.type, enabled=False):  # in half precision Ψ is not definite
-            runs = [[[layers[i] for i in at] for at in neighbours([q.shape for q in layers])] for layers in kinds]
+            runs = [
+                [[layers[i] for i in indices] for indices in neighbours([q.shape for q in layers])] for layers in kinds
+            ]
             halves = [
                 half
                 for of_kind in runs
@@ -250,7 +252,10 @@ class Inducing(Optional, Posterior):
     def kl_together(cls, layers: Sequence[Self], data_size: int | None = None) -> Tensor:
         """Σ β R(λ) + KL[q(V) ‖ N(0, I)]; with `data_size` N, β = min(1, N/d_in) (eq. 45), else 1."""
         laws, noisy = [q.law for q in layers if q.law is not None], [q for q in layers if q.lam is not None]
-        terms = [type(laws[at[0]]).kl_together([laws[i] for i in at], 1.0) for at in alike([type(law) for law in laws])]
+        terms = [
+            type(laws[indices[0]]).kl_together([laws[i] for i in indices], 1.0)
+            for indices in alike([type(law) for law in laws])
+        ]
         if noisy:
             lam = in_a_row(together([q.lam for q in noisy if q.lam is not None]))
             shares = [1.0 if data_size is None else min(1.0, data_size / q.shape[1]) for q in noisy]

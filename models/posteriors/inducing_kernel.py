@@ -132,9 +132,9 @@ def _whole_kernel(
     along = tl.zeros((RI, RO), tl.float32)  # B_cᵀ Eᵀ B_r
     for o in range(0, d_out, BN):
         across = tl.zeros((RI, BN), tl.float32)
-        for at in range(0, d_in, BI):
-            columns = _part(B_c, at + c, j, d_in, r_in)
-            E = tl.trans(normals(seed, sample, place + (o + n) * d_in + at, BI))
+        for first in range(0, d_in, BI):
+            columns = _part(B_c, first + c, j, d_in, r_in)
+            E = tl.trans(normals(seed, sample, place + (o + n) * d_in + first, BI))
             across = tl.dot(tl.trans(columns), E.to(columns.dtype), across, input_precision="ieee")
         rows = _part(B_r, o + n, i, d_out, r_out)
         along = tl.dot(across.to(rows.dtype), rows, along, input_precision="ieee")
@@ -142,12 +142,12 @@ def _whole_kernel(
     for o in range(0, d_out, BN):
         rows = _part(B_r, o + n, i, d_out, r_out)
         mixed = tl.dot(inner.to(rows.dtype), tl.trans(rows), input_precision="ieee").to(rows.dtype)  # (r_in, BN)
-        for at in range(0, d_in, BI):
-            columns = _part(B_c, at + c, j, d_in, r_in)
-            E = tl.trans(normals(seed, sample, place + (o + n) * d_in + at, BI))
+        for first in range(0, d_in, BI):
+            columns = _part(B_c, first + c, j, d_in, r_in)
+            E = tl.trans(normals(seed, sample, place + (o + n) * d_in + first, BI))
             w = noise * E + tl.dot(columns, mixed, input_precision="ieee")
-            here = (at + c < d_in)[:, None] & (o + n < d_out)[None, :]
-            tl.store(W + ((at + c)[:, None] * d_out + (o + n)[None, :]), w.to(W.dtype.element_ty), mask=here)
+            here = (first + c < d_in)[:, None] & (o + n < d_out)[None, :]
+            tl.store(W + ((first + c)[:, None] * d_out + (o + n)[None, :]), w.to(W.dtype.element_ty), mask=here)
 
 
 def suits(M_out: int, M_in: int, even: list[int]) -> bool:

@@ -81,13 +81,13 @@ class Together:
         pq = self.q * self.p  # with its roots made anew for each draw, which takes less than keeping them would
         inner = both.view(N, K, r_in, r_out) * (self.sigma * pq.sqrt())[:, None]
         changes = None if self.scale is None else self.scale * ((1 - pq).sqrt() - 1)
-        samples, at = list[Factored](), 0
+        samples, offset = list[Factored](), 0
         for rows in self.rows:
-            here = slice(at, at + len(rows.B_r))
+            here = slice(offset, offset + len(rows.B_r))
             change = None if changes is None else changes[here]
             rest = [z[:, M_out * M_in :] for z in noise[here]]
             samples += self._of_rows(rows, inner[here], change, self.B[here], rest)
-            at = here.stop
+            offset = here.stop
         return samples
 
     def _of_rows(
@@ -148,8 +148,8 @@ def gather(factors: Mapping[str, InducingFactors], places: Mapping[str, int]) ->
     """Groups of those that can be drawn together, and their factors side by side in memory."""
     ready = {name: f for name, f in factors.items() if isinstance(f.q_V, FrozenMeanField)}
     groups, layers = list[Group](), dict[str, Factors]()
-    for at in alike([_size(f) for f in ready.values()]):
-        names = tuple(sorted((list(ready)[i] for i in at), key=lambda name: ready[name].shape[0]))
+    for indices in alike([_size(f) for f in ready.values()]):
+        names = tuple(sorted((list(ready)[i] for i in indices), key=lambda name: ready[name].shape[0]))
         those, starts = [ready[name] for name in names], [places[name] for name in names]
         keyed = _by_kernel(those, starts)
         if those[0].forms_W and keyed:
@@ -221,15 +221,15 @@ def before(sizes: list[int]) -> list[int]:
 
 
 def stack(names: tuple[str, ...], those: Sequence[InducingFactors], places: list[int] | None) -> Together:
-    """Layers in the order of their d_out, and where the normals of each begin, where a kernel is to draw them."""
+    """A group of layers, given in the order of their d_out; `places`: where the normals of each begin, for a kernel."""
     matheron, like, noisy = [f.matheron for f in those], those[0].matheron.p, those[0].lam > 0
-    rows, at_row, B_r = [], 0, torch.cat([m.B_r for m in matheron])
-    for at in alike([f.shape[0] for f in those]):
-        scale = [those[i].lam * those[i].sigma for i in at]
+    rows, offset, B_r = [], 0, torch.cat([m.B_r for m in matheron])
+    for indices in alike([f.shape[0] for f in those]):
+        scale = [those[i].lam * those[i].sigma for i in indices]
         scaled = torch.tensor(scale, dtype=like.dtype, device=like.device).view(-1, 1, 1, 1) if noisy else None
-        here = slice(at_row, at_row + len(at) * those[at[0]].shape[0])
-        rows.append(Rows(B_r[here].view(len(at), -1, B_r.shape[1]), scaled))
-        at_row = here.stop
+        here = slice(offset, offset + len(indices) * those[indices[0]].shape[0])
+        rows.append(Rows(B_r[here].view(len(indices), -1, B_r.shape[1]), scaled))
+        offset = here.stop
 
     def numbers(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
@@ -258,7 +258,10 @@ def _by_kernel(those: Sequence[InducingFactors], places: list[int]) -> bool:
 
     M_out, M_in = like.q_V.centre.shape  # type: ignore[union-attr]
     inputs = [f.shape[1] for f in those] if like.forms_W else []
-    ends = [*(at + f.normals for at, f in zip(places, those, strict=True)), sum(math.prod(f.shape) for f in those)]
+    ends = [
+        *(place + f.normals for place, f in zip(places, those, strict=True)),
+        sum(math.prod(f.shape) for f in those),
+    ]
     return suits(M_out, M_in, [*places, *inputs]) and max(ends) < 1 << 31  # the kernels count in 32 bits
 
 

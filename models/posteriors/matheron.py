@@ -108,19 +108,21 @@ def sides(Z: Sequence[Sequence[Tensor]], D: Sequence[Sequence[Tensor]]) -> list[
     A captured step costs what its kernels are in number, so there is one factorisation for each M and one product
     for each shape, however many runs. L⁻¹ is formed, once, so that all that grows with d is a matrix product.
     """
-    found: dict[int, Side] = {}
+    by_index: dict[int, Side] = {}
     for of_M in alike([run[0].shape[0] for run in Z]):
-        by_shape = [[of_M[i] for i in at] for at in alike([Z[i][0].shape for i in of_M])]
-        Zs = [torch.stack([z for i in at for z in Z[i]]) for at in by_shape]  # (n, M, d) each
-        L_inv, L_inv_D = _invert([z @ z.mT for z in Zs], torch.stack([d for at in by_shape for i in at for d in D[i]]))
+        by_shape = [[of_M[i] for i in indices] for indices in alike([Z[i][0].shape for i in of_M])]
+        Zs = [torch.stack([z for i in indices for z in Z[i]]) for indices in by_shape]  # (n, M, d) each
+        L_inv, L_inv_D = _invert(
+            [z @ z.mT for z in Zs], torch.stack([d for indices in by_shape for i in indices for d in D[i]])
+        )
         lengths = [len(z) for z in Zs]
-        for at, *of_shape in zip(by_shape, Zs, parted(L_inv, lengths), parted(L_inv_D, lengths), strict=True):
+        for indices, *of_shape in zip(by_shape, Zs, parted(L_inv, lengths), parted(L_inv_D, lengths), strict=True):
             z, inverse, times_D = of_shape
             A_T = inverse @ z
             P = torch.cat([A_T, times_D], -1)
-            runs = [len(Z[i]) for i in at]
-            found |= {i: Side(a.mT, p) for i, a, p in zip(at, parted(A_T, runs), parted(P, runs), strict=True)}
-    return [found[i] for i in range(len(Z))]
+            runs = [len(Z[i]) for i in indices]
+            by_index |= {i: Side(a.mT, p) for i, a, p in zip(indices, parted(A_T, runs), parted(P, runs), strict=True)}
+    return [by_index[i] for i in range(len(Z))]
 
 
 def _invert(grams: Sequence[Tensor], D: Tensor) -> tuple[Tensor, Tensor]:

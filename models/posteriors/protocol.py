@@ -17,9 +17,9 @@ class Dense:
 
     W: Tensor  # (K or 1, d_out, d_in)
 
-    def part(self, at: int, k: int) -> "Dense":
-        """The k samples from `at` on."""
-        return Dense(self.W[at : at + k]) if len(self.W) > 1 else self
+    def part(self, offset: int, k: int) -> "Dense":
+        """The k samples that start at `offset`."""
+        return Dense(self.W[offset : offset + k]) if len(self.W) > 1 else self
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Factored:
         """The linear part as matrices: (K, d_out, d_in)."""
         return self.G @ self.B.T.to(self.G.dtype)
 
-    def part(self, at: int, k: int) -> "Factored":
-        """The k samples from `at` on."""
-        return Factored(self.B, self.G[at : at + k], None if self.e is None else self.e[at : at + k])
+    def part(self, offset: int, k: int) -> "Factored":
+        """The k samples that start at `offset`."""
+        return Factored(self.B, self.G[offset : offset + k], None if self.e is None else self.e[offset : offset + k])
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Dropped:
     W: Tensor  # (1, d_out, d_in)
     rate: float
 
-    def part(self, at: int, k: int) -> "Dropped":
+    def part(self, offset: int, k: int) -> "Dropped":
         return self
 
 
