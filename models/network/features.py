@@ -63,8 +63,8 @@ def last_linear(net: nn.Module, run: Callable[[], Tensor]) -> str | None:
             hook.remove()
     if not calls:
         return None
-    name, features, made = calls[-1]
+    name, features, layer_out = calls[-1]
     once = sum(called == name for called, _, _ in calls) == 1
     fits = features.dim() == 2 and features.shape[1] <= MOST_FEATURES
-    makes = made.numel() == out.numel() and torch.equal(made.flatten(), out.flatten())
+    makes = layer_out.numel() == out.numel() and torch.equal(layer_out.flatten(), out.flatten())
     return name if once and fits and makes else None

@@ -30,22 +30,22 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def layout(net: nn.Module) -> dict[str, slice]:
-    """Where each parameter lies when all stand in a row; one with several names comes once."""
-    found, at = {}, 0
+    """The slice of each parameter in the vector of all parameters; one with several names comes once."""
+    places, offset = {}, 0
     for name, p in net.named_parameters():
-        found[name] = slice(at, at + p.numel())
-        at += p.numel()
-    return found
+        places[name] = slice(offset, offset + p.numel())
+        offset += p.numel()
+    return places
 
 
 def chosen_of(net: nn.Module, index: Tensor) -> dict[str, tuple[slice, Tensor]]:
     """For each parameter with chosen weights: their places in the sorted `index` (S,), and in that parameter."""
     whole = layout(net)
     edges = torch.tensor([0, *(place.stop for place in whole.values())])
-    at = torch.searchsorted(index.cpu(), edges).tolist()
+    bounds = torch.searchsorted(index.cpu(), edges).tolist()
     return {
         name: (slice(low, high), index[low:high] - place.start)
-        for (name, place), (low, high) in zip(whole.items(), itertools.pairwise(at), strict=True)
+        for (name, place), (low, high) in zip(whole.items(), itertools.pairwise(bounds), strict=True)
         if high > low
     }
 
@@ -79,8 +79,8 @@ class Linearised:
                 for name, pairs in tape.gradients(cotangent, keep=c < C - 1).items():
                     columns, local = self.chosen[name]
                     J[:, columns] = _entries(*tape.own[name], pairs, local)
-                for name, found in slow.items():
-                    J[:, self.chosen[name][0]] = found[:, c]
+                for name, gradients in slow.items():
+                    J[:, self.chosen[name][0]] = gradients[:, c]
             yield J.detach()
 
     def jacobian(self) -> Tensor:
@@ -88,19 +88,19 @@ class Linearised:
         return torch.stack(list(self.rows()), 1)
 
     def _slow(self) -> dict[str, Tensor]:
-        """(B, C, s) of the parameters that no layer tells of."""
+        """Jacobians (B, C, s) of the parameters outside supported layers."""
         tape = self.tape
         if not tape.others:
             return {}
-        found: dict[str, list[Tensor]] = {name: [] for name in tape.others}
+        by_name: dict[str, list[Tensor]] = {name: [] for name in tape.others}
         for f, parameters in tape.one_by_one():
             for_input: dict[str, list[Tensor]] = {name: [] for name in tape.others}
             for c in range(len(f)):
                 for name, g in zip(tape.others, _grad(f[c], parameters), strict=True):
                     for_input[name].append(g.flatten()[self.chosen[name][1]])
             for name, parts in for_input.items():
-                found[name].append(torch.stack(parts))
-        return {name: torch.stack(parts) for name, parts in found.items()}
+                by_name[name].append(torch.stack(parts))
+        return {name: torch.stack(parts) for name, parts in by_name.items()}
 
 
 def add_squares(
@@ -155,13 +155,13 @@ class Tape:
         calls: dict[nn.Module, list[Call]] = {}
         odd: set[nn.Module] = set()
 
-        def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
-            rows = [t for t in (*given, made) if isinstance(t, Tensor) and len(t) == len(self.x)]
+        def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            rows = [t for t in (*given, output) if isinstance(t, Tensor) and len(t) == len(self.x)]
             if named or len(given) != 1 or len(rows) != 2:
                 odd.add(module)
                 return
             x = given[0].detach()
-            edge = get_gradient_edge(made) if made.requires_grad else None
+            edge = get_gradient_edge(output) if output.requires_grad else None
             calls.setdefault(module, []).append(Call(x, x._version, edge))
 
         hooks = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
@@ -176,20 +176,20 @@ class Tape:
         return f, calls, odd
 
     def gradients(self, cotangent: Tensor, keep: bool) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """For each parameter that a layer tells of, the layer's inputs and the gradients of its outputs, by call."""
+        """For each parameter of a supported layer, the layer's inputs and the gradients of its outputs, by call."""
         calls = [(m, call) for m, of_one in self.calls.items() for call in of_one if call.edge is not None]
         if not calls or not self.f.requires_grad:
             return {}
         edges = [call.edge for _, call in calls if call.edge is not None]
-        found = torch.autograd.grad(self.f, edges, cotangent, retain_graph=keep, allow_unused=True)
+        grads = torch.autograd.grad(self.f, edges, cotangent, retain_graph=keep, allow_unused=True)
         pairs: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-        for (module, call), g in zip(calls, found, strict=True):
+        for (module, call), g in zip(calls, grads, strict=True):
             if g is not None:
                 pairs.setdefault(module, []).append((call.x, g))
         return {name: pairs[layer] for name, (layer, _) in self.own.items() if layer in pairs}
 
     def one_by_one(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Each input's outputs (C,) with their graph, and the parameters that no layer tells of."""
+        """Each input's outputs (C,) with their graph, and the parameters outside supported layers."""
         wanted = {n: p.detach().requires_grad_(n in set(self.others)) for n, p in self.parameters.items()}
         for row in self.x.split(1):
             yield functional_call(self.net, wanted, (row,))[0], [wanted[name] for name in self.others]
@@ -198,25 +198,25 @@ class Tape:
 def _grad(f: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     if not f.requires_grad:
         return [torch.zeros_like(p) for p in parameters]
-    found = torch.autograd.grad(f, parameters, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+    grads = torch.autograd.grad(f, parameters, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)]
 
 
 def _homes(net: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The layer that alone holds a parameter, and nothing else inside it; others have none."""
+    """For each parameter held by one module only, if without children: the module and its name for the parameter."""
     owners: dict[nn.Parameter, int] = {}
     for module in net.modules():
         for p in module._parameters.values():
             if p is not None:
                 owners[p] = owners.get(p, 0) + 1
-    found = {}
+    homes = {}
     for place, module in net.named_modules():
         if any(module.children()):
             continue
         for own, p in module._parameters.items():
             if p is not None and owners[p] == 1:
-                found[f"{place}.{own}" if place else own] = (module, own)
-    return found
+                homes[f"{place}.{own}" if place else own] = (module, own)
+    return homes
 
 
 # a layer's part of the Jacobian, input by input
@@ -251,9 +251,9 @@ def _squares(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]]) -> 
 
 
 def _blocks(weight: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[slice]:
-    """So many inputs at a time that their gradients fit."""
+    """Slices of the batch: in each, the gradients of all inputs hold at most `AT_ONCE` numbers, or it has one input."""
     size = max(1, AT_ONCE // weight.numel())
-    return (slice(at, at + size) for at in range(0, len(pairs[0][0]), size))
+    return (slice(start, start + size) for start in range(0, len(pairs[0][0]), size))
 
 
 def _dense(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
@@ -285,12 +285,12 @@ def _gathered(layer: nn.Module, x: Tensor, g: Tensor, local: Tensor) -> Tensor:
     out, tap = local // (inputs * taps), local % taps
     channel = out // (len(weight) // G) * inputs + local % (inputs * taps) // taps
     columns = _columns(layer, g)
-    found = columns.new_zeros(len(x), len(local))
+    entries = columns.new_zeros(len(x), len(local))
     most = max(1, AT_ONCE // (len(x) * columns.shape[2]))
     for t, plane in enumerate(_planes(layer, x)):
         for some in (tap == t).nonzero()[:, 0].split(most):
-            found[:, some] = (columns[:, out[some]] * plane[:, channel[some]].flatten(2)).sum(-1)
-    return found
+            entries[:, some] = (columns[:, out[some]] * plane[:, channel[some]].flatten(2)).sum(-1)
+    return entries
 
 
 def _columns(layer: nn.Module, g: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ def _columns(layer: nn.Module, g: Tensor) -> Tensor:
 
 
 def _planes(layer: nn.Module, x: Tensor) -> Iterator[Tensor]:
-    """What each place of the kernel meets, in the kernel's order: (B, channels, ...) with P places."""
+    """The inputs under each position of the kernel, in the kernel's order: (B, channels, ...) with P outputs."""
     if isinstance(layer, nn.Linear):
         yield x.reshape(len(x), -1, x.shape[-1]).mT
         return
@@ -308,8 +308,8 @@ def _planes(layer: nn.Module, x: Tensor) -> Iterator[Tensor]:
     x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
     steps = list(zip(layer.kernel_size, layer.stride, layer.dilation, x.shape[2:], strict=True))
     reach = [(side - d * (k - 1) - 1) // s * s + 1 for k, s, d, side in steps]  # from the first place to the last
-    for at in itertools.product(*(range(k) for k, *_ in steps)):
-        cut = [slice(i * d, i * d + n, s) for i, (_, s, d, _), n in zip(at, steps, reach, strict=True)]
+    for position in itertools.product(*(range(k) for k, *_ in steps)):
+        cut = [slice(i * d, i * d + n, s) for i, (_, s, d, _), n in zip(position, steps, reach, strict=True)]
         yield x[(slice(None), slice(None), *cut)]
 
 
@@ -363,7 +363,7 @@ def taped(net: nn.Module, x: Tensor, names: Sequence[str], learned: Learned) -> 
 
 
 def _not_whole(tape: Tape) -> set[str]:
-    """Parameters whose gradient over the whole batch is not what their layers make of it."""
+    """Parameters whose gradient over the whole batch differs from the sum of their layers' gradients."""
     if not tape.f.requires_grad:
         return set()
     v = torch.randn(tape.f.shape, generator=torch.Generator().manual_seed(0)).to(tape.f)
@@ -372,11 +372,11 @@ def _not_whole(tape: Tape) -> set[str]:
     pairs, wrong = tape.gradients(v, keep=True), set()
     for name, expected in zip(names, whole, strict=True):
         layer, own = tape.own[name]
-        found = torch.zeros_like(tape.parameters[name])
+        total = torch.zeros_like(tape.parameters[name])
         for x, g in pairs.get(name, []):
-            found += _together(layer, own, x, g)
-        expected = torch.zeros_like(found) if expected is None else expected
-        if float((found - expected).abs().max()) > 1e-2 * max(float(expected.abs().max()), 1e-30):
+            total += _together(layer, own, x, g)
+        expected = torch.zeros_like(total) if expected is None else expected
+        if float((total - expected).abs().max()) > 1e-2 * max(float(expected.abs().max()), 1e-30):
             wrong.add(name)
     return wrong
 
@@ -386,8 +386,8 @@ def _together(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
     weight = layer._parameters[own]
     assert weight is not None
     back = vjp(lambda w: functional_call(layer, {own: w}, (x,)), weight.detach())[1]
-    found: Tensor = back(g)[0]
-    return found.detach()
+    gradient: Tensor = back(g)[0]
+    return gradient.detach()
 
 
 def _same_row(lone: Tape, layer: nn.Module, calls: list[Call]) -> bool:

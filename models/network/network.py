@@ -147,19 +147,19 @@ class Draws:
         """False: the posterior mean is meant."""
         return self.captured or any(given is not None for given in (self.noise, self.key, self.stock))
 
-    def share(self, at: int, n: int) -> Tensor | None:
-        """The n normals of each sample from place `at` on; None for the posterior mean."""
+    def share(self, offset: int, n: int) -> Tensor | None:
+        """The n normals of each sample that start at `offset`; None for the posterior mean."""
         if self.key is None:
-            return None if self.noise is None else self.noise[:, at : at + n]
+            return None if self.noise is None else self.noise[:, offset : offset + n]
         from dubito.models.numerics.normals_kernel import fill
 
-        return fill(torch.empty(self.K, n, device=self.key.device), self.key, at)
+        return fill(torch.empty(self.K, n, device=self.key.device), self.key, offset)
 
-    def part(self, at: int, k: int) -> "Draws":
-        """The k samples from `at` on."""
-        noise = None if self.noise is None else self.noise[at : at + k]
-        key = None if self.key is None else self.key + torch.tensor([0, at], device=self.key.device)
-        return replace(self, K=k, noise=noise, start=self.start + at, key=key)
+    def part(self, offset: int, k: int) -> "Draws":
+        """The k samples that start at `offset`."""
+        noise = None if self.noise is None else self.noise[offset : offset + k]
+        key = None if self.key is None else self.key + torch.tensor([0, offset], device=self.key.device)
+        return replace(self, K=k, noise=noise, start=self.start + offset, key=key)
 
     def member(self, E: int) -> Tensor:
         """Each sample's member of E: a seeded order, cycled; the mean takes them in turn."""
@@ -247,29 +247,29 @@ class BayesianNetwork(nn.Module):
         if x.device.type == "cpu":
             check(x.device, x.dtype)
         layers = self._by_shape()
-        kinds = [[layers[i] for i in at] for at in alike([layer.q.kind for layer in layers])]
+        kinds = [[layers[i] for i in indices] for indices in alike([layer.q.kind for layer in layers])]
         if self.hierarchy is not None:
             kinds = [[self.hierarchy], *kinds]
-        made = trainable([[layer.q for layer in kind] for kind in kinds])
-        noise = torch.randn(K, sum(f.normals for f in made), device=x.device)
+        factors = trainable([[layer.q for layer in kind] for kind in kinds])
+        noise = torch.randn(K, sum(f.normals for f in factors), device=x.device)
         copies = self._copies()
-        members = max([copies, *(f.members for f in made)])
+        members = max([copies, *(f.members for f in factors)])
         # on the device, so that a captured step draws anew; members kept in copies are chosen by the host
         keys = torch.rand(members, device="cpu" if copies else x.device) if members else None
         draws = Draws(K, noise, 0, keys=keys)
         plan: dict[nn.Module, How] = dict.fromkeys(layers, "factored")  # what a draw does not form is not formed
-        run = Run(K, self._draw_together(kinds, made, draws), plan, draws.member, Structure.of(self.net))
+        run = Run(K, self._draw_together(kinds, factors, draws), plan, draws.member, Structure.of(self.net))
         return self.go(x, run) if x.is_cuda else self._go(x, run)  # on a CPU, gradients are faster as memory lies
 
     def _draw_together(
-        self, kinds: Sequence[Sequence[BayesianLayer]], made: Sequence[Factors], draws: Draws
+        self, kinds: Sequence[Sequence[BayesianLayer]], factors: Sequence[Factors], draws: Draws
     ) -> dict[nn.Module, Callable[[], Operand]]:
-        """Every layer's weights, those of a kind in one go; a hierarchy comes first."""
+        """The weights of every layer; layers of a kind are drawn together, a hierarchy first."""
         assert draws.noise is not None
-        member = {E: draws.member(E) for E in {f.members for f in made} if E}
+        member = {E: draws.member(E) for E in {f.members for f in factors} if E}
         V: dict[nn.Module, Tensor] = {}
         operands: dict[nn.Module, Callable[[], Operand]] = {}
-        for kind, f, noise in zip(kinds, made, draws.noise.split([f.normals for f in made], dim=1), strict=True):
+        for kind, f, noise in zip(kinds, factors, draws.noise.split([f.normals for f in factors], dim=1), strict=True):
             given = torch.stack([V[layer] for layer in kind], 1) if kind[0] in V else None
             drawn = _with_V(f, given).draw_each(noise.to(f.dtype), member.get(f.members))
             if kind[0] is self.hierarchy:
@@ -280,7 +280,7 @@ class BayesianNetwork(nn.Module):
     def kl(self, data_size: int | None = None) -> Tensor:
         """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45]."""
         posteriors = [layer.q for layer in self._by_shape()]
-        alike_ = [[posteriors[i] for i in at] for at in alike([type(q) for q in posteriors])]
+        alike_ = [[posteriors[i] for i in indices] for indices in alike([type(q) for q in posteriors])]
         parts = [type(those[0]).kl_together(those, data_size) for those in alike_]
         if self.hierarchy is not None:
             parts.append(self.hierarchy.q.kl())
@@ -288,11 +288,11 @@ class BayesianNetwork(nn.Module):
 
     def factors(self) -> NetworkFactors:
         """For serving: compute once, keep, and hand to every prediction."""
-        made = {name: layer.q.factors() for name, layer in self.layers.items()}
+        layer_factors = {name: layer.q.factors() for name, layer in self.layers.items()}
         above = None if self.hierarchy is None else self.hierarchy.q.factors()
         like, structure = next(self.net.parameters(), torch.empty(0)), Structure.of(self.net)
         read = None if self.feature_bank is None else self.feature_bank.reading()
-        layers = MappingProxyType(made)
+        layers = MappingProxyType(layer_factors)
         factors = NetworkFactors(layers, above, self._copies(), structure, like.device, like.dtype, read=read)
         return factors if self.joint is None else self.joint.prepare(factors)
 
@@ -344,16 +344,16 @@ class BayesianNetwork(nn.Module):
         return replace(run, operands=operands, begun=begun)
 
     def _shared_out(self, V: Tensor) -> dict[nn.Module, Tensor]:
-        """What a hierarchy has drawn: each layer's own columns."""
-        found: dict[nn.Module, Tensor] = {}
-        at = 0
+        """Split the V that a hierarchy drew: the columns of each layer."""
+        columns: dict[nn.Module, Tensor] = {}
+        offset = 0
         for layer in self.layers.values():
             if (shape := layer.entry.from_above) is not None:
-                found[layer], at = V[..., at : at + shape[1]], at + shape[1]
-        return found
+                columns[layer], offset = V[..., offset : offset + shape[1]], offset + shape[1]
+        return columns
 
     def _by_shape(self) -> list[BayesianLayer]:
-        """So that neighbours can be drawn and weighed together."""
+        """The layers sorted by shape, so that neighbours can be drawn, and their KL computed, together."""
         return sorted(self.layers.values(), key=lambda layer: layer.geometry.shape)
 
     def go(self, x: Tensor, run: Run) -> Tensor:
@@ -385,10 +385,10 @@ class BayesianNetwork(nn.Module):
 
 
 def trainable(kinds: Sequence[Sequence[Posterior]]) -> list[Factors]:
-    """For one training step, of layers of one kind each; those of one class are prepared together."""
+    """The factors of each kind of layers for one training step; kinds of one class are prepared together."""
     prepared: dict[int, Factors] = {}
-    for at in alike([type(kind[0]) for kind in kinds]):
-        prepared |= zip(at, type(kinds[at[0]][0]).train_together([kinds[i] for i in at]), strict=True)
+    for indices in alike([type(kind[0]) for kind in kinds]):
+        prepared |= zip(indices, type(kinds[indices[0]][0]).train_together([kinds[i] for i in indices]), strict=True)
     return [prepared[i] for i in range(len(kinds))]
 
 
