@@ -141,11 +141,11 @@ def inspect(file: Artifact, as_json: AsJson = False) -> None:
 
     manifest, tensors = examine(file)
     network = None if manifest.architecture.name == "custom" else rebuild(file, manifest, tensors).network
-    found = report(manifest, network, file.stat().st_size, tensors)
+    contents = report(manifest, network, file.stat().st_size, tensors)
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(contents))
     else:
-        show(found, manifest.layers)
+        show(contents, manifest.layers)
 
 
 @app.command()
@@ -186,11 +186,11 @@ def predict(
     check_group(model.card.calibration, group)
     named = [(name, x) for path in inputs for name, x in _read(path, model)]
     prediction = model.predict(torch.stack([x for _, x in named]), samples, seed, method=way)
-    found = answers(prediction, model.card, group)
-    rows = [{"input": name, **row} for (name, _), row in zip(named, found, strict=True)]
+    answer_rows = answers(prediction, model.card, group)
+    rows = [{"input": name, **row} for (name, _), row in zip(named, answer_rows, strict=True)]
     if as_json:
-        told = {"samples": prediction.samples, "seed": prediction.seed, "method": prediction.method}
-        print(json.dumps({"predictions": rows, **told}))
+        settings = {"samples": prediction.samples, "seed": prediction.seed, "method": prediction.method}
+        print(json.dumps({"predictions": rows, **settings}))
     else:
         _table(rows, prediction.samples, prediction.seed, prediction.method)
 
@@ -276,8 +276,8 @@ def _table(rows: list[dict[str, Any]], samples: int, seed: int, method: str) -> 
         table.add_column(name, overflow="fold")
     for row in rows:
         if classes:
-            found = (row[key] for key in ("max_probability", "entropy", "mutual_information"))
-            cells = [clean(row["label"]), *("not known" if v is None else f"{v:.4f}" for v in found)]
+            measures = (row[key] for key in ("max_probability", "entropy", "mutual_information"))
+            cells = [clean(row["label"]), *("not known" if v is None else f"{v:.4f}" for v in measures)]
         else:
             spreads = ([v**0.5 for v in row[f"{kind}_variance"]] for kind in ("epistemic", "aleatoric"))
             cells = [_several(row["mean"]), *map(_several, spreads)]

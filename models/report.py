@@ -141,7 +141,7 @@ def said_of_sets(calibration: Calibration) -> str:
     return said
 
 
-def show(found: dict[str, Any], entries: Mapping[str, Entry]) -> None:
+def show(contents: dict[str, Any], entries: Mapping[str, Entry]) -> None:
     """Print a report of an artifact with these layers."""
     from rich.console import Console
     from rich.table import Table
@@ -151,36 +151,36 @@ def show(found: dict[str, Any], entries: Mapping[str, Entry]) -> None:
     def say(text: str) -> None:
         console.print(clean(text))
 
-    arguments = ", ".join(f"{k}={v}" for k, v in found["architecture"]["arguments"].items())
-    say(f"{found['architecture']['name']}({arguments}), {found['task']}, format {found['format']}")
-    size = f"{found['bytes']:,} bytes in {found['precision']}; BatchNorm {found['batchnorm']}"
-    if found["parameters"] is None:
+    arguments = ", ".join(f"{k}={v}" for k, v in contents["architecture"]["arguments"].items())
+    say(f"{contents['architecture']['name']}({arguments}), {contents['task']}, format {contents['format']}")
+    size = f"{contents['bytes']:,} bytes in {contents['precision']}; BatchNorm {contents['batchnorm']}"
+    if contents["parameters"] is None:
         say(f"{size}; a network of your own: load it with load(path, network=the nn.Module you converted)")
     else:
-        ratio = found["parameters"] / found["deterministic"]
-        say(f"{found['parameters']:,} parameters, {ratio:.1%} of the plain network's; {size}")
+        ratio = contents["parameters"] / contents["deterministic"]
+        say(f"{contents['parameters']:,} parameters, {ratio:.1%} of the plain network's; {size}")
     methods = {entry.method: entry.what[entry.method] for entry in entries.values()}
     for method, what in sorted(methods.items()):
         say(f"{method}: {what}")
-    joint = [kind for kind in JOINT.values() if found[kind.key] is not None]
-    for line in (line for kind in joint for line in kind.lines(found[kind.key], found["calibration"])):
+    joint = [kind for kind in JOINT.values() if contents[kind.key] is not None]
+    for line in (line for kind in joint for line in kind.lines(contents[kind.key], contents["calibration"])):
         say(line)
     if not methods and not joint:
         say("deterministic: one set of weights, no uncertainty about them")
-    if found["layers"]:
-        _show_layers(console, Table(), found["layers"], entries)
-    if found["input"] is not None:
-        kind = "a picture or a tensor" if found["input"]["image"] else "a tensor"
-        say(f"input: {kind} of shape {tuple(found['input']['shape'])}")
-        if found["input"]["columns"] is not None:
-            say("columns: " + ", ".join(found["input"]["columns"]))
-    if found["targets"] is not None:
-        say("predicts: " + ", ".join(found["targets"]))
-    if found["noise"] is not None:
-        say(f"noise of the targets: {NOISE[found['noise']]}")
-    if found["labels"] is not None:
-        say("labels: " + ", ".join(found["labels"]))
-    calibration = found["calibration"]
+    if contents["layers"]:
+        _show_layers(console, Table(), contents["layers"], entries)
+    if contents["input"] is not None:
+        kind = "a picture or a tensor" if contents["input"]["image"] else "a tensor"
+        say(f"input: {kind} of shape {tuple(contents['input']['shape'])}")
+        if contents["input"]["columns"] is not None:
+            say("columns: " + ", ".join(contents["input"]["columns"]))
+    if contents["targets"] is not None:
+        say("predicts: " + ", ".join(contents["targets"]))
+    if contents["noise"] is not None:
+        say(f"noise of the targets: {NOISE[contents['noise']]}")
+    if contents["labels"] is not None:
+        say("labels: " + ", ".join(contents["labels"]))
+    calibration = contents["calibration"]
     if calibration is None:
         say("not calibrated: no OOD flags and no prediction sets")
     else:
@@ -192,15 +192,17 @@ def show(found: dict[str, Any], entries: Mapping[str, Entry]) -> None:
         if calibration.get("auroc"):
             each = ", ".join(f"{measure} {value:.3f}" for measure, value in calibration["auroc"].items())
             say(f"AUROC of held-out inputs against spoiled copies of them: {each}")
-    if (bank := found["feature_bank"]) is not None:
+    if (bank := contents["feature_bank"]) is not None:
         each = f", for each of {bank['members']} members" if bank["members"] > 1 else ""
         say(
             f"bank: {bank['points']:,} points that stand for the {bank['features']:,} training features before layer "
             f"{bank['layer']}{each}; {bank['bytes']:,} bytes"
         )
-    for line in columns(found["metrics"], None if found["plain"] is None else Plain.model_validate(found["plain"])):
+    for line in columns(
+        contents["metrics"], None if contents["plain"] is None else Plain.model_validate(contents["plain"])
+    ):
         say(line)
-    say(f"SHA-256 {found['sha256']} (checked)")
+    say(f"SHA-256 {contents['sha256']} (checked)")
 
 
 def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]], entries: Mapping[str, Entry]) -> None:

@@ -97,11 +97,11 @@ def rebuild(
 ) -> Model:
     """The model that an examined file describes."""
     try:
-        made = _restore(manifest, tensors, network)
+        restored = _restore(manifest, tensors, network)
     except ArtifactError as error:
         raise ArtifactError(f"{path}: {error}") from None
-    made.eval()
-    return Model(made, manifest)
+    restored.eval()
+    return Model(restored, manifest)
 
 
 def examine(path: str | Path) -> tuple[Manifest, dict[str, Tensor]]:
@@ -145,7 +145,7 @@ def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> Man
     versions = {"dubito": version("dubito"), "torch": torch.__version__, "python": platform.python_version()}
     provenance = card.provenance.model_copy(update={"versions": {**versions, **card.provenance.versions}})
     try:
-        made = Manifest(
+        manifest = Manifest(
             format=format_of(card, bank),
             architecture=_name(network, layers, members, hierarchy),
             task=network.task,
@@ -160,7 +160,7 @@ def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> Man
             **joint,
         )
         # as `load` will read it: a card may hold what no file can, such as a metric that is NaN
-        return Manifest.model_validate_json(made.model_dump_json(warnings=False))
+        return Manifest.model_validate_json(manifest.model_dump_json(warnings=False))
     except (ValidationError, PydanticSerializationError) as error:
         raise ArtifactError(f"the manifest cannot be saved: {_complaint(error)}.") from None
 
@@ -259,12 +259,13 @@ def _parse_header(header: bytes, rest: int) -> tuple[Manifest, dict[str, Any]]:
         raise ArtifactError(f"it has no {KEY!r} manifest in its header: not a dubito artifact.") from None
     if data != rest:
         raise ArtifactError(f"it has {rest:,} bytes of tensors, but its header describes {data:,}: cut or damaged.")
-    found = stated.get("format") if isinstance(stated, dict) else None
-    if type(found) is not int or found not in FORMATS:
+    stated_format = stated.get("format") if isinstance(stated, dict) else None
+    if type(stated_format) is not int or stated_format not in FORMATS:
         *others, last = map(str, FORMATS)
         known = " and ".join([*([", ".join(others)] if others else []), last])
         raise ArtifactError(
-            f"its format is {found!r}; this version of dubito reads format {known}. Update dubito, or save it again."
+            f"its format is {stated_format!r}; this version of dubito reads format {known}. "
+            "Update dubito, or save it again."
         )
     try:
         return Manifest.model_validate_json(text), stated

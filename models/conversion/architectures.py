@@ -177,8 +177,8 @@ def remember(net: nn.Module, architecture: Architecture) -> None:
 
 
 def architecture_of(net: nn.Module) -> Architecture:
-    found = net.__dict__.get("architecture")
-    return found if isinstance(found, Architecture) else Architecture(name="custom")
+    recorded = net.__dict__.get("architecture")
+    return recorded if isinstance(recorded, Architecture) else Architecture(name="custom")
 
 
 def on_meta(name: str) -> bool:

@@ -54,9 +54,9 @@ def bayesianize(
     if spread is not None and not 0 < spread < math.inf:
         raise ConversionError(f"spread is {spread}; expected a positive number.")
     base = Options(method).changed({"method": method, "inducing": inducing, **options})
-    found = _convertible(net, unsupported)
+    convertible = _convertible(net, unsupported)
     entries: dict[str, Layer] = {}
-    for name, module in found.items():
+    for name, module in convertible.items():
         chosen = options_for(name, module, base, layers or {})
         geometry = geometry_of(module)
         with naming(name):
@@ -71,14 +71,14 @@ def bayesianize(
     members: dict[str, int] = {}
     if base.entry is not None and method in base.entry.copies_rest:
         members = dict.fromkeys(_copied(net, base, layers or {}), base.values(base.entry)["members"])
-    check_used(layers or {}, dict(net.named_modules()) if members else found)
+    check_used(layers or {}, dict(net.named_modules()) if members else convertible)
     above = None
     if hierarchy is not None:
         above = _hierarchy(entries, base, *pair(hierarchy))
-    made = assemble(net, entries, members, above, task, start, spread)
+    converted = assemble(net, entries, members, above, task, start, spread)
     if data is not None:
-        _print_quality(net, made, data)
-    return made
+        _print_quality(net, converted, data)
+    return converted
 
 
 def ensemble(networks: Sequence[nn.Module], task: Task | None = None) -> BayesianNetwork:
@@ -88,8 +88,8 @@ def ensemble(networks: Sequence[nn.Module], task: Task | None = None) -> Bayesia
     shapes = [{k: v.shape for k, v in n.state_dict().items()} for n in networks]
     if any(s != shapes[0] for s in shapes):
         raise ConversionError("the networks of an ensemble must have the same layers and shapes.")
-    made = bayesianize(networks[0], "ensemble-w", members=len(networks), task=task)
-    shared = [name for name in made.net.state_dict() if name in shapes[0]]
+    converted = bayesianize(networks[0], "ensemble-w", members=len(networks), task=task)
+    shared = [name for name in converted.net.state_dict() if name in shapes[0]]
     for name in shared:
         tensors = [n.state_dict()[name] for n in networks]
         if not all(torch.equal(t, tensors[0]) for t in tensors):
@@ -99,14 +99,14 @@ def ensemble(networks: Sequence[nn.Module], task: Task | None = None) -> Bayesia
             )
     parts = [dict(n.named_modules()) for n in networks]
     with torch.no_grad():
-        for name, layer in made.layers.items():
+        for name, layer in converted.layers.items():
             points = layer.get_parameter("posterior.law.points.value")
             points.copy_(torch.stack([weight_of(p[name]) for p in parts]))
-        for name, module in made.net.named_modules():
+        for name, module in converted.net.named_modules():
             if isinstance(module, MemberLayer):
                 for part, own in zip(parts, module.copies, strict=True):
                     own.load_state_dict(part[name].state_dict())
-    return made
+    return converted
 
 
 def assemble(
@@ -119,24 +119,24 @@ def assemble(
     spread: float | None = None,
 ) -> BayesianNetwork:
     """A copy of `net` with the layers that the entries describe: the part that conversion and loading share."""
-    found = dict(net.named_modules())
+    modules = dict(net.named_modules())
     swaps: dict[nn.Module, nn.Module] = {}
     side_by_side: list[Tensor] = []  # the V's that a hierarchy draws, as each layer's weights want them
     for name, entry in entries.items():
-        if type(found.get(name)) not in CONVERTIBLE:
+        if type(modules.get(name)) not in CONVERTIBLE:
             raise ConversionError(f"the network has no Linear or Conv layer {name!r}.")
-        geometry = geometry_of(found[name])
+        geometry = geometry_of(modules[name])
         with naming(name):
             entry.check(*geometry.shape)
-            origin = origin_of(found[name], start, spread)
+            origin = origin_of(modules[name], start, spread)
             posterior = entry.start(origin)
         if entry.from_above is not None and origin.trained:
             side_by_side.append(posterior.fit(origin.W))
-        swaps[found[name]] = BayesianLayer(geometry, posterior, entry)
+        swaps[modules[name]] = BayesianLayer(geometry, posterior, entry)
     for name, E in members.items():
-        if name not in found:
+        if name not in modules:
             raise ConversionError(f"the network has no layer {name!r}.")
-        swaps[found[name]] = MemberLayer([copy.deepcopy(found[name]) for _ in range(E)])
+        swaps[modules[name]] = MemberLayer([copy.deepcopy(modules[name]) for _ in range(E)])
     above = None
     if hierarchy is not None:
         sides = Linear(hierarchy.d_in, hierarchy.d_out, bias=False)
@@ -146,15 +146,15 @@ def assemble(
         above = BayesianLayer(sides, q_V, hierarchy.layer)
     # deepcopy with the memo pre-filled: swapped layers stand in the copy wherever the old ones stood, shared ones too
     memo: dict[int, object] = {id(old): new for old, new in swaps.items()}
-    made = copy.deepcopy(net, memo)
-    remember(made, architecture_of(net))
-    return BayesianNetwork(made, hierarchy=above, task=task)
+    swapped = copy.deepcopy(net, memo)
+    remember(swapped, architecture_of(net))
+    return BayesianNetwork(swapped, hierarchy=above, task=task)
 
 
 def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
     """Layers that can be converted, by name; any other layer that holds weights is named in the error."""
     owners = _owners(net)
-    found: dict[str, nn.Module] = {}
+    convertible: dict[str, nn.Module] = {}
     refused: dict[str, str] = {}
     closed: list[str] = []  # layers that use their children's weights without calling the children
     for name, module in net.named_modules():
@@ -164,7 +164,7 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
         plain = type(module) in CONVERTIBLE and "weight" in module._parameters and not _hooked(module)
         tied = any(owners[p] > 1 for p in own)
         if plain and not tied:
-            found[name] = module
+            convertible[name] = module
         elif isinstance(module, CONVERTIBLE) or any(_is_matrix(p) for p in own):
             if isinstance(module, nn.MultiheadAttention | nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
                 closed.append(name)
@@ -176,7 +176,7 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
             f"cannot convert {_some(list(refused.values()))}: only plain Linear, Conv1d, Conv2d and Conv3d layers can "
             'be made Bayesian. Pass unsupported="leave" to keep these deterministic.'
         )
-    return found
+    return convertible
 
 
 def _some(names: list[str]) -> str:
@@ -200,14 +200,14 @@ def _copied(net: nn.Module, base: Options, overrides: Overrides) -> dict[str, nn
     Not those whose parameters stand elsewhere too, nor those that an override calls deterministic.
     """
     owners = _owners(net)
-    found = {}
+    leaves = {}
     for name, module in net.named_modules():
         own = [p for p in module._parameters.values() if p is not None]
         holds = own or any(b is not None for b in module._buffers.values())
         leaf = not isinstance(module, CONVERTIBLE) and not any(module.children())
         if holds and leaf and all(owners[p] == 1 for p in own):
-            found[name] = module
-    return {n: m for n, m in found.items() if options_for(n, m, base, overrides).method != "deterministic"}
+            leaves[name] = module
+    return {n: m for n, m in leaves.items() if options_for(n, m, base, overrides).method != "deterministic"}
 
 
 def _owners(net: nn.Module) -> dict[nn.Parameter, int]:
@@ -246,17 +246,17 @@ def _hierarchy(entries: Mapping[str, Layer], base: Options, M_out: int, M_in: in
     return Hierarchy(d_out=d_out, d_in=d_in, layer=top.model_copy(update={"sigma": 1.0}))
 
 
-def _print_quality(net: nn.Module, made: BayesianNetwork, data: Iterable[tuple[Tensor, Tensor]]) -> None:
+def _print_quality(net: nn.Module, converted: BayesianNetwork, data: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Accuracy, or for regression the root mean squared error in the network's units, before and after."""
-    factors = made.factors()
+    factors = converted.factors()
     before, after, n = 0.0, 0.0, 0
     for x, y in data:
         with evaluating(net), torch.no_grad():
             plain = net(x)
-        mean = predict(made, factors, x, samples=0, keep_outputs=True).outputs
+        mean = predict(converted, factors, x, samples=0, keep_outputs=True).outputs
         assert mean is not None
-        if made.task.kind == "regression":
-            D = made.task.outputs  # what follows is the noise
+        if converted.task.kind == "regression":
+            D = converted.task.outputs  # what follows is the noise
             before += float((plain[:, :D] - y.view(len(y), D)).square().mean(-1).sum())
             after += float((mean.mean(0)[:, :D] - y.view(len(y), D)).square().mean(-1).sum())
         else:
@@ -265,7 +265,7 @@ def _print_quality(net: nn.Module, made: BayesianNetwork, data: Iterable[tuple[T
         n += len(y)
     if n == 0:
         raise ConversionError("the data given holds no examples; expected batches of inputs and labels.")
-    if made.task.kind == "regression":
+    if converted.task.kind == "regression":
         said = f"RMSE {(before / n) ** 0.5:.4g} before, {(after / n) ** 0.5:.4g} after"
     else:
         said = f"accuracy {before / n:.2%} before, {after / n:.2%} after"

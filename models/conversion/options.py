@@ -95,9 +95,9 @@ def options_for(name: str, module: nn.Module, base: Options, overrides: Override
     return base
 
 
-def check_used(overrides: Overrides, found: Mapping[str, nn.Module]) -> None:
-    """An override that fits no layer is a mistake, most likely in a name."""
+def check_used(overrides: Overrides, modules: Mapping[str, nn.Module]) -> None:
+    """Raise an error for an override that matches no layer: most likely a name is misspelt."""
     for key in overrides:
-        hit = any(isinstance(m, key) if isinstance(key, type) else fnmatchcase(n, key) for n, m in found.items())
+        hit = any(isinstance(m, key) if isinstance(key, type) else fnmatchcase(n, key) for n, m in modules.items())
         if not hit:
-            raise ConversionError(f"layers={{{key!r}: …}} matches no layer; there are: {', '.join(found)}.")
+            raise ConversionError(f"layers={{{key!r}: …}} matches no layer; there are: {', '.join(modules)}.")

@@ -79,8 +79,8 @@ def rule_for(calibration: Calibration | None, K: int, group: str | None = None) 
     chosen = at_or_below(calibration.quantiles, K)
     if chosen is None:
         return Rule(ood, None, calibration.sets)
-    at, quantile = chosen
-    return _rule(calibration, ood, quantile, lambda part: part.quantiles[at], group)
+    grid_point, quantile = chosen
+    return _rule(calibration, ood, quantile, lambda part: part.quantiles[grid_point], group)
 
 
 def auto_rule(calibration: Calibration | None, K: int, group: str | None = None) -> Rule:
@@ -169,23 +169,23 @@ def threshold_for(calibration: Calibration, K: int) -> tuple[Measure, int, float
 
 
 def columns_of(summary: Classified | Regressed, rules: Sequence[Rule]) -> Columns:
-    """All that is known of each input, on the host; what its rules decide is there where any of them decides it."""
-    found = _on_host(summary)
+    """The answers for all inputs as columns on the host; a set, interval or OOD column is there if any rule has one."""
+    columns = _on_host(summary)
     quantiles = [rule.quantile for rule in rules]
     calibrated = any(quantile is not None for quantile in quantiles)
     within = np.array([np.nan if quantile is None else quantile for quantile in quantiles]) if calibrated else None
     if isinstance(summary, Classified):
-        p = found["probabilities"]
-        found |= {"class": p.argmax(-1), "max_probability": p.max(-1)}
+        p = columns["probabilities"]
+        columns |= {"class": p.argmax(-1), "max_probability": p.max(-1)}
         if within is not None:  # a class fits where its conformal score is within the quantile
-            found["prediction_set"] = fitting(p, rules[0].sets, _limits(rules, within, p.shape[1]))
+            columns["prediction_set"] = fitting(p, rules[0].sets, _limits(rules, within, p.shape[1]))
     elif within is not None:
-        std = np.sqrt((found["epistemic_variance"] + found["aleatoric_variance"]).astype(np.float64))
-        mean, reach = found["mean"].astype(np.float64), within[:, None] * std
-        found["interval"] = np.stack([mean - reach, mean + reach], -1)
+        std = np.sqrt((columns["epistemic_variance"] + columns["aleatoric_variance"]).astype(np.float64))
+        mean, reach = columns["mean"].astype(np.float64), within[:, None] * std
+        columns["interval"] = np.stack([mean - reach, mean + reach], -1)
     if any(rule.ood is not None for rule in rules):
-        found |= _oods(found, rules)
-    return found
+        columns |= _oods(columns, rules)
+    return columns
 
 
 def _limits(rules: Sequence[Rule], within: NDArray[np.float64], C: int) -> NDArray[np.float64]:

@@ -286,14 +286,14 @@ class Job:
         return torch.cat([self.factors.readings(self.network, block) for block in blocks])[: self.B]
 
     def sums(self, draws: Draws, rows: Tensor | None = None) -> Reals:
-        """What these draws add up to, for all of the inputs or for some of them."""
+        """The sums over these draws, for all inputs or for the given rows."""
         if draws.captured:
             x = self.given if rows is None else self.given[rows.to(self.given.device)]
             program = self.captured(self._bucket(len(x)), draws.K)
             assert program is not None
             return program.sums(x, self.seed, draws.start)
-        found: Reals = sums_of(self.network, self.factors.read)(self.outputs(draws, rows)).cpu().double().numpy()
-        return found
+        sums: Reals = sums_of(self.network, self.factors.read)(self.outputs(draws, rows)).cpu().double().numpy()
+        return sums
 
     def _padded(self, rows: Tensor | None) -> tuple[Tensor, int]:
         """Inputs up to the next bucket, and how many of them are meant."""

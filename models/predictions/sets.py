@@ -37,16 +37,16 @@ def class_scores(p: Probabilities, sets: Sets | None) -> Scores:
         return 1 - p.astype(np.float64)
     rows = np.arange(len(p))
     if sets.score == "probability":
-        found = 1 - p.astype(np.float64)
-        found[rows, p.argmax(-1)] = 0
-        return found
+        scores = 1 - p.astype(np.float64)
+        scores[rows, p.argmax(-1)] = 0
+        return scores
     order = np.argsort(-p, axis=-1, kind="stable")
     before = p[rows[:, None], order].astype(np.float64).cumsum(-1)[:, :-1]
     if sets.lam:
         before += penalties(sets, p.shape[1])[1:]
-    found = np.zeros(p.shape)
-    found[rows[:, None], order[:, 1:]] = before
-    return found
+    scores = np.zeros(p.shape)
+    scores[rows[:, None], order[:, 1:]] = before
+    return scores
 
 
 def penalties(sets: Sets, C: int) -> Scores:

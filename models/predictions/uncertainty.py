@@ -43,9 +43,9 @@ def known_in(summary: Classified | Regressed) -> dict[str, Tensor]:
 
 
 def on_host(tensor: Tensor) -> NDArray[Any]:
-    """Any call of torch lets other threads go first, and a server's are many: none is made where none is needed."""
-    found: NDArray[Any] = (tensor if tensor.device.type == "cpu" else tensor.cpu()).numpy()
-    return found
+    """As a NumPy array. On the CPU `cpu()` is not called: a call of torch lets other threads run first."""
+    array: NDArray[Any] = (tensor if tensor.device.type == "cpu" else tensor.cpu()).numpy()
+    return array
 
 
 def entropy(log_p: Tensor) -> Tensor:
