@@ -357,7 +357,7 @@ class BayesianNetwork(nn.Module):
         return sorted(self.layers.values(), key=lambda layer: layer.geometry.shape)
 
     def go(self, x: Tensor, run: Run) -> Tensor:
-        """One pass, (B, ...) -> (K, B, ...), channels last in memory, which is faster, where the network bears it."""
+        """One pass, (B, ...) -> (K, B, ...); channels last in memory, which is faster, where the network allows it."""
         if x.dim() in (4, 5) and run.structure.convolves and self.learned.channels_last:
             try:
                 return self._go(x, run, channels_last=True)

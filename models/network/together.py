@@ -1,5 +1,4 @@
-"""Layers of one class drawn by few products: what a GPU needs that runs a network faster than it could be told to layer
-by layer."""
+"""Layers of one class are drawn by few products: layer by layer, launching kernels would take longer than they run."""
 
 from dataclasses import replace
 from types import MappingProxyType

@@ -1,5 +1,4 @@
-"""Many layers' draws by few products: what a GPU needs that runs a network faster than it could be told to layer by
-layer."""
+"""Draws of many layers by few products: layer by layer, launching kernels would take longer than they run."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ class Stopwatch:
         self._last = time.perf_counter()
 
     def lap(self, stage: str, wait: bool = False) -> None:
-        """What a GPU was told to do belongs to the first lap that waits for it."""
+        """Add the time since the last call to a stage; a GPU's work counts for the first stage that waits for it."""
         if wait and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         now = time.perf_counter()
