@@ -20,8 +20,9 @@ from rich.table import Table
 
 from benchmarks._measure import keep_row, kept_rows, machine, spread
 from dubito.models.numerics.parameters import count
+from dubito.models.predictions.model import Model
 from dubito.training.config import read_recipe
-from dubito.training.data.data import part_of
+from dubito.training.data.data import DataSet, part_of
 from dubito.training.data.sources import read_data
 from dubito.training.evaluation.evaluate import evaluate
 from dubito.training.recipe import train
@@ -75,21 +76,27 @@ def one(method: str, seed: int, changes: Sequence[str], args: argparse.Namespace
         assert trained is not None
         size = out.stat().st_size
     model = trained.model.to(device)
-    _, test = part_of(fashion, model.card)
-    assert mnist.test is not None
-    figures = evaluate(model, test, {"mnist": mnist.test}, samples=SAMPLES, seed=seed).figures
-    by_measure = {m: row["auroc"] for m, row in figures["ood"]["mnist"]["measures"].items()}
-    curve = {row["samples"]: {k: row[k] for k in ("coverage", "ood_rate")} for row in figures["curve"]}
     return {
         "method": method,
         "seed": seed,
         "set": changes,
         "parameters": count(model.network),
         "bytes": size,
-        **{name: figures[name] for name in ("accuracy", "ece", "nll", "auroc", "measure", "coverage", "ood_rate")},
-        **by_measure,
-        "promises": curve | {"auto": figures.get("auto")},
+        **measured(model, fashion, mnist, seed),
         "seconds": sum(e.seconds for e in trained.log),
+    }
+
+
+def measured(model: Model, fashion: DataSet, mnist: DataSet, seed: int) -> dict[str, Any]:
+    """Figures on the model's test part; AUROC against MNIST's, by the default measure and by each."""
+    assert mnist.test is not None
+    test = part_of(fashion, model.card)[1]
+    figures = evaluate(model, test, {"mnist": mnist.test}, samples=SAMPLES, seed=seed).figures
+    curve = {row["samples"]: {k: row[k] for k in ("coverage", "ood_rate")} for row in figures["curve"]}
+    return {
+        **{name: figures[name] for name in ("accuracy", "ece", "nll", "auroc", "measure", "coverage", "ood_rate")},
+        **{measure: row["auroc"] for measure, row in figures["ood"]["mnist"]["measures"].items()},
+        "promises": curve | {"auto": figures.get("auto")},
     }
 
 

@@ -17,14 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._measure import keep_row, kept_rows, machine
+from benchmarks.fashion import measured
 from dubito.models import load
-from dubito.models.predictions.model import Model
-from dubito.training.data.data import part_of
 from dubito.training.data.sources import read_data
-from dubito.training.evaluation.evaluate import evaluate
 from dubito.training.prune import prune
 
-SAMPLES = 20  # K
 COLUMNS = ("accuracy", "ece", "nll", "auroc", "measure", "entropy", "mutual_information", "energy")
 
 Row = dict[str, Any]
@@ -63,15 +60,9 @@ def one(file: Path, share: float, root: Path, device: torch.device) -> Row:
     out = file if share == 1 else file.with_name(f"pruned-{share:g}-{file.name}")
     pruned = load(file) if share == 1 else prune(file, out, share, data_root=root, device=device)
     assert pruned is not None  # one process
-    return {"file": file.name, "keep": share, "bytes": out.stat().st_size, **figures_of(pruned.to(device), root)}
-
-
-def figures_of(model: Model, root: Path) -> Row:
     fashion, mnist = (read_data(name, root) for name in ("fashion-mnist", "mnist"))
-    assert mnist.test is not None
-    figures = evaluate(model, part_of(fashion, model.card)[1], {"mnist": mnist.test}, samples=SAMPLES).figures
-    by_measure = {measure: row["auroc"] for measure, row in figures["ood"]["mnist"]["measures"].items()}
-    return {name: figures[name] for name in ("accuracy", "ece", "nll", "auroc", "measure")} | by_measure
+    row = {"file": file.name, "keep": share, "bytes": out.stat().st_size}
+    return row | measured(pruned.to(device), fashion, mnist, seed=0)
 
 
 if __name__ == "__main__":
