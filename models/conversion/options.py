@@ -10,7 +10,7 @@ from torch import nn
 
 from dubito.models.errors import ConversionError
 from dubito.models.posteriors.dictionary import POSTERIORS, entry_class, entry_classes
-from dubito.models.posteriors.entry import Entry, Option
+from dubito.models.posteriors.entry import Entry, Option, is_count
 
 Override = str | Mapping[str, Any]  # a method, or options
 Overrides = Mapping[str | type[nn.Module], Override]
@@ -56,7 +56,7 @@ class Options:
 def pair(M: int | tuple[int, int]) -> tuple[int, int]:
     """(M_out, M_in) of one number or two."""
     both = (M, M) if isinstance(M, int) else M
-    whole = isinstance(both, tuple | list) and len(both) == 2 and all(isinstance(m, int) and m > 0 for m in both)
+    whole = isinstance(both, tuple | list) and len(both) == 2 and all(map(is_count, both))
     if not whole or isinstance(M, bool):
         raise ConversionError(
             f"inducing weights of size {M!r}; expected a whole number from 1, or a pair (M_out, M_in)."

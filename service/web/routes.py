@@ -173,14 +173,9 @@ def _of_repository(app: FastAPI, state: State) -> None:
     changed: Any = answer(ANY, "Done.", (400, 404, 408, 413, 415, *OF_ANY), v2=True)
     nothing: Any = {"nothing": {"value": {}}}
     parameters: Any = {"requestBody": {"required": False, **content({"type": "object"}, examples=nothing)}}
+    described: Any = {"tags": ["v2"], "responses": changed, "openapi_extra": parameters}
 
-    @app.post(
-        "/v2/repository/models/{name}/load",
-        tags=["v2"],
-        summary="Load the newest version, and switch to it",
-        responses=changed,
-        openapi_extra=parameters,
-    )
+    @app.post("/v2/repository/models/{name}/load", summary="Load the newest version, and switch to it", **described)
     async def v2_load(name: str, request: Request) -> Response:
         await _json_body(request, state)
         repository = _changeable(state)
@@ -192,13 +187,7 @@ def _of_repository(app: FastAPI, state: State) -> None:
             raise Problem(400, "the artifact cannot be loaded; the server's log has the reason.") from None
         return _json({})
 
-    @app.post(
-        "/v2/repository/models/{name}/unload",
-        tags=["v2"],
-        summary="Unload a model, and free its memory",
-        responses=changed,
-        openapi_extra=parameters,
-    )
+    @app.post("/v2/repository/models/{name}/unload", summary="Unload a model, and free its memory", **described)
     async def v2_unload(name: str, request: Request) -> Response:
         await _json_body(request, state)
         await _changeable(state).unload(name)
