@@ -1,5 +1,6 @@
 """A Bayesian network: somebody's network with Bayesian layers inside, drawn from jointly."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -176,7 +177,7 @@ InBlocks = Callable[[Callable[[Tensor], tuple[Tensor, Tensor]]], tuple[Tensor, T
 Shared = Callable[[Draws, Tensor | None], Tensor]  # draws, and which inputs (None: all) -> outputs (K, B, C)
 
 
-class JointPosterior(nn.Module):
+class JointPosterior(nn.Module, ABC):
     """A posterior over a network as a whole, in place of one for each layer; `joint.JOINT` lists the kinds."""
 
     key: ClassVar[str]  # its attribute of the network, its key in manifests, the prefix of its tensors
@@ -184,13 +185,13 @@ class JointPosterior(nn.Module):
     not_pruned: ClassVar[str]  # why `prune` refuses it
     entry: BaseModel  # of the manifest
 
+    @abstractmethod
     def prepare(self, plain: NetworkFactors) -> NetworkFactors:
         """What predictions ask, of a network whose layers have the factors `plain`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self, net: nn.Module) -> None:
         """Raises an ArtifactError where tensors of a file do not fit the network."""
-        raise NotImplementedError
 
 
 class BayesianNetwork(nn.Module):
