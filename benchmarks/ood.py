@@ -156,7 +156,9 @@ def one(file: Path, args: argparse.Namespace, device: torch.device) -> dict[str,
     held = to_spoil(parts["calibration"].x, rng)
     clean = setting.scores(held, args.seed)
     spoiled = [setting.scores(x, args.seed) for x in spoil(held, rng)]
-    against = {"spoiled": {m: sum(auroc(clean[m], s[m]) for s in spoiled) / len(spoiled) for m in clean}}
+    by_kind = [{m: auroc(clean[m], s[m]) for m in clean} for s in spoiled]
+    against = {"spoiled": {m: sum(kind[m] for kind in by_kind) / len(by_kind) for m in clean}}
+    against |= {f"kind {i}": kind for i, kind in enumerate(by_kind, 1)}
     inside = setting.scores(parts["test"].x[: args.test], args.seed)
     for name, x in read_outside(args.outside, args.data_root).items():
         outside = setting.scores(x[: args.test], args.seed)

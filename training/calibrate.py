@@ -408,7 +408,7 @@ def spoil(x: Tensor, rng: torch.Generator) -> Iterator[Tensor]:
     """Spoiled copies of inputs (N, …), which keep the values and lose the structure of the data, one per kind.
 
     The numbers of each input in another order (the same for all inputs); half of them, or two quarters of a picture,
-    from another input; uniform noise over the range of the values.
+    from another input; uniform noise over the range of the values; the mean of two inputs, which is nearest to the data.
     """
     n, other = x[0].numel(), x[torch.randperm(len(x), generator=rng)]
     yield x.flatten(1)[:, torch.randperm(n, generator=rng)].view_as(x)
@@ -420,4 +420,5 @@ def spoil(x: Tensor, rng: torch.Generator) -> Iterator[Tensor]:
         yield mixed.roll((h, w), (2, 3))
     low, high = x.flatten(1).double().aminmax(dim=0)
     noise = low + (high - low) * torch.rand(len(x), n, generator=rng, dtype=torch.float64)
-    yield (noise.round() if not x.is_floating_point() else noise).to(x.dtype).view_as(x)
+    yield (noise if x.is_floating_point() else noise.round()).to(x.dtype).view_as(x)
+    yield ((x.double() + other.double()) / 2).to(x.dtype)
