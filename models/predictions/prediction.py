@@ -17,8 +17,8 @@ from dubito.models.manifest import Predictive
 from dubito.models.network.feature_bank import Nearest
 from dubito.models.network.layers import FoldError, Reading
 from dubito.models.network.learned import Learned
-from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan, Shared, Stock
-from dubito.models.network.plan import Planner, cheapest
+from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan, Planner, Shared, Stock
+from dubito.models.network.plan import cheapest
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.proof import check
 from dubito.models.predictions.stopwatch import Stopwatch

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.models.network.geometry import Conv, How, apply
+from dubito.models.network.geometry import Conv, Execution, apply
 from dubito.models.posteriors.inducing import Inducing, leading_directions
 from dubito.models.posteriors.inducing_factors import Noise
 
@@ -83,13 +83,13 @@ def table(features: Tensor) -> dict[str, Row]:
     def posterior(noise: Noise) -> Inducing:
         return Inducing(Z_r, Z_c, None, SIGMA, D=1e-5, lam=LAM, noise=noise)
 
-    def draw(made: Inducing, how: How) -> Tensor:
+    def draw(made: Inducing, execution: Execution) -> Tensor:
         f = made.factors().given(torch.zeros(1, M, M))  # zero: the noise alone
         rng = torch.Generator().manual_seed(SEED + 1)
         outputs = []
         for _ in range(0, K, STEP):
             operand = f.draw(torch.randn(STEP, f.normals, generator=rng), None)
-            out = apply(layer, shown.repeat(STEP, 1, 1, 1), operand, STEP, how)
+            out = apply(layer, shown.repeat(STEP, 1, 1, 1), operand, STEP, execution)
             outputs.append(out.view(STEP, SHOWN, CHANNELS, SIDE, SIDE))
         return torch.cat(outputs)
 
