@@ -165,6 +165,11 @@ def test_public_names_stay_where_they_are(module: str) -> None:
     assert set(vars(import_module(module))) >= PUBLIC[module]
 
 
+def test_a_name_of_a_class_names_one_class() -> None:
+    classes = [node.name for file in FILES for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef)]
+    assert {name for name in classes if classes.count(name) > 1} == set()
+
+
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_no_pickle(file: Path) -> None:
     assert pickles_used(parsed(file)) == set()

@@ -140,13 +140,13 @@ class Draws:
     start: int = 0  # how many samples came before these
     keys: Tensor | None = None  # training: numbers whose order is that of the members, instead of the seed's
     stock: Stock | None = None  # what the seed's first samples come to, drawn ahead
-    captured: bool = False  # the normals are made where they are used, by a captured pass: `noise` is None
+    by_graph: bool = False  # a CUDA graph makes the normals itself, from the seed: `noise` is None
     key: Tensor | None = None  # (seed, first sample) on a GPU that makes normals by their number: instead of `noise`
 
     @property
     def random(self) -> bool:
         """False: the posterior mean is meant."""
-        return self.captured or any(given is not None for given in (self.noise, self.key, self.stock))
+        return self.by_graph or any(given is not None for given in (self.noise, self.key, self.stock))
 
     def share(self, offset: int, n: int) -> Tensor | None:
         """The n normals of each sample that start at `offset`; None for the posterior mean."""

@@ -128,8 +128,8 @@ class Frozen(Protocol):
     def settle(self) -> Self: ...
 
 
-class Law(Protocol):
-    """q over one tensor (V or W), with trainable parameters."""
+class Distribution(Protocol):
+    """q over one tensor (V, W or g), with trainable parameters, which artifacts name `law.…`."""
 
     def freeze(self) -> Frozen:
         """The distribution as it is now; gradients flow through it where they are wanted."""
@@ -137,7 +137,7 @@ class Law(Protocol):
 
     @classmethod
     def freeze_together(cls, laws: Sequence[Self]) -> Frozen:
-        """The joint distribution of n laws of one shape, over (n, *shape), with few kernels."""
+        """The joint distribution of n of one shape, over (n, *shape), with few kernels."""
         ...
 
     def kl(self, prior: float) -> Tensor:

@@ -22,7 +22,7 @@ from dubito.models.embedded import embedded
 from dubito.models.network.geometry import Conv, Execution, apply
 from dubito.models.network.network import BayesianNetwork, Draws
 from dubito.models.posteriors.inducing import Inducing
-from dubito.models.posteriors.inducing_factors import Noise
+from dubito.models.posteriors.inducing_factors import LambdaLaw
 from dubito.models.predictions.prediction import evaluating
 from dubito.training.data.sources import read_data
 
@@ -41,7 +41,7 @@ def x() -> Tensor:
     return (mixed - torch.tensor(image.mean).view(-1, 1, 1)) / torch.tensor(image.std).view(-1, 1, 1)
 
 
-def trained(noise: Noise, lam: float) -> BayesianNetwork:
+def trained(noise: LambdaLaw, lam: float) -> BayesianNetwork:
     network = load(embedded("digits")).network
     for layer in network.layers.values():
         q = layer.posterior

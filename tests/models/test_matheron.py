@@ -20,7 +20,7 @@ from benchmarks._rule import draw_by_rule
 from dubito.models.network.geometry import Execution, Linear, apply
 from dubito.models.numerics.parameters import Positive
 from dubito.models.posteriors.inducing import Inducing
-from dubito.models.posteriors.inducing_factors import InducingFactors, Noise
+from dubito.models.posteriors.inducing_factors import InducingFactors, LambdaLaw
 from dubito.models.posteriors.matheron import (
     MatheronFactors,
     draw_jointly,
@@ -87,7 +87,7 @@ class Toy:
             Ds.append((D**2 - 1e-4 * diagonal).sqrt())
         return replace(self, D_r=Ds[0], D_c=Ds[1])
 
-    def posterior(self, noise: Noise, directions: Tensor | None = None) -> Inducing:
+    def posterior(self, noise: LambdaLaw, directions: Tensor | None = None) -> Inducing:
         made = Inducing(self.Z_r, self.Z_c, None, self.sigma, lam=self.lam, noise=noise)
         made.D_r, made.D_c = Positive(self.D_r, 1e-9), Positive(self.D_c, 1e-9)
         made.directions = None if directions is None else directions.T

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dubito.models.network.geometry import Conv, Execution, apply
 from dubito.models.posteriors.inducing import Inducing, leading_directions
-from dubito.models.posteriors.inducing_factors import Noise
+from dubito.models.posteriors.inducing_factors import LambdaLaw
 
 SEED = 0
 IMAGES = Path(__file__).parents[3] / "shared" / "data" / "FashionMNIST" / "raw" / "t10k-images-idx3-ubyte"
@@ -80,7 +80,7 @@ def table(features: Tensor) -> dict[str, Row]:
     energy, inside = x.square().sum(-1), (x @ P_c * x).sum(-1)  # (n, 196)
     assert 1 - inside.sum() / energy.sum() > 0.8, "most patch energy should lie outside the span"
 
-    def posterior(noise: Noise) -> Inducing:
+    def posterior(noise: LambdaLaw) -> Inducing:
         return Inducing(Z_r, Z_c, None, SIGMA, D=1e-5, lam=LAM, noise=noise)
 
     def draw(made: Inducing, execution: Execution) -> Tensor:

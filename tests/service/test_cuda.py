@@ -21,7 +21,7 @@ from dubito.models.network.geometry import Execution
 from dubito.models.network.network import Draws
 from dubito.models.network.plan import cheapest
 from dubito.models.numerics.normals import Normals
-from dubito.models.posteriors.inducing_factors import Noise
+from dubito.models.posteriors.inducing_factors import LambdaLaw
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import evaluating
 from dubito.models.predictions.resident import reside
@@ -62,7 +62,7 @@ def test_the_kernels(case: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("lam", "noise"), interpreted.LAWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_layers_drawn_by_one_kernel(lam: float, noise: Noise, dtype: torch.dtype) -> None:
+def test_many_layers_drawn_by_one_kernel(lam: float, noise: LambdaLaw, dtype: torch.dtype) -> None:
     interpreted.check_together(lam, noise, dtype)
 
 
