@@ -248,6 +248,9 @@ class Inducing(Optional, Posterior):
                 _join(layers, tuple(next(pairs) for _ in of_kind)) for layers, of_kind in zip(kinds, runs, strict=True)
             ]
 
+    def kl(self, data_size: int | None = None) -> Tensor:
+        return self.kl_together([self], data_size)
+
     @classmethod
     def kl_together(cls, layers: Sequence[Self], data_size: int | None = None) -> Tensor:
         """Σ β R(λ) + KL[q(V) ‖ N(0, I)]; with `data_size` N, β = min(1, N/d_in) (eq. 45), else 1."""

@@ -231,9 +231,9 @@ class Posterior(nn.Module, ABC):
         """For serving: the same law without gradients, kept by the caller."""
         return self.trainable().settle()
 
+    @abstractmethod
     def kl(self, data_size: int | None = None) -> Tensor:
-        """KL to the prior; a method has this or `kl_together`."""
-        return self.kl_together([self], data_size)
+        """KL to the prior; `data_size` is the number of training examples, for methods that weight a term by it."""
 
     @property
     def kind(self) -> Hashable:

@@ -159,6 +159,9 @@ class Whvi(Posterior):
     def row(self) -> dict[str, Any]:
         return {"blocks": self.grid.rows * self.grid.columns}
 
+    def kl(self, data_size: int | None = None) -> Tensor:
+        return self.kl_together([self], data_size)
+
     @classmethod
     def kl_together(cls, layers: Sequence[Self], data_size: int | None = None) -> Tensor:
         """In closed form, but for flows; with few kernels."""

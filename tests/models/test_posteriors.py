@@ -20,7 +20,7 @@ from dubito.models.posteriors.full_covariance import FullCovariance
 from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.mean_field import FrozenMeanField, MeanField
 from dubito.models.posteriors.mixture import Mixture
-from dubito.models.posteriors.protocol import Dense, Distribution, Dropped, Factored
+from dubito.models.posteriors.protocol import Dense, Distribution, Dropped, Factored, Factors, Posterior
 from dubito.models.predictions.prediction import predict
 
 SEED = 0
@@ -411,6 +411,15 @@ def test_layers_drawn_together_are_each_drawn_alone(law: str, lam_max: float | N
             close(torch.zeros(()) if g is None else g, torch.zeros(()) if h is None else h)
     z = normal(K, apart.normals, at=60)
     close(apart.draw(z, member).W, other.trainable().draw(z, member).W.detach())
+
+
+def test_a_method_without_a_kl_is_refused_when_it_is_made() -> None:
+    class Silent(Posterior):
+        def trainable(self) -> Factors:
+            raise AssertionError
+
+    with pytest.raises(TypeError, match=r"abstract method '?kl'?"):
+        Silent()  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize("data_size", [None, 4])
