@@ -275,7 +275,7 @@ class _Writer:
         """Draws of a layer, made once even if the network calls the layer several times."""
         if name not in self.operands:
             layer, factors = self.layers[name], self.factors.layers[name]
-            operand = self.operands[name] = draw(self.s, name, layer, factors, V.get(name), scale)
+            operand = self.operands[name] = draw(self.s, name, layer, factors, scale, V.get(name))
             if isinstance(operand, DenseDraws) or (isinstance(operand, BlockDraws) and layer.geometry.groups > 1):
                 self.formed.append(name)
         return self.operands[name]

@@ -39,7 +39,7 @@ def with_law(network: BayesianNetwork, law: ExportedLaw) -> BayesianNetwork:
     return changed
 
 
-def write_inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: str | None, scale: Array) -> Drawn:
+def write_inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, scale: Array, V: str | None = None) -> Drawn:
     g, K = s.graph, s.K
     if V is None:
         assert f.q_V is not None

@@ -37,7 +37,7 @@ class NetworkFactors:
     Computed once per network and device, owned by the caller, never changed. A network of another kind extends it and
     answers otherwise where its draws differ:
 
-    - `LinearisedFactors` has no layers; its draws move some weights of a plain network along its Jacobian.
+    - A linearised network has no layers; its draws move some weights of a plain network along its Jacobian.
     - Global inducing points draw weights layer after layer, each by what inducing inputs become under the draws of the
       layers before. As they do not depend on the request, `stock` would run the inducing inputs through the network,
       and `outputs` pass its result on in `Draws.stock`.
