@@ -43,7 +43,7 @@ from dubito.models.numerics.normals import Normals
 from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.matheron import regularise
 from dubito.models.predictions.model import Model
-from dubito.models.predictions.prediction import nothing_captured
+from dubito.models.predictions.prediction import no_graph
 from dubito.models.predictions.resident import reside
 from dubito.service.engine.budget import peak_of
 from dubito.service.engine.engine import Engine
@@ -215,7 +215,7 @@ def ours(engine: Engine, x: Tensor, K: int) -> Callable[[], Tensor]:
 
 def peak_of_ours(engine: Engine, x: Tensor, K: int) -> float:
     """Peak MB of the same passes without graphs, which the allocator sees."""
-    job = replace(engine._job(x, 0, None, K), captured=nothing_captured)
+    job = replace(engine._job(x, 0, None, K), graph_for=no_graph)
     start, k = parts_of(engine, len(x), K)[0]
     return peak_of(lambda: job.outputs(job.draws(start, k, len(x))), DEVICE) / 1e6
 

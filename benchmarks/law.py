@@ -31,7 +31,7 @@ from dubito.models.conversion.directions import set_directions
 from dubito.models.network.network import NetworkFactors
 from dubito.models.numerics.normals import Normals
 from dubito.models.posteriors.inducing import Inducing
-from dubito.models.posteriors.inducing_factors import InducingFactors, Noise
+from dubito.models.posteriors.inducing_factors import InducingFactors, LambdaLaw
 from dubito.models.predictions.adaptive import answer_each
 from dubito.models.predictions.answers import rule_for, scores
 from dubito.models.predictions.model import Model
@@ -60,7 +60,7 @@ class Task:
     K: int
 
 
-def with_law(model: Model, noise: Noise, held: Tensor, R: int = 0) -> Model:
+def with_law(model: Model, noise: LambdaLaw, held: Tensor, R: int = 0) -> Model:
     """A copy whose factored layers have this law."""
     network = copy.deepcopy(model.network)
     for layer in network.layers.values():

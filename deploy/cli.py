@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from dubito.models.cli import Artifact
+
 app = typer.Typer(rich_markup_mode=None)
 
-Artifact = Annotated[Path, typer.Argument(metavar="FILE", help="An artifact (.safetensors).", show_default=False)]
 
-
-class Precision(StrEnum):
+class PrecisionOption(StrEnum):
     fp32 = "fp32"
     fp16 = "fp16"
     int8 = "int8"
@@ -23,7 +23,7 @@ def export(
     file: Artifact,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The ONNX file to write.", show_default=False)],
     samples: Annotated[int, typer.Option(help="Number of posterior draws K of each prediction.", min=1)] = 20,
-    precision: Annotated[Precision, typer.Option(help="How numbers are stored.")] = Precision.fp32,
+    precision: Annotated[PrecisionOption, typer.Option(help="How numbers are stored.")] = PrecisionOption.fp32,
     data: Annotated[
         str | None,
         typer.Option(

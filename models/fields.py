@@ -9,7 +9,7 @@ MOST_MEMBERS = 1024
 Size = Annotated[int, Field(gt=0, le=1 << 24)]  # one side of a tensor; beyond it a header lies
 Members = Annotated[int, Field(gt=0, le=MOST_MEMBERS)]  # each costs time to build, even one without storage
 Share = Annotated[float, Field(gt=0, lt=1)]
-Positive = Annotated[FiniteFloat, Field(gt=0)]
+PositiveFinite = Annotated[FiniteFloat, Field(gt=0)]
 
 
 class Strict(BaseModel):

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from dubito.models.fields import Members, Positive, Share, Size, Strict
+from dubito.models.fields import Members, PositiveFinite, Share, Size, Strict
 from dubito.models.names import Measure, listed
 from dubito.models.posteriors.dictionary import entry_classes
 from dubito.models.posteriors.entry import Entry
@@ -47,7 +47,7 @@ class Regression(Strict):
     outputs: Size = 1  # D
     noise: Literal["constant", "input"] = "constant"  # one σ per target, or one per target and input
     shift: tuple[FiniteFloat, ...] = (0.0,)
-    scale: tuple[Positive, ...] = (1.0,)
+    scale: tuple[PositiveFinite, ...] = (1.0,)
 
     @model_validator(mode="after")
     def _lengths(self) -> "Regression":
@@ -107,7 +107,7 @@ class SubnetworkEntry(Strict):
     method: Literal["subnetwork-laplace"] = "subnetwork-laplace"
     size: Size  # S
     select: Selection
-    prior_precision: Positive
+    prior_precision: PositiveFinite
     examples: Annotated[int, Field(gt=0)]  # that the curvature was summed over
 
     def check(self, manifest: "Manifest") -> None:
@@ -144,7 +144,7 @@ class Image(Strict):
     """How a picture becomes an input: resized, scaled to [0, 1], then (x − mean)/std per channel."""
 
     mean: tuple[FiniteFloat, ...]
-    std: tuple[Positive, ...]
+    std: tuple[PositiveFinite, ...]
 
 
 class Input(Strict):
@@ -239,7 +239,7 @@ class Calibration(Strict):
     thresholds: dict[Measure, dict[NonNegativeInt, FiniteFloat]]
     quantiles: dict[NonNegativeInt, FiniteFloat]  # of the conformal score; regression: of |y − mean|/std
     auto: Auto | None = None  # of `samples="auto"`
-    temperature: Positive = 1.0
+    temperature: PositiveFinite = 1.0
     closed: Closed | None = None  # of a linearised network's closed form
     method: Predictive = "sampling"  # how a request is answered that does not say
     sets: Sets | None = None  # None: the score is 1 − p for every class, and a set may be empty, as in format 1
@@ -308,7 +308,7 @@ class Plain(Strict):
     """What the plain network that the posterior started from reaches on the same test data."""
 
     metrics: dict[str, FiniteFloat]  # as it is
-    temperature: Positive | None = None  # fitted on the calibration part; None: regression
+    temperature: PositiveFinite | None = None  # fitted on the calibration part; None: regression
     tempered: dict[str, FiniteFloat] = {}  # with that temperature
     differences: dict[str, Difference] = {}  # of this model from it, with the temperature where there is one
 

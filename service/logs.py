@@ -30,7 +30,7 @@ def flush_lines() -> None:
 _flush: asyncio.TimerHandle | None = None
 
 
-class AsJson(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """A record's message and its extra fields as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -48,7 +48,7 @@ class AsJson(logging.Formatter):
 def start_logging(level: str) -> None:
     """Log our own records from `level` on, those of uvicorn and other libraries from warning on."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(AsJson())
+    handler.setFormatter(JsonFormatter())
     logging.captureWarnings(True)
     for name, lowest in (("dubito", level.upper()), ("uvicorn", "WARNING"), ("", "WARNING")):
         logger = logging.getLogger(name)

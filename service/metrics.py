@@ -25,7 +25,7 @@ OUTCOMES = ("ok", "refused", "failed", "gone")
 REASONS = ("queue_full", "deadline", "rate", "key", "body", "gone")
 
 
-class Counts:
+class HistogramSeries:
     """One series of a histogram; the library's own takes a lock, and several times as long."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -71,10 +71,10 @@ class Histograms(Collector):
 
     def __init__(self, name: str, what: str, labels: list[str], bounds: tuple[float, ...]) -> None:
         self.name, self.what, self.labels, self.bounds = name, what, labels, bounds
-        self.series: dict[tuple[str, ...], Counts] = {}
+        self.series: dict[tuple[str, ...], HistogramSeries] = {}
 
-    def of(self, *values: str) -> Counts:
-        return self.series.setdefault(values, Counts(self.bounds))
+    def of(self, *values: str) -> HistogramSeries:
+        return self.series.setdefault(values, HistogramSeries(self.bounds))
 
     def forget(self, model: str) -> None:
         for values in [values for values in self.series if values[0] == model]:

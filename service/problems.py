@@ -19,12 +19,19 @@ class Problem(DubitoError):
         return HTTPStatus(self.status).phrase
 
 
-class Overloaded(Problem):
-    """The queue is full."""
+class TooManyRequests(Problem):
+    """429, with the seconds to wait in Retry-After."""
+
+    def __init__(self, detail: str, wait: float = 1.0, reason: str = "queue_full") -> None:
+        super().__init__(429, detail, {"Retry-After": str(max(1, round(wait)))}, reason)
+
+
+class Overloaded(TooManyRequests):
+    """The queue of a model is full."""
 
     def __init__(self, queued: int, limit: int, wait: float) -> None:
         detail = f"{queued:,} rows times samples are under way, of at most {limit:,}; try again in {wait:.1f} s."
-        super().__init__(429, detail, {"Retry-After": str(max(1, round(wait)))}, "queue_full")
+        super().__init__(detail, wait)
 
 
 class Late(Problem):

@@ -2,6 +2,7 @@
 direction, no circles, public names, no pickle, no needless seconds."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,26 @@ PUBLIC = {  # in modules that README and docs name, or that the arguments and er
     "dubito.models.manifest": {"Card", "Classification", "Input", "Regression"},
     "dubito.models.pruning": {"prune"},
     "dubito.service.client": {"AsyncClient", "Client"},
+}
+NAMED_IN = {  # a method, or classes of it: the only files of models/, service/ and deploy/ with its name
+    "(?i)whvi": {
+        "models/posteriors/whvi.py",
+        "models/posteriors/dictionary.py",
+        "deploy/edge/whvi.py",
+        "deploy/edge/writers.py",
+    },
+    r"Inducing(Layer|Factors)|\bInducing\b": {
+        "models/posteriors/inducing.py",
+        "models/posteriors/inducing_factors.py",
+        "models/posteriors/inducing_together.py",
+        "models/posteriors/dictionary.py",
+        "deploy/edge/inducing.py",
+    },
+    r"Subnetwork(Factors)?\b|LinearisedFactors": {
+        "models/network/linearised.py",
+        "models/network/joint.py",
+        "deploy/edge/linear.py",
+    },
 }
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch.load", "torch.save"}
 FILES = [file.relative_to(REPO) for room in MAY_IMPORT for file in sorted((REPO / room).rglob("*.py"))]
@@ -163,6 +184,17 @@ def test_rooms_export_the_names_listed_and_no_others(room: str) -> None:
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_names_stay_where_they_are(module: str) -> None:
     assert set(vars(import_module(module))) >= PUBLIC[module]
+
+
+@pytest.mark.parametrize("name", NAMED_IN)
+def test_a_method_is_named_in_its_own_files_and_in_the_dictionary_only(name: str) -> None:
+    found = {file.as_posix() for file in FILES if re.search(name, (REPO / file).read_text())}
+    assert {file for file in found if not file.startswith("training/")} == NAMED_IN[name]
+
+
+def test_a_name_of_a_class_names_one_class() -> None:
+    classes = [node.name for file in FILES for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef)]
+    assert {name for name in classes if classes.count(name) > 1} == set()
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)

@@ -27,7 +27,7 @@ RESAMPLED = 100  # bootstrap samples for the standard error of a difference
 SAMPLES = 20  # K
 REQUESTS = 4  # into which inputs from outside are divided: fewer are faster, and enough for a mean over inputs
 
-Figures = dict[str, float]
+QualityFigures = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def spoiled(examples: Examples, seed: int) -> dict[str, Tensor]:
     return {str(i): x for i, x in enumerate(spoil(to_spoil(examples.x, rng), rng))}
 
 
-def figures_of(a: Answers, y: Tensor, rows: Tensor | None = None, others: list[Tensor] | None = None) -> Figures:
+def figures_of(a: Answers, y: Tensor, rows: Tensor | None = None, others: list[Tensor] | None = None) -> QualityFigures:
     """Quality and AUROC as numbers; with `rows`, of these rows, which may repeat."""
     chosen = slice(None) if rows is None else rows
     figures = quality(a.inside, y, chosen)
@@ -68,7 +68,7 @@ def differences(mine: Answers, other: Answers, y: Tensor, seed: int) -> dict[str
     """Each figure of `mine` minus that of `other`, with standard errors by a paired bootstrap over the inputs."""
     rng = torch.Generator().manual_seed(seed)
     whole = _less(figures_of(mine, y), figures_of(other, y))
-    resampled: list[Figures] = []
+    resampled: list[QualityFigures] = []
     for _ in range(RESAMPLED):
         rows = torch.randint(len(y), (len(y),), generator=rng)
         others = [torch.randint(len(far), (len(far),), generator=rng) for _, far in mine.doubts]
@@ -77,7 +77,7 @@ def differences(mine: Answers, other: Answers, y: Tensor, seed: int) -> dict[str
     return {name: Difference(value=value, se=errors[name]) for name, value in whole.items()}
 
 
-def _less(mine: Figures, other: Figures) -> Figures:
+def _less(mine: QualityFigures, other: QualityFigures) -> QualityFigures:
     return {name: mine[name] - other[name] for name in mine if name in other}
 
 
@@ -102,7 +102,7 @@ def compare(
 
 def beside_plain(
     model: Model, network: BayesianNetwork, calibration: Examples, test: Examples, out: Path, seed: int
-) -> tuple[Figures, Plain]:
+) -> tuple[QualityFigures, Plain]:
     """The model's AUROC against spoiled test inputs, and the figures of the plain network on the same test data."""
     plain = _as_model(network, model.card, out).to(model.device)
     outside = spoiled(test, seed)

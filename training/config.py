@@ -13,11 +13,11 @@ from dubito.models.names import LAPLACE, Measure
 from dubito.training.names import OWN_DATA, recipes, shipped
 
 # strict: true, "20" and 20.0 are not whole numbers
-Whole = Annotated[int, Field(strict=True, ge=0)]
+Natural = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, gt=0)]
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 PositiveNumber = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(strict=True, gt=0, lt=1)]
+Fraction = Annotated[float, Field(strict=True, gt=0, lt=1)]
 
 WORDS = {"True": True, "False": False, "None": None, "none": None}  # values of `--set` beside TOML's
 EXPECTED = {"model_type": "expected a table", "dict_type": "expected a table", "tuple_type": "expected a list"}
@@ -30,7 +30,7 @@ NO_KL = {  # options of `fit` that do not apply to the plain network
     "patience": None,
     "samples": 1,
 }
-Noise = Literal["constant", "input", "auto"]  # one σ per target; one per target and input; chosen by validation NLL
+TargetNoise = Literal["constant", "input", "auto"]  # σ per target; per target and input; by the validation NLL
 MOST_COMPLAINTS = 3  # shown at a time
 
 
@@ -46,12 +46,12 @@ class Data(Section):
     """Where the examples come from, and how the training part is divided by the recipe's seed."""
 
     name: str  # one of `sources.NAMES`: digits, mnist …, uci/NAME, uci-gap/NAME, folder:PATH, npz:PATH, csv:PATH
-    split: Whole = 0  # of uci/NAME and uci-gap/NAME: which of the published divisions
+    split: Natural = 0  # of uci/NAME and uci-gap/NAME: which of the published divisions
     target: str | None = None  # of csv:PATH: the column to predict; without one, the last
     size: tuple[Count, Count] | None = None  # of folder:PATH: height, width; without one, the first picture's
-    validation: Share = 0.05
-    calibration: Share = 0.1
-    test: Share = 0.2  # of sets that come without a test part
+    validation: Fraction = 0.05
+    calibration: Fraction = 0.1
+    test: Fraction = 0.2  # of sets that come without a test part
     augment: tuple[dict[str, dict[str, JsonValue]], ...] = ()  # torchvision.transforms.v2: {RandomCrop = {size = 32}}
 
     @model_validator(mode="after")
@@ -85,10 +85,10 @@ class Fit(Section):
     """Likelihood alone first, then the KL's weight rises linearly to `kl`, then the ELBO with it."""
 
     epochs: Count
-    pretrain_epochs: Whole = 0  # of the plain network first, whose weights the posterior then starts from
-    noise_epochs: Whole = 0  # of target noise that depends on the input: constant, then as many while its gain rises
-    likelihood_epochs: Whole = 0
-    warmup_epochs: Whole = 0
+    pretrain_epochs: Natural = 0  # of the plain network first, whose weights the posterior then starts from
+    noise_epochs: Natural = 0  # of target noise that depends on the input: constant, then as many while its gain rises
+    likelihood_epochs: Natural = 0
+    warmup_epochs: Natural = 0
     batch: Count = 128
     optimiser: Literal["adam", "sgd"] = "adam"
     lr: PositiveNumber = 1e-3
@@ -100,7 +100,7 @@ class Fit(Section):
     kl: NonNegative = 1.0
     function_space: bool = False  # weight λ's term by min(1, N/d_in) [Ritter21, eq. 45]
     clip: PositiveNumber | None = None  # of the gradient's norm
-    frozen_norm_epochs: Whole = 0  # the last ones, at most half: BatchNorm keeps its statistics, as in predictions
+    frozen_norm_epochs: Natural = 0  # the last ones, at most half: BatchNorm keeps its statistics, as in predictions
     patience: Count | None = None  # epochs of ELBO without a better validation NLL before stopping at the best
     amp: bool = True  # bfloat16 autocast, on GPUs only
     compile: bool = False  # torch.compile
@@ -170,9 +170,9 @@ class Laplace(Section):
 
 
 class Calibrate(Section):
-    false_positive_rate: Share = 0.05
-    coverage: Share = 0.9
-    directions: Whole = 4  # R of the factored law
+    false_positive_rate: Fraction = 0.05
+    coverage: Fraction = 0.9
+    directions: Natural = 4  # R of the factored law
     temperature: bool = False
     method: Predictive | None = None  # default predictive; None: probit where there is a closed form
     sets: SetScore = "aps"  # score of classes, for classification
@@ -182,9 +182,9 @@ class Calibrate(Section):
 
 
 class Recipe(Section):
-    seed: Annotated[Whole, Field(lt=1 << 31)] = 0
+    seed: Annotated[Natural, Field(lt=1 << 31)] = 0
     task: Literal["classification", "regression"] = "classification"
-    noise: Noise | None = None  # of regression's targets; None: auto where the network is trained here by a posterior
+    noise: TargetNoise | None = None  # of a regression; None: auto where the network is trained here by a posterior
     data: Data
     network: Network
     posterior: PosteriorOptions
@@ -214,7 +214,7 @@ class Recipe(Section):
         return self.model_copy(update={"posterior": chosen})
 
     @property
-    def noise_kind(self) -> Noise:
+    def noise_kind(self) -> TargetNoise:
         """Kind of target noise. `auto`: depends on the input, with a gain chosen on validation data."""
         if self.noise is not None:
             return self.noise

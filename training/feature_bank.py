@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.models.network.feature_bank import FeatureBank
-from dubito.models.network.features import Whole, last_linear, watch
+from dubito.models.network.features import AllFeatures, last_linear, watch
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.network.plan import cheapest
 from dubito.models.predictions.model import Model
@@ -54,7 +54,7 @@ class FeatureReader:
     def __init__(self, model: Model, name: str, d: int) -> None:
         watch(model.network.net.get_submodule(name))
         self.model, self.network = model, model.network
-        self.factors: NetworkFactors = replace(model.factors, read=Whole(d))
+        self.factors: NetworkFactors = replace(model.factors, read=AllFeatures(d))
 
     def read(self, x: Tensor, samples: int, seed: int) -> tuple[Tensor, Tensor]:
         """Logits (K, B, C) and features (K, B, d) of K draws; with 0, of the posterior mean, or of each member's."""

@@ -31,10 +31,10 @@ from dubito.training.evaluation.evaluate import measure
 from dubito.training.fit.checkpoint import draft_of, resume, save_checkpoint
 from dubito.training.fit.fit import Epoch, FitError, FitRun
 from dubito.training.fit.log import progress_bar, tensorboard, write_csv
-from dubito.training.fit.noise import describe_noise, fit_noise
 from dubito.training.fit.ranks import Ranks
 from dubito.training.fit.remarks import remarks
 from dubito.training.fit.stop import stoppable
+from dubito.training.fit.target_noise import describe_noise, fit_noise
 from dubito.training.fit.tune import tune
 from dubito.training.laplace import check_size, describe, linearise
 from dubito.training.terminal import remark

@@ -11,7 +11,7 @@ import numpy as np
 from onnx import numpy_helper
 
 from dubito.deploy.edge.blocks import BlockDraws, formed, on_channels, on_rows
-from dubito.deploy.edge.draws import DenseDraws, FactoredDraws, MaskedDraws, Operand
+from dubito.deploy.edge.draws import DenseDraws, Drawn, FactoredDraws, MaskedDraws
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Array, Graph
 from dubito.deploy.edge.trace import pads
@@ -31,7 +31,7 @@ class LayerInput:
     after: tuple[int, ...]
 
 
-def apply(g: Graph, K: int, geometry: Geometry, place: LayerInput, operand: Operand, shift: Array | None) -> str:
+def apply(g: Graph, K: int, geometry: Geometry, place: LayerInput, operand: Drawn, shift: Array | None) -> str:
     """Activations (K·B, ...) after the layer, with a shift (d_out,) per channel added if given."""
     match operand:
         case FactoredDraws():

@@ -1,4 +1,4 @@
-"""WHVI blocks S_1 H diag(g) H S_2 in a graph, as in `models/posteriors/blocks.py`, without forming W or a large H.
+"""Blocks S_1 H diag(g) H S_2 in a graph, as in `models/posteriors/blocks.py`, without forming W or a large H.
 
 H of D = a·b columns is the Kronecker product of H_a and H_b, each of about √D columns. Two products with these are
 faster in a runtime than log₂ D rounds of sums and differences.

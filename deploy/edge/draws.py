@@ -9,13 +9,13 @@ from torch import Tensor
 from dubito.deploy.edge.blocks import BlockDraws
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Array, Graph
-from dubito.deploy.edge.noise import Noise
+from dubito.deploy.edge.normals import GraphNormals
 from dubito.deploy.edge.rotations import Rotations
 from dubito.models.posteriors.flows import FrozenPlanar, Planar
 from dubito.models.posteriors.full_covariance import FrozenFullCovariance
 from dubito.models.posteriors.mean_field import FrozenMeanField, MeanField
 from dubito.models.posteriors.mixture import FrozenMixture
-from dubito.models.posteriors.protocol import Frozen, Law
+from dubito.models.posteriors.protocol import Distribution, Frozen
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class MaskedDraws:
     mask: str  # (K, inputs)
 
 
-Operand = DenseDraws | FactoredDraws | MaskedDraws | BlockDraws
+Drawn = DenseDraws | FactoredDraws | MaskedDraws | BlockDraws
 
 
 class Sampler:
@@ -81,7 +81,7 @@ class Sampler:
 
     def __init__(self, graph: Graph, K: int, seed: str | None) -> None:
         self.graph, self.K = graph, K
-        self.noise = None if seed is None else Noise(graph, K, seed)
+        self.noise = None if seed is None else GraphNormals(graph, K, seed)
         self.rotations = Rotations()
         self.rotated: list[str] = []
         self.keys: str | None = None
@@ -139,7 +139,7 @@ def triangle(g: Graph, L: Array) -> str:
     return full if side == n else g.part(g.part(full, 0, 0, n), 1, 0, n)
 
 
-def law_draws(s: Sampler, frozen: Frozen, law: Law | Any, noise: str) -> str:
+def law_draws(s: Sampler, frozen: Frozen, law: Distribution | Any, noise: str) -> str:
     """K draws of a distribution over one tensor: (K, *shape)."""
     g, K = s.graph, s.K
     match frozen:

@@ -14,11 +14,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from dubito.deploy.edge.apply import LayerInput, apply, by_channel
 from dubito.deploy.edge.blocks import BlockDraws
-from dubito.deploy.edge.draws import DenseDraws, Operand, Sampler, array
+from dubito.deploy.edge.draws import DenseDraws, Drawn, Sampler, array
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.features import features_in, nearest
-from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, Precision
-from dubito.deploy.edge.inducing import LambdaLaw, laws, with_law
+from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, NumberType
+from dubito.deploy.edge.inducing import ExportedLaw, laws, with_law
 from dubito.deploy.edge.linear import linear_samples, trace_open
 from dubito.deploy.edge.quantise import quantised
 from dubito.deploy.edge.runtime import ROWS
@@ -53,8 +53,8 @@ def export(
     model: Model,
     *,
     samples: int = 20,
-    precision: Precision = "fp32",
-    law: LambdaLaw = "factored",
+    precision: NumberType = "fp32",
+    law: ExportedLaw = "factored",
     take: InputKind = "tensor",
     skeleton: onnx.ModelProto | None = None,
     data: NDArray[Any] | None = None,
@@ -121,7 +121,7 @@ class _Writer:
     """Writes the graph: copies the plain nodes of the traced network, and expands the nodes of our domain."""
 
     def __init__(
-        self, skeleton: onnx.ModelProto, folded: BayesianNetwork, factors: NetworkFactors, K: int, precision: Precision
+        self, skeleton: onnx.ModelProto, folded: BayesianNetwork, factors: NetworkFactors, K: int, precision: NumberType
     ) -> None:
         self.traced, self.network, self.factors, self.K = skeleton.graph, folded, factors, K
         self.layers, self.affines = folded.layers, affines_of(folded)
@@ -139,7 +139,7 @@ class _Writer:
         self.once: set[str] = set()  # traced values that all draws share: they have B rows
         self.fixed: set[str] = set()  # traced values that do not depend on the input
         self.skip: set[str] = set()
-        self.operands: dict[str, Operand] = {}
+        self.operands: dict[str, Drawn] = {}
 
     def pixels(self, shape: tuple[int, ...], mean: tuple[float, ...], std: tuple[float, ...]) -> str:
         """The network's input from uint8 pictures (B, height, width, channels) of any size."""
@@ -271,11 +271,11 @@ class _Writer:
                 self.value[out] = self._chosen(rows, self.shapes[out][1:])
         return None
 
-    def _operand(self, name: str, V: Mapping[str, str], scale: Array) -> Operand:
+    def _operand(self, name: str, V: Mapping[str, str], scale: Array) -> Drawn:
         """Draws of a layer, made once even if the network calls the layer several times."""
         if name not in self.operands:
             layer, factors = self.layers[name], self.factors.layers[name]
-            operand = self.operands[name] = draw(self.s, name, layer, factors, V.get(name), scale)
+            operand = self.operands[name] = draw(self.s, name, layer, factors, scale, V.get(name))
             if isinstance(operand, DenseDraws) or (isinstance(operand, BlockDraws) and layer.geometry.groups > 1):
                 self.formed.append(name)
         return self.operands[name]
@@ -392,7 +392,7 @@ def _model(writer: _Writer, inputs: list[onnx.ValueInfoProto], outputs: dict[str
 
 
 def _facts(
-    model: Model, writer: _Writer, rule: Rule, precision: Precision, law: LambdaLaw, take: InputKind
+    model: Model, writer: _Writer, rule: Rule, precision: NumberType, law: ExportedLaw, take: InputKind
 ) -> dict[str, Any]:
     """Metadata of the file, as JSON."""
     card, K = model.card, writer.K

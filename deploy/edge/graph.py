@@ -8,7 +8,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-Precision = Literal["fp32", "fp16", "int8"]
+NumberType = Literal["fp32", "fp16", "int8"]
 Array = NDArray[Any]
 
 OPSET = 18  # the first that has all operators that we use
@@ -20,7 +20,7 @@ FEW = 256  # constants with at most so many entries stay in float32
 class Graph:
     """Values are represented by their names. Runtimes convert constants to float32 once, at load."""
 
-    def __init__(self, precision: Precision = "fp32") -> None:
+    def __init__(self, precision: NumberType = "fp32") -> None:
         self.precision = precision
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[TensorProto] = []
@@ -56,7 +56,7 @@ class Graph:
         self.initializers.append(numpy_helper.from_array(np.array(array, order="C"), name))
         return name
 
-    def weights(self, array: Array, mask: NDArray[np.bool_] | None = None, least: Precision | None = None) -> str:
+    def weights(self, array: Array, mask: NDArray[np.bool_] | None = None, least: NumberType | None = None) -> str:
         """A large constant, stored in the file's precision (at least `least`) and used in float32.
 
         In int8 each entry of the first axis has a scale. With a mask, only the kept values and a bit mask are stored.
@@ -76,7 +76,7 @@ class Graph:
             return self.op("Cast", self.keep(array.astype(np.float16)), to=TensorProto.FLOAT)
         return self.keep(array)
 
-    def _scattered(self, array: Array, mask: NDArray[np.bool_], precision: Precision) -> str:
+    def _scattered(self, array: Array, mask: NDArray[np.bool_], precision: NumberType) -> str:
         """A pruned constant: kept values and a bit mask; the index of a value is the count of bits before it."""
         kept, scale = array[mask], None
         if precision == "int8":

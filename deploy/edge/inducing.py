@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from dubito.deploy.edge.draws import DenseDraws, FactoredDraws, Operand, Sampler, array, law_draws, triangle
+from dubito.deploy.edge.draws import DenseDraws, Drawn, FactoredDraws, Sampler, array, law_draws, triangle
 from dubito.deploy.edge.graph import Array, Graph
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.numerics.parameters import Free, Positive
@@ -16,7 +16,7 @@ from dubito.models.posteriors.matheron import cholesky, regularise
 
 SMALLEST_ROOT = 1e-3  # of √q or √p: a smaller one cannot be recovered from Z
 
-LambdaLaw = Literal["factored", "artifact"]
+ExportedLaw = Literal["factored", "artifact"]
 
 
 def laws(network: BayesianNetwork) -> dict[str, str]:
@@ -25,7 +25,7 @@ def laws(network: BayesianNetwork) -> dict[str, str]:
     return {name: q.noise for name, q in posteriors.items() if isinstance(q, Inducing) and q.lam is not None}
 
 
-def with_law(network: BayesianNetwork, law: LambdaLaw) -> BayesianNetwork:
+def with_law(network: BayesianNetwork, law: ExportedLaw) -> BayesianNetwork:
     """The network that the graph computes; `factored` gives every layer the factored law."""
     exact = [
         q for layer in network.layers.values() if isinstance(q := layer.posterior, Inducing) and q.noise == "exact"
@@ -39,7 +39,7 @@ def with_law(network: BayesianNetwork, law: LambdaLaw) -> BayesianNetwork:
     return changed
 
 
-def write_inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, V: str | None, scale: Array) -> Operand:
+def write_inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, scale: Array, V: str | None = None) -> Drawn:
     g, K = s.graph, s.K
     if V is None:
         assert f.q_V is not None

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Graph
-from dubito.deploy.edge.tangents import Forward, Ints, Moved, Rule, Tangent
+from dubito.deploy.edge.tangents import Forward, Ints, Moved, Tangent, TangentRule
 
 
 def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
@@ -440,7 +440,7 @@ def _pad(f: Forward, node: onnx.NodeProto) -> str:
     return f.g.op("Pad", t, f.g.constant([0, *sides[:rank], 0, *sides[rank:]]), **_attributes(node))
 
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, TangentRule] = {
     **{name: partial(_elementwise, slope) for name, slope in SLOPES.items()},
     **dict.fromkeys(("AveragePool", "GlobalAveragePool"), _pool),
     **dict.fromkeys(("Dropout", "Identity"), _same),

@@ -75,7 +75,7 @@ class Forward:
         for name, stored in self.known.items():
             self.value[name] = g.weights(stored) if stored.dtype == np.float32 else g.keep(stored)
 
-    def run(self, rules: Mapping[str, "Rule"]) -> None:
+    def run(self, rules: Mapping[str, "TangentRule"]) -> None:
         """`rules` are those of `tangent_rules`, by operator."""
         for node in self.traced.node:
             inside = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
@@ -179,4 +179,4 @@ def _axes_of(value: onnx.ValueInfoProto) -> list[int | str | None]:
     return [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in dims]
 
 
-Rule = Callable[[Forward, onnx.NodeProto], Tangent | list[Tangent]]
+TangentRule = Callable[[Forward, onnx.NodeProto], Tangent | list[Tangent]]

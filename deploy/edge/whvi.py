@@ -3,13 +3,13 @@
 from torch import Tensor
 
 from dubito.deploy.edge.blocks import BlockDraws, formed
-from dubito.deploy.edge.draws import DenseDraws, Operand, Sampler, array, law_draws, scaled
+from dubito.deploy.edge.draws import DenseDraws, Drawn, Sampler, array, law_draws, scaled
 from dubito.deploy.edge.graph import Array, Graph
 from dubito.models.posteriors.blocks import Grid
 from dubito.models.posteriors.whvi import Whvi, WhviFactors
 
 
-def write_whvi(s: Sampler, name: str, q: Whvi, f: WhviFactors, V: str | None, scale: Array) -> Operand:
+def write_whvi(s: Sampler, name: str, q: Whvi, f: WhviFactors, scale: Array) -> Drawn:
     g, grid = s.graph, f.grid
     drawn = law_draws(s, f.q_g, q.law, s.normals(f.q_g.normals, f"{name}:g"))
     g_of_all = g.reshape(drawn, (s.K, grid.rows, grid.columns, grid.D))

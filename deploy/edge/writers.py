@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dubito.deploy.edge.draws import DenseDraws, FactoredDraws, MaskedDraws, Operand, Sampler, array, law_draws, scaled
+from dubito.deploy.edge.draws import DenseDraws, Drawn, FactoredDraws, MaskedDraws, Sampler, array, law_draws, scaled
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import Array
 from dubito.deploy.edge.inducing import as_eps, write_inducing
@@ -25,19 +25,19 @@ from dubito.models.posteriors.weight_space import WeightFactors, WeightSpace
 HIERARCHY = "hierarchy"  # name of the hierarchy among the layers
 
 
-def write_weights(s: Sampler, name: str, q: WeightSpace, f: WeightFactors, V: str | None, scale: Array) -> Operand:
+def write_weights(s: Sampler, name: str, q: WeightSpace, f: WeightFactors, scale: Array) -> Drawn:
     W = law_draws(s, f.q_W, q.law, s.normals(f.normals, f"{name}:W"))
     return DenseDraws(scaled(s.graph, W, scale))
 
 
-def write_dropout(s: Sampler, name: str, q: Any, f: DropoutFactors, V: str | None, scale: Array) -> Operand:
+def write_dropout(s: Sampler, name: str, q: Any, f: DropoutFactors, scale: Array) -> Drawn:
     g = s.graph
     below = g.op("Less", s.normals(f.normals, f"{name}:z"), g.constant(NormalDist().inv_cdf(1 - f.rate)))
     kept = g.mul(g.op("Cast", below, to=1), g.constant(1 / (1 - f.rate)))
     return MaskedDraws(scaled(g, g.weights(array(f.W)), scale), kept)
 
 
-WRITERS: Mapping[str, Callable[..., Operand]] = {  # by the kind of a manifest entry
+WRITERS: Mapping[str, Callable[..., Drawn]] = {  # by the kind of a manifest entry
     "inducing": write_inducing,
     "weights": write_weights,
     "dropout": write_dropout,
@@ -45,16 +45,17 @@ WRITERS: Mapping[str, Callable[..., Operand]] = {  # by the kind of a manifest e
 }
 
 
-def draw(s: Sampler, name: str, layer: BayesianLayer, factors: Factors, V: str | None, scale: Array) -> Operand:
+def draw(s: Sampler, name: str, layer: BayesianLayer, factors: Factors, scale: Array, V: str | None = None) -> Drawn:
     """K draws of a layer, its outputs scaled by `scale` (d_out,); V, if a hierarchy has drawn it."""
     if layer.entry.kind not in WRITERS:
         raise ExportError(f"layer {name!r}: {layer.entry.method} layers cannot be exported.")
-    return WRITERS[layer.entry.kind](s, name, layer.posterior, factors, V, scale)
+    from_above = {} if V is None else {"V": V}
+    return WRITERS[layer.entry.kind](s, name, layer.posterior, factors, scale, **from_above)
 
 
 def V_of_all(s: Sampler, above: BayesianLayer, factors: Factors) -> str:
-    """Inducing weights of all layers, drawn by a hierarchy: (K, M_out, Σ M_in)."""
-    match drawn := draw(s, HIERARCHY, above, factors, None, np.ones(above.geometry.shape[0])):
+    """V of all layers, drawn by a hierarchy: (K, M_out, Σ M_in)."""
+    match drawn := draw(s, HIERARCHY, above, factors, np.ones(above.geometry.shape[0])):
         case DenseDraws():
             return drawn.W
         case FactoredDraws():

@@ -1,7 +1,7 @@
 """Features: the inputs of a network's last linear layer, and what is read off them beside the outputs.
 
 A pass with a reading appends its columns to the outputs, so that every way of running a network (folded, planned,
-captured) carries them along.
+as a graph) carries them along.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ MOST_FEATURES = 1 << 13  # d beyond which no bank is kept: its points would outw
 
 
 @dataclass(frozen=True)
-class Whole(Value):
+class AllFeatures(Value):
     """The features themselves."""
 
     columns: int  # d

@@ -19,7 +19,7 @@ FEW, MANY = 8, 32  # up to so few filters, from so many channels on, folding bea
 
 # dense weights sample by sample, all in one call, all on patches laid out beside each other; or never formed; or, with
 # what follows the layer, by a GPU's kernels: weights never formed in one or in two of them, or dense
-How = Literal["loop", "batch", "unfold", "factored", "fused", "parted", "grouped"]
+Execution = Literal["loop", "batch", "unfold", "factored", "fused", "parted", "grouped"]
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,9 @@ def squared_norm(x: Tensor, axis: int) -> Tensor:
     return length.square()
 
 
-def apply(geometry: Geometry, x: Tensor, operand: Operand, K: int, how: How, channels_last: bool = False) -> Tensor:
+def apply(
+    geometry: Geometry, x: Tensor, operand: Operand, K: int, execution: Execution, channels_last: bool = False
+) -> Tensor:
     """The K samples of one layer on activations (K·B, ...), whose rows k·B … (k+1)·B − 1 belong to sample k.
 
     What comes out lies in memory as torch's own layers would leave it, so that a later `view` works; with
@@ -244,29 +246,29 @@ def apply(geometry: Geometry, x: Tensor, operand: Operand, K: int, how: How, cha
     if isinstance(operand, Dropped):
         return geometry.dense(geometry.drop(x, operand.rate), operand.W[0])
     if isinstance(operand, Dense):
-        out = _dense(geometry, x, operand.W, K, how)
+        out = _dense(geometry, x, operand.W, K, execution)
     elif isinstance(operand, Blocks):
-        if how == "factored" and geometry.groups == 1:
+        if execution == "factored" and geometry.groups == 1:
             out = _by_blocks(geometry, x, operand, K)
         else:
-            out = _dense(geometry, x, operand.dense(), K, how)
-    elif how == "factored":
+            out = _dense(geometry, x, operand.dense(), K, execution)
+    elif execution == "factored":
         out = _factored(geometry, x, operand, K)
     else:
-        out = _dense(geometry, x, operand.dense(), K, how)
+        out = _dense(geometry, x, operand.dense(), K, execution)
         if operand.e is not None:
             length = _outside(geometry, x, [geometry.project(x, operand.B.to(x.dtype))])
             out = out + geometry.restore(_mix(length[..., None], operand.e[..., None], K, geometry.groups))
     return out if channels_last else out.contiguous()
 
 
-def _dense(geometry: Geometry, x: Tensor, W: Tensor, K: int, how: How) -> Tensor:
+def _dense(geometry: Geometry, x: Tensor, W: Tensor, K: int, execution: Execution) -> Tensor:
     W = W.to(x.dtype)
     if len(W) == 1:
         return geometry.dense(x, W.squeeze(0))
-    if how == "batch":
+    if execution == "batch":
         return geometry.batched(x, W)
-    if how == "unfold":
+    if execution == "unfold":
         return _unfolded(geometry, x, W)
     return torch.cat([geometry.dense(rows, W_k) for rows, W_k in zip(x.chunk(K), W, strict=True)])
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dubito.models.errors import ConversionError, InputError
 from dubito.models.manifest import Layer
-from dubito.models.network.geometry import Conv, Geometry, How, Linear, apply
+from dubito.models.network.geometry import Conv, Execution, Geometry, Linear, apply
 from dubito.models.posteriors.protocol import Operand, Posterior
 
 
@@ -41,7 +41,7 @@ class Run:
 
     K: int
     operands: Mapping[nn.Module, Callable[[], Operand]]  # made when a layer is reached
-    plan: Mapping[nn.Module, How]
+    plan: Mapping[nn.Module, Execution]
     member: Callable[[int], Tensor]  # number of members -> each sample's member (K,)
     structure: "Structure"
     B: int = 1  # inputs
@@ -171,8 +171,8 @@ class BayesianLayer(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         run = current(self, input)
-        how = run.plan.get(self, "loop")
-        return apply(self.geometry, input, run.operands[self](), run.K, how, run.channels_last)
+        execution = run.plan.get(self, "loop")
+        return apply(self.geometry, input, run.operands[self](), run.K, execution, run.channels_last)
 
     def __getattr__(self, name: str) -> Any:
         """What the layer that stood here would say of its sizes; it has no one weight to show."""

@@ -19,8 +19,15 @@ from dubito.models.errors import ArtifactError
 from dubito.models.manifest import SubnetworkEntry
 from dubito.models.network.jacobian import Linearised, chosen_of, turn
 from dubito.models.network.learned import Learned
-from dubito.models.network.network import BayesianNetwork, Draws, InBlocks, JointPosterior, NetworkFactors, Shared
-from dubito.models.network.plan import Planner
+from dubito.models.network.network import (
+    BayesianNetwork,
+    Draws,
+    InBlocks,
+    JointPosterior,
+    NetworkFactors,
+    Planner,
+    Shared,
+)
 from dubito.models.posteriors.protocol import Value
 
 TANGENTS = 1 << 26  # numbers: of weights that draws move, held at a time

@@ -16,7 +16,7 @@ from dubito.models.errors import ConversionError, InputError, PredictionError
 from dubito.models.manifest import Classification, Task
 from dubito.models.network.feature_bank import FeatureBank
 from dubito.models.network.features import is_linear, watch
-from dubito.models.network.geometry import How
+from dubito.models.network.geometry import Execution
 from dubito.models.network.layers import BayesianLayer, MemberLayer, Reading, Run, Structure, layer_by_layer, running
 from dubito.models.network.learned import Learned
 from dubito.models.numerics.parameters import Positive, alike
@@ -25,7 +25,7 @@ from dubito.models.numerics.streams import begin
 from dubito.models.posteriors.blocks import Blocks
 from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Factors, Group, Operand, Posterior
 
-Plan = Mapping[str, How]  # how each layer computes its K samples, by its name
+Plan = Mapping[str, Execution]  # how each layer computes its K samples, by its name
 Planner = Callable[[int, int], Plan]  # for B inputs and K samples
 Stock = Mapping[nn.Module, Operand]  # weights drawn ahead, by layer
 
@@ -37,7 +37,7 @@ class NetworkFactors:
     Computed once per network and device, owned by the caller, never changed. A network of another kind extends it and
     answers otherwise where its draws differ:
 
-    - `LinearisedFactors` has no layers; its draws move some weights of a plain network along its Jacobian.
+    - A linearised network has no layers; its draws move some weights of a plain network along its Jacobian.
     - Global inducing points draw weights layer after layer, each by what inducing inputs become under the draws of the
       layers before. As they do not depend on the request, `stock` would run the inducing inputs through the network,
       and `outputs` pass its result on in `Draws.stock`.
@@ -140,13 +140,13 @@ class Draws:
     start: int = 0  # how many samples came before these
     keys: Tensor | None = None  # training: numbers whose order is that of the members, instead of the seed's
     stock: Stock | None = None  # what the seed's first samples come to, drawn ahead
-    captured: bool = False  # the normals are made where they are used, by a captured pass: `noise` is None
+    by_graph: bool = False  # a CUDA graph makes the normals itself, from the seed: `noise` is None
     key: Tensor | None = None  # (seed, first sample) on a GPU that makes normals by their number: instead of `noise`
 
     @property
     def random(self) -> bool:
         """False: the posterior mean is meant."""
-        return self.captured or any(given is not None for given in (self.noise, self.key, self.stock))
+        return self.by_graph or any(given is not None for given in (self.noise, self.key, self.stock))
 
     def share(self, offset: int, n: int) -> Tensor | None:
         """The n normals of each sample that start at `offset`; None for the posterior mean."""
@@ -258,7 +258,7 @@ class BayesianNetwork(nn.Module):
         # on the device, so that a captured step draws anew; members kept in copies are chosen by the host
         keys = torch.rand(members, device="cpu" if copies else x.device) if members else None
         draws = Draws(K, noise, 0, keys=keys)
-        plan: dict[nn.Module, How] = dict.fromkeys(layers, "factored")  # what a draw does not form is not formed
+        plan: dict[nn.Module, Execution] = dict.fromkeys(layers, "factored")  # what a draw does not form is not formed
         run = Run(K, self._draw_together(kinds, factors, draws), plan, draws.member, Structure.of(self.net))
         return self.go(x, run) if x.is_cuda else self._go(x, run)  # on a CPU, gradients are faster as memory lies
 
@@ -321,7 +321,7 @@ class BayesianNetwork(nn.Module):
     def arrange(self, factors: NetworkFactors, draws: Draws, plan: Plan, keep: bool = False) -> Run:
         """What a pass needs; with `keep`, operands are made once and kept for further passes with the same draws."""
         layers = factors.structure.layers
-        by_layer: dict[nn.Module, How] = {layers[name]: how for name, how in plan.items()}
+        by_layer: dict[nn.Module, Execution] = {layers[name]: execution for name, execution in plan.items()}
         run = Run(draws.K, {}, by_layer, draws.member, factors.structure, form=factors.form, read=factors.read)
         if draws.stock is not None:
             stored = {layer: partial(all_.part, draws.start, draws.K) for layer, all_ in draws.stock.items()}

@@ -4,14 +4,10 @@ By counting here; the service measures.
 """
 
 import math
-from collections.abc import Callable
 from types import MappingProxyType
 
-from dubito.models.network.geometry import How, Linear
+from dubito.models.network.geometry import Execution, Linear
 from dubito.models.network.network import NetworkFactors, Plan
-
-Planner = Callable[[int, int], Plan]  # for B inputs and K samples
-
 
 SMALL = 16 * 16  # places of a picture, up to which a CPU runs one grouped convolution in less time than K small ones
 
@@ -21,8 +17,8 @@ def cheapest(factors: NetworkFactors, places: float = math.inf) -> Plan:
 
     `places` is the size of the pictures, where a CPU computes: K convolutions of small ones go as one with K groups.
     """
-    plan: dict[str, How] = {}
+    plan: dict[str, Execution] = {}
     for name, layer in factors.structure.layers.items():
-        dense: How = "batch" if isinstance(layer.geometry, Linear) or places <= SMALL else "loop"
+        dense: Execution = "batch" if isinstance(layer.geometry, Linear) or places <= SMALL else "loop"
         plan[name] = "factored" if factors.layers[name].factored_is_cheaper(layer.geometry.groups) else dense
     return MappingProxyType(plan)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from dubito.models.fields import Positive, Share
+from dubito.models.fields import PositiveFinite, Share
 from dubito.models.numerics.parameters import Free
-from dubito.models.posteriors.entry import PRIOR_SCALE, Entry, Geometry, Option, Origin, prior_of
+from dubito.models.posteriors.entry import PRIOR_SCALE, Entry, LayerSizes, Option, Origin, prior_of
 from dubito.models.posteriors.protocol import Dense, Dropped, Factors, Posterior
 
 
@@ -18,7 +18,7 @@ class DropoutLayer(Entry):
     kind: Literal["dropout"] = "dropout"
     method: Literal["mc-dropout"] = "mc-dropout"
     rate: Share
-    sigma: Positive
+    sigma: PositiveFinite
 
     what: ClassVar = {"mc-dropout": "dropout at prediction"}
     options: ClassVar = {
@@ -27,7 +27,7 @@ class DropoutLayer(Entry):
     }
 
     @classmethod
-    def describe(cls, method: str, o: Mapping[str, Any], geometry: Geometry, W: Tensor | None = None) -> Self:
+    def describe(cls, method: str, o: Mapping[str, Any], geometry: LayerSizes, W: Tensor | None = None) -> Self:
         return cls(rate=o["rate"], sigma=prior_of(o, geometry.shape[1]))
 
     def start(self, origin: Origin) -> "Dropout":
@@ -35,7 +35,7 @@ class DropoutLayer(Entry):
         return Dropout(origin.W.clone(), self.rate, geometry.groups, geometry.inputs, geometry.bias, self.sigma)
 
     @classmethod
-    def suits(cls, geometry: Geometry) -> bool:
+    def suits(cls, geometry: LayerSizes) -> bool:
         """Dropping whole input channels of a first convolution would hide the picture."""
         return geometry.dims == 0 or geometry.inputs > 4
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dubito.models.posteriors.protocol import Factors, Gathered, Posterior
 
 
-class Geometry(Protocol):
+class LayerSizes(Protocol):
     """The sizes of a linear layer or a convolution."""
 
     @property
@@ -49,7 +49,7 @@ class Geometry(Protocol):
 class Origin:
     """A layer of a plain network, which a posterior starts from."""
 
-    geometry: Geometry
+    geometry: LayerSizes
     W: "Tensor"  # (d_out, d_in)
     trained: bool  # start at W; else at the prior
     spread: float | None  # of q(V) at the start; None: the method's own
@@ -104,7 +104,7 @@ class Entry(Strict, ABC):
 
     @classmethod
     @abstractmethod
-    def describe(cls, method: str, o: Mapping[str, Any], geometry: Geometry, W: "Tensor | None" = None) -> Self:
+    def describe(cls, method: str, o: Mapping[str, Any], geometry: LayerSizes, W: "Tensor | None" = None) -> Self:
         """From options, each of which is there, for a layer of these sizes; W where the posterior starts there."""
 
     @abstractmethod
@@ -112,7 +112,7 @@ class Entry(Strict, ABC):
         """The posterior before training, or before the tensors of an artifact are loaded into it."""
 
     @classmethod
-    def suits(cls, geometry: Geometry) -> bool:
+    def suits(cls, geometry: LayerSizes) -> bool:
         """False: such a layer stays as it is, unless it is named."""
         return True
 

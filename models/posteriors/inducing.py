@@ -29,19 +29,19 @@ from dubito.models.posteriors.entry import (
     PRIOR_SCALE,
     SIGMA_MAX,
     Entry,
-    Geometry,
+    LayerSizes,
     Option,
     Origin,
     is_count,
     prior_of,
 )
 from dubito.models.posteriors.full_covariance import COVARIANCE_LIMIT, FullCovariance, check_limit
-from dubito.models.posteriors.inducing_factors import InducingFactors, Noise, TrainableInducing, factored_is_cheaper
+from dubito.models.posteriors.inducing_factors import InducingFactors, LambdaLaw, TrainableInducing, factored_is_cheaper
 from dubito.models.posteriors.inducing_together import gather
 from dubito.models.posteriors.matheron import Side, factorise, regularise, sides, whiten
 from dubito.models.posteriors.mean_field import V_STD, MeanField
 from dubito.models.posteriors.mixture import Mixture
-from dubito.models.posteriors.protocol import Factors, Gathered, Law, Posterior
+from dubito.models.posteriors.protocol import Distribution, Factors, Gathered, Posterior
 
 FLOOR_D = 1e-6
 FLOOR_LAM = 1e-6
@@ -57,9 +57,9 @@ class InducingLayer(Entry):
     M_in: Size
     members: Members | None = None
     lam_max: Annotated[FiniteFloat, Field(ge=0)] | None
-    sigma_max: fields.Positive | None
-    sigma: fields.Positive  # of the prior
-    noise: Noise
+    sigma_max: fields.PositiveFinite | None
+    sigma: fields.PositiveFinite  # of the prior
+    noise: LambdaLaw
     directions: NonNegativeInt = 0  # R
 
     what: ClassVar = {
@@ -87,7 +87,7 @@ class InducingLayer(Entry):
     below = "hierarchical"
 
     @classmethod
-    def describe(cls, method: Any, o: Mapping[str, Any], geometry: Geometry, W: Tensor | None = None) -> Self:
+    def describe(cls, method: Any, o: Mapping[str, Any], geometry: LayerSizes, W: Tensor | None = None) -> Self:
         (d_out, d_in), M_out, M_in = geometry.shape, o["M_out"], o["M_in"]
         if method == "fcg-u":
             fits = math.isqrt(o["covariance_limit"])
@@ -168,13 +168,13 @@ class Inducing(Optional, Posterior):
         self,
         Z_r: Tensor,
         Z_c: Tensor,
-        law: Law | None,
+        law: Distribution | None,
         sigma: float,
         *,
         D: float = 1e-3,
         lam: float = 1e-3,
         lam_max: float | None = None,
-        noise: Noise = "exact",
+        noise: LambdaLaw = "exact",
     ) -> None:
         super().__init__()
         self.Z_r, self.Z_c = Free(Z_r), Free(Z_c)
@@ -183,7 +183,7 @@ class Inducing(Optional, Posterior):
         self.lam = None if lam_max == 0 else Positive(Z_r.new_full((), lam), FLOOR_LAM, lam_max)
         self.law = law
         self.sigma = sigma
-        self.noise: Noise = noise
+        self.noise: LambdaLaw = noise
         self.register_buffer("directions", None)
 
     @property
@@ -247,6 +247,9 @@ class Inducing(Optional, Posterior):
             return [
                 _join(layers, tuple(next(pairs) for _ in of_kind)) for layers, of_kind in zip(kinds, runs, strict=True)
             ]
+
+    def kl(self, data_size: int | None = None) -> Tensor:
+        return self.kl_together([self], data_size)
 
     @classmethod
     def kl_together(cls, layers: Sequence[Self], data_size: int | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from dubito.models.posteriors.matheron import (
 )
 from dubito.models.posteriors.protocol import Dense, Factored, Factors, Frozen, Value
 
-Noise = Literal["exact", "factored"]
+LambdaLaw = Literal["exact", "factored"]
 
 
 def factored_is_cheaper(d_out: int, d_in: int, r: int, groups: int = 1) -> bool:
@@ -72,7 +72,7 @@ class InducingFactors(WithV):
     q_V: Frozen | None  # None: a hierarchy draws V
     lam: float
     sigma: float
-    noise: Noise
+    noise: LambdaLaw
 
     @property
     def dtype(self) -> torch.dtype:

@@ -30,7 +30,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Together:
+class FactoredGroup:
     """FFG-U layers of one M, all without λ-noise or all with noise in factors, in the order of their d_out.
 
     Everything is drawn transposed, Gᵀ = σ √q ∘ Q_cᵀ Vᵀ A_rᵀ and its noise, so that the K samples are rows of a product.
@@ -110,7 +110,7 @@ class Together:
 
 
 @dataclass(frozen=True)
-class Whole:
+class DenseGroup:
     """FFG-U layers of one M with the exact law's noise: draws are W itself, by a kernel, from a seed."""
 
     names: tuple[str, ...]
@@ -152,8 +152,8 @@ def gather(factors: Mapping[str, InducingFactors], places: Mapping[str, int]) ->
         those, starts = [ready[name] for name in names], [places[name] for name in names]
         keyed = _by_kernel(those, starts)
         if those[0].forms_W and keyed:
-            groups.append(whole := stack_whole(names, those, starts))
-            layers |= zip(names, whole.layers, strict=True)
+            groups.append(dense := stack_dense(names, those, starts))
+            layers |= zip(names, dense.layers, strict=True)
         elif not those[0].forms_W and (keyed or len(names) > 1):
             groups.append(group := stack(names, those, starts if keyed else None))
             stacked = [B_r for rows in group.rows for B_r in rows.B_r]
@@ -163,7 +163,7 @@ def gather(factors: Mapping[str, InducingFactors], places: Mapping[str, int]) ->
 
 
 def _within(
-    f: InducingFactors, group: Together | Whole, i: int, B_r: Tensor, B: Tensor | None = None
+    f: InducingFactors, group: FactoredGroup | DenseGroup, i: int, B_r: Tensor, B: Tensor | None = None
 ) -> InducingFactors:
     """The layer with the group's memory for its own."""
     B = f.B if B is None else B
@@ -190,14 +190,14 @@ def _stacked(those: Sequence[InducingFactors]) -> dict[str, Tensor]:
     }
 
 
-def stack_whole(names: tuple[str, ...], those: Sequence[InducingFactors], places: list[int]) -> Whole:
+def stack_dense(names: tuple[str, ...], those: Sequence[InducingFactors], places: list[int]) -> DenseGroup:
     """Layers, and where the normals of each begin."""
     matheron, like = [f.matheron for f in those], those[0].B
     B_r, B_c = (torch.cat([getattr(m, side) for m in matheron]) for side in ("B_r", "B_c"))
     outputs, inputs = [f.shape[0] for f in those], [f.shape[1] for f in those]
     sums = [before(outputs), before(inputs), before([a * b for a, b in zip(outputs, inputs, strict=True)])]
     table = torch.tensor(list(zip(places, outputs, inputs, *sums, strict=True)), dtype=torch.int32, device=like.device)
-    group = Whole(
+    group = DenseGroup(
         names=names,
         layers=tuple(those),
         **_stacked(those),
@@ -219,7 +219,7 @@ def before(sizes: list[int]) -> list[int]:
     return [0, *accumulate(sizes)][:-1]
 
 
-def stack(names: tuple[str, ...], those: Sequence[InducingFactors], places: list[int] | None) -> Together:
+def stack(names: tuple[str, ...], those: Sequence[InducingFactors], places: list[int] | None) -> FactoredGroup:
     """A group of layers, given in the order of their d_out; `places`: where the normals of each begin, for a kernel."""
     matheron, like, noisy = [f.matheron for f in those], those[0].matheron.p, those[0].lam > 0
     rows, offset, B_r = [], 0, torch.cat([m.B_r for m in matheron])
@@ -234,7 +234,7 @@ def stack(names: tuple[str, ...], those: Sequence[InducingFactors], places: list
         return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
 
     B = tuple(f.B if noisy else f.matheron.B_c for f in those)
-    return Together(
+    return FactoredGroup(
         names=names,
         **_stacked(those),
         p=torch.stack([m.p for m in matheron])[:, None],

@@ -128,8 +128,8 @@ class Frozen(Protocol):
     def settle(self) -> Self: ...
 
 
-class Law(Protocol):
-    """q over one tensor (V or W), with trainable parameters."""
+class Distribution(Protocol):
+    """q over one tensor (V, W or g), with trainable parameters, which artifacts name `law.…`."""
 
     def freeze(self) -> Frozen:
         """The distribution as it is now; gradients flow through it where they are wanted."""
@@ -137,7 +137,7 @@ class Law(Protocol):
 
     @classmethod
     def freeze_together(cls, laws: Sequence[Self]) -> Frozen:
-        """The joint distribution of n laws of one shape, over (n, *shape), with few kernels."""
+        """The joint distribution of n of one shape, over (n, *shape), with few kernels."""
         ...
 
     def kl(self, prior: float) -> Tensor:
@@ -231,9 +231,9 @@ class Posterior(nn.Module, ABC):
         """For serving: the same law without gradients, kept by the caller."""
         return self.trainable().settle()
 
+    @abstractmethod
     def kl(self, data_size: int | None = None) -> Tensor:
-        """KL to the prior; a method has this or `kl_together`."""
-        return self.kl_together([self], data_size)
+        """KL to the prior; `data_size` is the number of training examples, for methods that weight a term by it."""
 
     @property
     def kind(self) -> Hashable:

@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from dubito.models.fields import Members, Positive
+from dubito.models.fields import Members, PositiveFinite
 from dubito.models.numerics.parameters import keep_largest
-from dubito.models.posteriors.entry import MEMBERS, PRIOR_SCALE, SIGMA_MAX, Entry, Geometry, Origin, prior_of
+from dubito.models.posteriors.entry import MEMBERS, PRIOR_SCALE, SIGMA_MAX, Entry, LayerSizes, Origin, prior_of
 from dubito.models.posteriors.full_covariance import COVARIANCE_LIMIT, FullCovariance, check_limit
 from dubito.models.posteriors.mean_field import W_STD, MeanField
 from dubito.models.posteriors.mixture import Mixture
-from dubito.models.posteriors.protocol import Dense, Factors, Frozen, Law, Posterior
+from dubito.models.posteriors.protocol import Dense, Distribution, Factors, Frozen, Posterior
 
 SPREAD = 0.05  # how far ensemble members start from each other, in units of W's own
 
@@ -23,8 +23,8 @@ class WeightLayer(Entry):
     kind: Literal["weights"] = "weights"
     method: Literal["ffg-w", "fcg-w", "ensemble-w"]
     members: Members | None = None
-    sigma_max: Positive | None
-    sigma: Positive
+    sigma_max: PositiveFinite | None
+    sigma: PositiveFinite
 
     what: ClassVar = {
         "ffg-w": "factorised Gaussian over weights",
@@ -40,7 +40,7 @@ class WeightLayer(Entry):
     copies_rest = frozenset({"ensemble-w"})
 
     @classmethod
-    def describe(cls, method: Any, o: Mapping[str, Any], geometry: Geometry, W: Tensor | None = None) -> Self:
+    def describe(cls, method: Any, o: Mapping[str, Any], geometry: LayerSizes, W: Tensor | None = None) -> Self:
         d_out, d_in = geometry.shape
         if method == "fcg-w":
             fits = math.isqrt(o["covariance_limit"])
@@ -54,7 +54,7 @@ class WeightLayer(Entry):
     def start(self, origin: Origin) -> "WeightSpace":
         return WeightSpace(self._law(origin), self.sigma)
 
-    def _law(self, origin: Origin) -> Law:
+    def _law(self, origin: Origin) -> Distribution:
         W = origin.W
         match self.method:
             case "ffg-w":
@@ -93,7 +93,7 @@ class WeightFactors(Factors):
 class WeightSpace(Posterior):
     """q(W) given outright, against the prior N(0, σ²) per entry."""
 
-    def __init__(self, law: Law, sigma: float) -> None:
+    def __init__(self, law: Distribution, sigma: float) -> None:
         super().__init__()
         self.law = law
         self.sigma = sigma

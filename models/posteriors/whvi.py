@@ -15,11 +15,11 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from dubito.models.errors import ConversionError
-from dubito.models.fields import Positive, Size
+from dubito.models.fields import PositiveFinite, Size
 from dubito.models.numerics.hadamard import transform
 from dubito.models.numerics.normals import normals
 from dubito.models.posteriors.blocks import Blocks, Grid, side, weights
-from dubito.models.posteriors.entry import PRIOR_SCALE, Entry, Geometry, Option, Origin, prior_of
+from dubito.models.posteriors.entry import PRIOR_SCALE, Entry, LayerSizes, Option, Origin, prior_of
 from dubito.models.posteriors.flows import Planar
 from dubito.models.posteriors.full_covariance import COVARIANCE_LIMIT, BlockCovariance, check_limit
 from dubito.models.posteriors.mean_field import V_STD, W_STD, MeanField
@@ -38,7 +38,7 @@ class WhviLayer(Entry):
     D: Size  # side of a block
     covariance: Literal["diagonal", "full"]
     flows: Annotated[int, Field(ge=0, le=MOST_FLOWS)] = 0
-    sigma: Positive
+    sigma: PositiveFinite
 
     what: ClassVar = {"whvi": "Walsh–Hadamard VI: blocks S_1 H diag(g) H S_2 of W, a distribution over g alone"}
     options: ClassVar = {
@@ -58,7 +58,7 @@ class WhviLayer(Entry):
         return self
 
     @classmethod
-    def describe(cls, method: str, o: Mapping[str, Any], geometry: Geometry, W: Tensor | None = None) -> Self:
+    def describe(cls, method: str, o: Mapping[str, Any], geometry: LayerSizes, W: Tensor | None = None) -> Self:
         d_out, d_in = geometry.shape
         D = side(d_out, d_in - geometry.bias) if o["D"] is None else o["D"]
         if o["covariance"] == "full":
@@ -158,6 +158,9 @@ class Whvi(Posterior):
 
     def row(self) -> dict[str, Any]:
         return {"blocks": self.grid.rows * self.grid.columns}
+
+    def kl(self, data_size: int | None = None) -> Tensor:
+        return self.kl_together([self], data_size)
 
     @classmethod
     def kl_together(cls, layers: Sequence[Self], data_size: int | None = None) -> Tensor:

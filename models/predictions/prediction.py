@@ -17,8 +17,8 @@ from dubito.models.manifest import Predictive
 from dubito.models.network.feature_bank import Nearest
 from dubito.models.network.layers import FoldError, Reading
 from dubito.models.network.learned import Learned
-from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan, Shared, Stock
-from dubito.models.network.plan import Planner, cheapest
+from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan, Planner, Shared, Stock
+from dubito.models.network.plan import cheapest
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.proof import check
 from dubito.models.predictions.stopwatch import Stopwatch
@@ -38,15 +38,15 @@ from dubito.models.predictions.uncertainty import (
 Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K samples does
 
 
-class Program(Protocol):
-    """A pass of B inputs and K samples, captured with what adds its samples up. It takes up to B inputs, anywhere."""
+class CudaGraph(Protocol):
+    """The graph of a pass of K draws, which sums over its draws. It takes up to B inputs, from any device."""
 
     def sums(self, x: Tensor, seed: int, start: int) -> Reals:
-        """What `sums_of` says of the seed's samples from `start` on."""
+        """`sums_of` the outputs of the seed's draws from `start` on."""
         ...
 
 
-Captured = Callable[[int, int], Program | None]  # for B inputs and K samples, where there is one
+GraphFor = Callable[[int, int], CudaGraph | None]  # the graph for B inputs and K draws, if it was captured
 
 MAX_SAMPLES = 1 << 16
 SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
@@ -148,7 +148,7 @@ def bucket_of(buckets: Sequence[int], rows: int) -> int:
     return next((size for size in buckets if size >= rows), rows)
 
 
-def nothing_captured(B: int, K: int) -> None:
+def no_graph(B: int, K: int) -> None:
     """Every pass is run as it comes."""
 
 
@@ -158,7 +158,7 @@ class Job:
 
     network: BayesianNetwork
     factors: NetworkFactors
-    given: Tensor  # (B, ...)  inputs where they came from: a captured pass fetches them itself
+    given: Tensor  # (B, ...)  inputs where they came from: a graph fetches them itself
     device: torch.device
     dtype: torch.dtype  # of inputs on the device
     seed: int
@@ -170,7 +170,7 @@ class Job:
     watch: Stopwatch
     most: int = 1  # draws that any input may take
     stock: Stock | None = None  # the seed's first samples, drawn ahead: `most` or more
-    captured: Captured = nothing_captured
+    graph_for: GraphFor = no_graph
     fits: Fits | None = None
 
     @classmethod
@@ -188,7 +188,7 @@ class Job:
         watch: Stopwatch | None = None,
         most: int = 1,
         stock: Stock | None = None,
-        captured: Captured | None = None,
+        graph_for: GraphFor | None = None,
         finite: bool = False,
         fits: Fits | None = None,
     ) -> "Job":
@@ -213,7 +213,7 @@ class Job:
             watch=Stopwatch(device) if watch is None else watch,
             most=most,
             stock=stock,
-            captured=captured or nothing_captured,
+            graph_for=graph_for or no_graph,
             fits=fits,
         )
 
@@ -233,9 +233,9 @@ class Job:
         """
         if self.stock is not None:
             return Draws(k, None, self.seed, start, stock=self.stock)
-        if self.captured(self._bucket(rows), k) is not None:
+        if self.graph_for(self._bucket(rows), k) is not None:
             self.normals.skip(k)
-            return Draws(k, None, self.seed, start, captured=True)
+            return Draws(k, None, self.seed, start, by_graph=True)
         try:
             return Draws(k, self.normals.rows(k, self.factors.normals), self.seed, start)
         except torch.OutOfMemoryError:  # nothing was drawn yet
@@ -248,7 +248,7 @@ class Job:
         if not self.factors.folds:
             return K
         K = max(1, min(self.max_rows // B, K))
-        while K > 1 and self.fits is not None and self.captured(B, K) is None and not self.fits(B, K):
+        while K > 1 and self.fits is not None and self.graph_for(B, K) is None and not self.fits(B, K):
             K //= 2
         return K
 
@@ -263,7 +263,7 @@ class Job:
         return bucket_of(self.buckets, rows)
 
     def outputs(self, draws: Draws, rows: Tensor | None = None) -> Tensor:
-        """Logits or means (K, B, ...) of these draws, which no captured pass makes, for all of the inputs or some."""
+        """Logits or means (K, B, ...) of these draws, which no graph makes, for all of the inputs or some."""
         if draws.noise is not None and self._shared is not None:
             return self._beside(self._shared(draws, rows) / self.temperature, rows)
         x, B = self._padded(rows)
@@ -287,11 +287,11 @@ class Job:
 
     def sums(self, draws: Draws, rows: Tensor | None = None) -> Reals:
         """The sums over these draws, for all inputs or for the given rows."""
-        if draws.captured:
+        if draws.by_graph:
             x = self.given if rows is None else self.given[rows.to(self.given.device)]
-            program = self.captured(self._bucket(len(x)), draws.K)
-            assert program is not None
-            return program.sums(x, self.seed, draws.start)
+            graph = self.graph_for(self._bucket(len(x)), draws.K)
+            assert graph is not None
+            return graph.sums(x, self.seed, draws.start)
         sums: Reals = sums_of(self.network, self.factors.read)(self.outputs(draws, rows)).cpu().double().numpy()
         return sums
 

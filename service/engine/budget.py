@@ -27,7 +27,7 @@ class Budget:
     def __init__(self, limit: int | None) -> None:
         """`limit` in bytes; None: no limit."""
         self.limit = limit
-        self.shares: list[Share] = []
+        self.shares: list[MemoryShare] = []
 
     @classmethod
     def of(cls, limit: int, device: torch.device) -> "Budget":
@@ -38,11 +38,11 @@ class Budget:
             return cls(int(SHARE * torch.cuda.get_device_properties(device).total_memory))
         return cls(None)
 
-    def share(self) -> "Share":
-        self.shares.append(Share(self))
+    def share(self) -> "MemoryShare":
+        self.shares.append(MemoryShare(self))
         return self.shares[-1]
 
-    def release(self, share: "Share") -> None:
+    def release(self, share: "MemoryShare") -> None:
         self.shares.remove(share)
         share.kinds.clear()  # they refer to the model: the cycle would keep it in memory
 
@@ -56,7 +56,7 @@ class Budget:
         return self.limit - sum(self.held(kind) for kind in KINDS if kind != "draws")
 
 
-class Share:
+class MemoryShare:
     """One model's part: the bytes it holds by kind, and the bytes its passes need."""
 
     def __init__(self, budget: Budget) -> None:

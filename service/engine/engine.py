@@ -26,7 +26,7 @@ from dubito.models.predictions.prediction import (
     Passes,
     bucket_of,
     evaluating,
-    nothing_captured,
+    no_graph,
     predict,
     predict_closed,
     seed_of,
@@ -34,7 +34,7 @@ from dubito.models.predictions.prediction import (
 from dubito.models.predictions.stopwatch import Stopwatch
 from dubito.models.predictions.uncertainty import Reals
 from dubito.service.engine.bank import Bank
-from dubito.service.engine.budget import TRIED, Budget, Share, peak_of
+from dubito.service.engine.budget import TRIED, Budget, MemoryShare, peak_of
 from dubito.service.engine.graphs import PassGraph, PassGraphs, for_gpu
 from dubito.service.engine.plans import PlanCache, Plans
 
@@ -99,7 +99,7 @@ class Engine:
         plan_cache: PlanCache | None = None,
         plan_seconds: float = 0.0,
         bank: Bank | None = None,
-        share: Share | None = None,
+        share: MemoryShare | None = None,
     ) -> None:
         """Executions that `plan_cache` does not hold are measured for about `plan_seconds`.
 
@@ -230,7 +230,7 @@ class Engine:
 
     def _prove(self) -> None:
         """Check every product of a pass with draws and of a pass with the posterior mean against a wider dtype."""
-        job = replace(self._job(self._normals(PROVEN), 0, None, TRIED), captured=nothing_captured)
+        job = replace(self._job(self._normals(PROVEN), 0, None, TRIED), graph_for=no_graph)
         checked = Checked()
         with evaluating(job.network), torch.inference_mode(), checked:
             job.outputs(Draws(1, None, 0))
@@ -264,7 +264,7 @@ class Engine:
         if not self.share.limited:
             return
         job = self._job(torch.from_numpy(self._zeros(rows)), 0, None, TRIED)
-        job = replace(job, fits=None, captured=nothing_captured)  # in one pass, and without graphs
+        job = replace(job, fits=None, graph_for=no_graph)  # in one pass, and without graphs
 
         def run() -> None:
             with evaluating(job.network), torch.inference_mode():
@@ -372,10 +372,10 @@ class Engine:
     def _job(
         self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1, stock: Stock | None = None
     ) -> Job:
-        captured = None if self.graphs is None else self.graphs.at
+        graph_for = None if self.graphs is None else self.graphs.at
         more = self._passes(watch)
         network, factors = self.model.network, self.model.factors
-        job = Job.of(network, factors, x, seed, most=most, stock=stock, captured=captured, finite=True, **more)
+        job = Job.of(network, factors, x, seed, most=most, stock=stock, graph_for=graph_for, finite=True, **more)
         self.draws = max(self.draws, min(most, job.samples_at_once(len(x))))
         return job
 
@@ -420,7 +420,7 @@ class LaunchedBatch:
             return self.completed
         self.job.watch.go_on()
         known = HostResults(self.sums)
-        return list(self.engine.conclude(self.requests, replace(self.job, captured=lambda B, K: known)))
+        return list(self.engine.conclude(self.requests, replace(self.job, graph_for=lambda B, K: known)))
 
 
 @dataclass(frozen=True)

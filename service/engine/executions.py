@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dubito.models.network.geometry import Conv, Geometry, How, apply
+from dubito.models.network.geometry import Conv, Execution, Geometry, apply
 from dubito.models.network.layers import BayesianLayer
 from dubito.models.numerics.proof import WIDER, fault_in, name_of
 from dubito.models.posteriors.protocol import Dense, Factored, Operand
@@ -37,7 +37,7 @@ class LayerCall:
         return self.unit.geometry
 
     @cached_property
-    def executions(self) -> tuple[How, ...]:
+    def executions(self) -> tuple[Execution, ...]:
         fused = kernel_executions(self.geometry, self.operand, self.x) if isinstance(self.unit, Unit) else ()
         return executions_of(self.geometry, self.operand, self.K) + fused
 
@@ -52,7 +52,7 @@ class LayerCall:
         parts = (str(self.geometry), tuple(self.x.shape), str(self.x.dtype), r, self.K, self.channels_last, follows)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
-    def compute(self, execution: How) -> Tensor:
+    def compute(self, execution: Execution) -> Tensor:
         if isinstance(self.unit, Unit):
             return self.unit.compute(self.x, self.residual, self.operand, self.K, execution, self.channels_last)
         return apply(self.geometry, self.x, self.operand, self.K, execution, self.channels_last)
@@ -73,7 +73,7 @@ class LayerCall:
         alone = [LayerCall(self.unit, *each, 1, False) for each in zip(rows, added, operands, strict=True)]
         return torch.cat([one.compute("loop") for one in alone])
 
-    def fault(self, execution: How, expected: Tensor) -> str | None:
+    def fault(self, execution: Execution, expected: Tensor) -> str | None:
         """What is wrong with an execution's result on the rows of `expected`; None if it is right."""
         result = torch.cat(_seen(self.compute(execution), self.K))
         what = f"{execution!r} in {name_of(result.dtype)}"
@@ -91,9 +91,9 @@ def _each(operand: Operand, change: Callable[[Tensor], Tensor]) -> Operand:
     return replace(operand, **changed)
 
 
-def executions_of(geometry: Geometry, operand: Operand, K: int) -> tuple[How, ...]:
+def executions_of(geometry: Geometry, operand: Operand, K: int) -> tuple[Execution, ...]:
     """Executions of an operand without custom kernels; all give the same result."""
-    dense: tuple[How, ...] = ("loop",)
+    dense: tuple[Execution, ...] = ("loop",)
     if K > 1:
         dense = ("loop", "batch", "unfold") if isinstance(geometry, Conv) else ("loop", "batch")
     match operand:
@@ -104,7 +104,7 @@ def executions_of(geometry: Geometry, operand: Operand, K: int) -> tuple[How, ..
     return ()
 
 
-def kernel_executions(geometry: Geometry, operand: Operand, x: Tensor) -> tuple[How, ...]:
+def kernel_executions(geometry: Geometry, operand: Operand, x: Tensor) -> tuple[Execution, ...]:
     """Executions by our GPU kernels, in half precision only: in float32 they would not use the tensor cores."""
     if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16) or find_spec("triton") is None:
         return ()

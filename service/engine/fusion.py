@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from dubito.models.network.features import watched
-from dubito.models.network.geometry import Conv, How, apply
+from dubito.models.network.geometry import Conv, Execution, apply
 from dubito.models.network.layers import BayesianLayer, MemberLayer, current
 from dubito.models.network.normalisation import FOLDABLE, ScaleShift, folded
 from dubito.models.posteriors.protocol import Dense, Factored, Operand
@@ -46,7 +46,7 @@ class Unit(nn.Module):
         return self.compute(x, residual, run.operands[self.layer](), run.K, execution, run.channels_last)
 
     def compute(
-        self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, execution: How, channels_last: bool
+        self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, execution: Execution, channels_last: bool
     ) -> Tensor:
         if execution in ("fused", "parted", "grouped"):
             return self._by_kernel(x, residual, operand, K, execution)
@@ -57,7 +57,7 @@ class Unit(nn.Module):
             out = out + residual
         return out.relu_() if self.relu else out
 
-    def _by_kernel(self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, execution: How) -> Tensor:
+    def _by_kernel(self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, execution: Execution) -> Tensor:
         from dubito.service.engine import kernels
 
         geometry = self.geometry

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.errors import NumericsError
-from dubito.models.network.geometry import How
+from dubito.models.network.geometry import Execution
 from dubito.models.network.layers import BayesianLayer, FoldError, current
 from dubito.models.network.network import Draws, Plan
 from dubito.models.numerics.normals import Normals
@@ -41,7 +41,7 @@ class Plans:
         """Measuring takes about `seconds` in all; layers that are not measured keep their execution of `usual`."""
         self.usual, self.cache, self.left = usual, cache, seconds
         self.bytes = 0  # device memory of the graphs
-        self.wrong: set[tuple[str, How]] = set()  # executions with wrong results, by layer: never used
+        self.wrong: set[tuple[str, Execution]] = set()  # executions with wrong results, by layer: never used
         self.known: dict[tuple[int, int], Plan] = {}
         self._at = lru_cache(maxsize=4096)(self._nearest)
 
@@ -94,7 +94,7 @@ class Plans:
     def _without_wrong(self, plan: Plan, right: Plan) -> Plan:
         return MappingProxyType({name: right[name] if (name, e) in self.wrong else e for name, e in plan.items()})
 
-    def _fastest(self, name: str, call: LayerCall) -> How | None:
+    def _fastest(self, name: str, call: LayerCall) -> Execution | None:
         """The fastest execution with right results; None where there is only one. Without time left, the usual one."""
         if len(call.executions) < 2:
             return None
@@ -113,7 +113,7 @@ class Plans:
             return chosen[0]
         if on_gpu:  # the time to compile kernels does not count
             began = time.perf_counter()
-        times = dict[How, float]()
+        times = dict[Execution, float]()
         for execution in chosen:
             limit = HOPELESS * min(times.values(), default=math.inf)
             try:
@@ -125,7 +125,7 @@ class Plans:
         self.cache.executions[call.case] = best
         return best
 
-    def _right(self, name: str, call: LayerCall, execution: How, expected: Tensor) -> bool:
+    def _right(self, name: str, call: LayerCall, execution: Execution, expected: Tensor) -> bool:
         """Run an execution once and compare its result; one that is wrong at any size is never used."""
         if (name, execution) in self.wrong:
             return False
@@ -188,7 +188,7 @@ class PlanCache:
 
     def __init__(self, path: Path | None, device: torch.device) -> None:
         self.path, self.device = path, _name(device)
-        self.executions: dict[str, How] = self._read().get(self.device, {})
+        self.executions: dict[str, Execution] = self._read().get(self.device, {})
 
     def save(self) -> None:
         """Write the file atomically; entries of other devices are kept."""
@@ -205,7 +205,7 @@ class PlanCache:
             log.warning("plans cannot be remembered", extra={"error": str(error)})
             self.path = None
 
-    def _read(self) -> dict[str, dict[str, How]]:
+    def _read(self) -> dict[str, dict[str, Execution]]:
         """The file's contents; empty if it is missing or not valid."""
         try:
             entries = json.loads(self.path.read_text()) if self.path is not None else {}
@@ -214,7 +214,7 @@ class PlanCache:
         except (OSError, ValueError) as error:
             log.warning("remembered plans cannot be read", extra={"error": str(error)})
             return {}
-        known = get_args(How)
+        known = get_args(Execution)
         if not isinstance(entries, dict) or not all(isinstance(cases, dict) for cases in entries.values()):
             return {}
         return {name: {case: e for case, e in cases.items() if e in known} for name, cases in entries.items()}

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 
 from dubito.service.logs import write_line
-from dubito.service.problems import Problem, problem_of
+from dubito.service.problems import Problem, TooManyRequests, problem_of
 from dubito.service.web.http import ClientGone, Pairs, Receive, Reply, Scope, Send, body_of
 from dubito.service.web.predict import V1, V2, RequestContext
 from dubito.service.web.routes import routes
@@ -73,7 +73,7 @@ class Server:
         if (predictor := self.state.predictor) is None:
             raise Problem(503, "the server is starting; /readyz says when it is ready.", {"Retry-After": "1"})
         if self.under_way >= self.state.settings.max_requests:
-            raise Problem(429, f"{self.under_way} predictions are under way.", {"Retry-After": "1"}, "queue_full")
+            raise TooManyRequests(f"{self.under_way} predictions are under way.")
         self.under_way += 1
         try:
             return await (predictor.v2 if path.re is V2 else predictor.v1)(context, *path.groups())

@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import time
 
-from dubito.service.problems import Problem
+from dubito.service.problems import Problem, TooManyRequests
 from dubito.service.settings import Settings
 from dubito.service.web.http import Headers
 
@@ -70,9 +70,5 @@ class Guard:
             del self.left[next(iter(self.left))]
         if left < 1:
             wait = (1 - left) / rate
-            raise Problem(
-                429,
-                f"more than {rate:g} requests a second came; try again in {wait:.1f} s.",
-                {"Retry-After": str(max(1, round(wait)))},
-                reason="rate",
-            )
+            detail = f"more than {rate:g} requests a second came; try again in {wait:.1f} s."
+            raise TooManyRequests(detail, wait, "rate")

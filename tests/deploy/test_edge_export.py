@@ -20,7 +20,7 @@ from dubito.deploy.edge.check import parity
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.export import ExportedModel, export, save
 from dubito.deploy.edge.graph import Graph
-from dubito.deploy.edge.noise import Noise
+from dubito.deploy.edge.normals import GraphNormals
 from dubito.deploy.edge.rotations import completed, logarithm
 from dubito.deploy.edge.runtime import EdgeModel
 from dubito.models import bayesianize, build, ensemble, load
@@ -396,7 +396,7 @@ def test_own_noise_has_the_mean_of_torch_s(tmp_path: Path) -> None:
 
 def normals(seed: int, K: int, sizes: list[int]) -> list[NDArray[np.float32]]:
     g = Graph()
-    noise = Noise(g, K, "seed")
+    noise = GraphNormals(g, K, "seed")
     names = [noise.normals(n, f"layer{i}:V") for i, n in enumerate(sizes)]
     noise.finish()
     return values_of(g, names, seed)
@@ -443,7 +443,7 @@ def test_normals_of_one_word_have_the_moments_of_independent_ones() -> None:
     from scipy.stats import norm
 
     g = Graph()
-    noise = Noise(g, 1, "seed")
+    noise = GraphNormals(g, 1, "seed")
     D, L = (t.astype(np.float64) for t in values_of(g, noise._tables(), 0))
     assert D.shape == L.shape == (4096, 16)
     # E of a product of normals is that of the directions times that of the lengths

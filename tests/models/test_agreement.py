@@ -19,16 +19,16 @@ from benchmarks._rule import draw_by_rule
 from dubito.models import build, load
 from dubito.models.conversion.directions import set_directions
 from dubito.models.embedded import embedded
-from dubito.models.network.geometry import Conv, How, apply
+from dubito.models.network.geometry import Conv, Execution, apply
 from dubito.models.network.network import BayesianNetwork, Draws
 from dubito.models.posteriors.inducing import Inducing
-from dubito.models.posteriors.inducing_factors import Noise
+from dubito.models.posteriors.inducing_factors import LambdaLaw
 from dubito.models.predictions.prediction import evaluating
 from dubito.training.data.sources import read_data
 
 K, CHUNK = 2048, 512
 LAM = 0.2
-HOWS: tuple[How, ...] = ("loop", "batch", "unfold", "factored")
+EXECUTIONS: tuple[Execution, ...] = ("loop", "batch", "unfold", "factored")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def x() -> Tensor:
     return (mixed - torch.tensor(image.mean).view(-1, 1, 1)) / torch.tensor(image.std).view(-1, 1, 1)
 
 
-def trained(noise: Noise, lam: float) -> BayesianNetwork:
+def trained(noise: LambdaLaw, lam: float) -> BayesianNetwork:
     network = load(embedded("digits")).network
     for layer in network.layers.values():
         q = layer.posterior
@@ -86,16 +86,16 @@ def by_rule(network: BayesianNetwork, x: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def by_plan(network: BayesianNetwork, x: Tensor) -> dict[How, Tensor]:
+def by_plan(network: BayesianNetwork, x: Tensor) -> dict[Execution, Tensor]:
     factors, rng = network.factors(), torch.Generator().manual_seed(2)
-    found: dict[How, list[Tensor]] = {how: [] for how in HOWS}
+    found: dict[Execution, list[Tensor]] = {execution: [] for execution in EXECUTIONS}
     for _ in range(K // CHUNK):
         noise = torch.randn(CHUNK, factors.normals, generator=rng)
         run = network.arrange(factors, Draws(CHUNK, noise, 0), {}, keep=True)
-        for how, parts in found.items():
-            plan: dict[nn.Module, How] = dict.fromkeys(network.layers.values(), how)
+        for execution, parts in found.items():
+            plan: dict[nn.Module, Execution] = dict.fromkeys(network.layers.values(), execution)
             parts.append(network.go(x, replace(run, plan=plan)))
-    return {how: torch.cat(parts) for how, parts in found.items()}
+    return {execution: torch.cat(parts) for execution, parts in found.items()}
 
 
 def agree(ours: Tensor, theirs: Tensor) -> None:
@@ -142,8 +142,8 @@ def test_every_layer_has_the_papers_marginals_under_the_factored_law(x: Tensor) 
             patches = _patches(layer.geometry, inputs)  # (places, d_in)
             theirs = torch.einsum("koi,pi->kop", W, patches)
             operand = f.draw(torch.randn(K, f.normals, generator=rng), None)
-            for how in HOWS:
-                out = apply(layer.geometry, inputs.repeat(K, *[1] * (inputs.dim() - 1)), operand, K, how)
+            for execution in EXECUTIONS:
+                out = apply(layer.geometry, inputs.repeat(K, *[1] * (inputs.dim() - 1)), operand, K, execution)
                 ours = out.flatten(2)[..., PLACES] if out.dim() == 4 else out[..., None]
                 agree(ours, theirs)
                 agree(ours.square(), theirs.square())

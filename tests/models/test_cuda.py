@@ -10,7 +10,7 @@ from torch import nn
 
 from dubito.models import bayesianize, build, predict
 from dubito.models.manifest import SubnetworkEntry
-from dubito.models.network.geometry import How
+from dubito.models.network.geometry import Execution
 from dubito.models.network.linearised import LinearisedFactors, Subnetwork, by_jvp
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.numerics.hadamard import by_steps, transform
@@ -58,10 +58,10 @@ def test_a_seed_fixes_the_draws_whatever_the_plan_and_the_cut(noise: str) -> Non
     first = predict(network, factors, x, 8, 3, keep_outputs=True).outputs
     assert first is not None
     assert torch.equal(first, predict(network, factors, x, 8, 3, keep_outputs=True).outputs)  # type: ignore[arg-type]
-    hows: tuple[How, ...] = ("loop", "batch", "unfold", "factored")
-    for how in hows:
+    executions: tuple[Execution, ...] = ("loop", "batch", "unfold", "factored")
+    for execution in executions:
         for max_rows in (1, 5, 1000):
-            plan: dict[str, How] = dict.fromkeys(network.layers, how)
+            plan: dict[str, Execution] = dict.fromkeys(network.layers, execution)
             other = predict(network, factors, x, 8, 3, plan=plan, max_rows=max_rows, keep_outputs=True).outputs
             assert other is not None
             torch.testing.assert_close(other, first, rtol=2e-2, atol=2e-2)

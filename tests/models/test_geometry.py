@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor, nn
 
-from dubito.models.network.geometry import Conv, Geometry, How, Linear, apply
+from dubito.models.network.geometry import Conv, Execution, Geometry, Linear, apply
 from dubito.models.posteriors.protocol import Dense, Factored
 from tests.examples import at_most
 from tests.faulty import those_right
 
-HOWS: tuple[How, ...] = get_args(How)
+EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
 MODES = {"zeros": "constant", "reflect": "reflect", "circular": "wrap", "replicate": "edge"}  # torch's names, numpy's
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -188,8 +188,8 @@ def test_dense_weights_act_as_torchs_own_layers(c: Case) -> None:
     W = c.weights(c.K)
     expected, scale = by_torch(c, W.to(c.x.dtype).double())
     error = (4 if c.x.dtype == torch.bfloat16 else W.shape[2] + 4) * torch.finfo(c.x.dtype).eps * scale
-    for how in HOWS:
-        assert_within(apply(c.geometry, c.x, Dense(W), c.K, how), expected, error, c.x.dtype)
+    for execution in EXECUTIONS:
+        assert_within(apply(c.geometry, c.x, Dense(W), c.K, execution), expected, error, c.x.dtype)
 
 
 @given(c=cases)
@@ -198,8 +198,8 @@ def test_one_matrix_stands_for_all_samples(c: Case) -> None:
     W = c.weights(1)
     expected, scale = by_torch(c, W.to(c.x.dtype).double().expand(c.K, -1, -1))
     error = (4 if c.x.dtype == torch.bfloat16 else W.shape[2] + 4) * torch.finfo(c.x.dtype).eps * scale
-    for how in HOWS:
-        assert_within(apply(c.geometry, c.x, Dense(W), c.K, how), expected, error, c.x.dtype)
+    for execution in EXECUTIONS:
+        assert_within(apply(c.geometry, c.x, Dense(W), c.K, execution), expected, error, c.x.dtype)
 
 
 @given(c=cases | convolutions(plain=True), share=st.floats(0, 1), outside=st.booleans())
@@ -207,8 +207,8 @@ def test_one_matrix_stands_for_all_samples(c: Case) -> None:
 def test_factored_weights_act_on_patches_cut_by_hand(c: Case, share: float, outside: bool) -> None:
     f = c.factored(1 + round(share * (c.geometry.shape[1] - 1)), outside)
     expected, error = by_hand(c, f)
-    for how in HOWS:
-        assert_within(apply(c.geometry, c.x, f, c.K, how), expected, error, c.x.dtype)
+    for execution in EXECUTIONS:
+        assert_within(apply(c.geometry, c.x, f, c.K, execution), expected, error, c.x.dtype)
 
 
 @given(c=cases)
@@ -218,8 +218,8 @@ def test_factored_weights_without_a_rest_act_as_torchs_own_layers(c: Case) -> No
     W = f.G.double() @ f.B.double().T
     expected, _ = by_torch(c, W)
     _, error = by_hand(c, f)
-    for how in HOWS:
-        assert_within(apply(c.geometry, c.x, f, c.K, how), expected, error, c.x.dtype)
+    for execution in EXECUTIONS:
+        assert_within(apply(c.geometry, c.x, f, c.K, execution), expected, error, c.x.dtype)
 
 
 @given(c=cases)
@@ -229,8 +229,8 @@ def test_one_factored_matrix_stands_for_all_samples(c: Case) -> None:
     f = c.factored(1, outside=False)
     one = Factored(f.B, f.G[:1], None)
     expected, error = by_hand(c, Factored(f.B, f.G[:1].expand(c.K, -1, -1), None))
-    for how in HOWS:
-        assert_within(apply(c.geometry, c.x, one, c.K, how), expected, error, c.x.dtype)
+    for execution in EXECUTIONS:
+        assert_within(apply(c.geometry, c.x, one, c.K, execution), expected, error, c.x.dtype)
 
 
 @given(c=cases)
@@ -251,12 +251,12 @@ def test_the_bias_is_1_at_padded_borders_too(dims: int, mode: str, padding: int 
     c = Case(geometry, torch.randn(6, 4, *[5] * dims, generator=rng).double(), K=3, seed=0)
     W = c.weights(3)
     expected, scale = by_torch(c, W)
-    for how in HOWS:
-        assert_within(apply(geometry, c.x, Dense(W), 3, how), expected, 1e-14 * scale, torch.float64)
+    for execution in EXECUTIONS:
+        assert_within(apply(geometry, c.x, Dense(W), 3, execution), expected, 1e-14 * scale, torch.float64)
     f = c.factored(3, outside=True)
     expected, error = by_hand(c, f)
-    for how in HOWS:
-        assert_within(apply(geometry, c.x, f, 3, how), expected, error, torch.float64)
+    for execution in EXECUTIONS:
+        assert_within(apply(geometry, c.x, f, 3, execution), expected, error, torch.float64)
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -273,8 +273,8 @@ def test_many_filters_act_as_few_do(geometry: Geometry, outside: bool) -> None:
     for r in (63, 64, 65, 130):
         f = c.factored(r, outside)
         expected, error = by_hand(c, f)
-        for how in HOWS:
-            assert_within(apply(geometry, c.x, f, 3, how), expected, error, torch.float64)
+        for execution in EXECUTIONS:
+            assert_within(apply(geometry, c.x, f, 3, execution), expected, error, torch.float64)
 
 
 def test_half_precision_never_takes_the_root_of_less_than_nothing() -> None:

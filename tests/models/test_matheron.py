@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks._rule import draw_by_rule
-from dubito.models.network.geometry import How, Linear, apply
+from dubito.models.network.geometry import Execution, Linear, apply
 from dubito.models.numerics.parameters import Positive
 from dubito.models.posteriors.inducing import Inducing
-from dubito.models.posteriors.inducing_factors import InducingFactors, Noise
+from dubito.models.posteriors.inducing_factors import InducingFactors, LambdaLaw
 from dubito.models.posteriors.matheron import (
     MatheronFactors,
     draw_jointly,
@@ -87,7 +87,7 @@ class Toy:
             Ds.append((D**2 - 1e-4 * diagonal).sqrt())
         return replace(self, D_r=Ds[0], D_c=Ds[1])
 
-    def posterior(self, noise: Noise, directions: Tensor | None = None) -> Inducing:
+    def posterior(self, noise: LambdaLaw, directions: Tensor | None = None) -> Inducing:
         made = Inducing(self.Z_r, self.Z_c, None, self.sigma, lam=self.lam, noise=noise)
         made.D_r, made.D_c = Positive(self.D_r, 1e-9), Positive(self.D_c, 1e-9)
         made.directions = None if directions is None else directions.T
@@ -269,13 +269,13 @@ def test_factors_are_the_thin_svds_of_A(t: Toy) -> None:
 # way 3 as a server runs it: Inducing.factors() with factored noise, applied to inputs
 
 
-def outputs(f: InducingFactors, V: Tensor, x: Tensor, how: How = "factored") -> Callable[[Tensor], Tensor]:
+def outputs(f: InducingFactors, V: Tensor, x: Tensor, execution: Execution = "factored") -> Callable[[Tensor], Tensor]:
     """W x for every sample and input, from normals: (K, normals) -> (K, n·d_out)."""
     d_out, d_in = f.shape
 
     def draw(noise: Tensor) -> Tensor:
         K = len(noise)
-        out = apply(Linear(d_in, d_out, bias=False), x.repeat(K, 1), f.given(V).draw(noise, None), K, how)
+        out = apply(Linear(d_in, d_out, bias=False), x.repeat(K, 1), f.given(V).draw(noise, None), K, execution)
         return out.view(K, -1)
 
     return draw
@@ -370,11 +370,11 @@ def test_directions_that_add_nothing_are_left_out() -> None:
 
 
 @each_toy
-@pytest.mark.parametrize("how", get_args(How))
-def test_plans_do_not_change_way_3(t: Toy, how: How) -> None:
+@pytest.mark.parametrize("execution", get_args(Execution))
+def test_plans_do_not_change_way_3(t: Toy, execution: Execution) -> None:
     x, f = inputs(3, t.shape[1]), t.posterior("factored").factors()
     noise = normal(4, f.normals, rng=torch.Generator().manual_seed(SEED))
-    torch.testing.assert_close(outputs(f, t.V, x, how)(noise), outputs(f, t.V, x)(noise))
+    torch.testing.assert_close(outputs(f, t.V, x, execution)(noise), outputs(f, t.V, x)(noise))
 
 
 # λ = 0

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.models.network.geometry import Conv, How, apply
+from dubito.models.network.geometry import Conv, Execution, apply
 from dubito.models.posteriors.inducing import Inducing, leading_directions
-from dubito.models.posteriors.inducing_factors import Noise
+from dubito.models.posteriors.inducing_factors import LambdaLaw
 
 SEED = 0
 IMAGES = Path(__file__).parents[3] / "shared" / "data" / "FashionMNIST" / "raw" / "t10k-images-idx3-ubyte"
@@ -80,16 +80,16 @@ def table(features: Tensor) -> dict[str, Row]:
     energy, inside = x.square().sum(-1), (x @ P_c * x).sum(-1)  # (n, 196)
     assert 1 - inside.sum() / energy.sum() > 0.8, "most patch energy should lie outside the span"
 
-    def posterior(noise: Noise) -> Inducing:
+    def posterior(noise: LambdaLaw) -> Inducing:
         return Inducing(Z_r, Z_c, None, SIGMA, D=1e-5, lam=LAM, noise=noise)
 
-    def draw(made: Inducing, how: How) -> Tensor:
+    def draw(made: Inducing, execution: Execution) -> Tensor:
         f = made.factors().given(torch.zeros(1, M, M))  # zero: the noise alone
         rng = torch.Generator().manual_seed(SEED + 1)
         outputs = []
         for _ in range(0, K, STEP):
             operand = f.draw(torch.randn(STEP, f.normals, generator=rng), None)
-            out = apply(layer, shown.repeat(STEP, 1, 1, 1), operand, STEP, how)
+            out = apply(layer, shown.repeat(STEP, 1, 1, 1), operand, STEP, execution)
             outputs.append(out.view(STEP, SHOWN, CHANNELS, SIDE, SIDE))
         return torch.cat(outputs)
 

@@ -20,7 +20,7 @@ from dubito.models.posteriors.full_covariance import FullCovariance
 from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.mean_field import FrozenMeanField, MeanField
 from dubito.models.posteriors.mixture import Mixture
-from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Law
+from dubito.models.posteriors.protocol import Dense, Distribution, Dropped, Factored, Factors, Posterior
 from dubito.models.predictions.prediction import predict
 
 SEED = 0
@@ -218,7 +218,12 @@ def test_positives_together_are_each_alone() -> None:
 
 
 def inducing(
-    d_out: int = 3, d_in: int = 4, M_out: int = 2, M_in: int = 3, law: Law | None = None, lam_max: float | None = 0.9
+    d_out: int = 3,
+    d_in: int = 4,
+    M_out: int = 2,
+    M_in: int = 3,
+    law: Distribution | None = None,
+    lam_max: float | None = 0.9,
 ) -> Inducing:
     law = law if law is not None else MeanField(normal(M_out, M_in, at=5), 0.3, 0.9)
     made = Inducing(normal(M_out, d_out, at=6), normal(M_in, d_in, at=7), law, 0.7, lam=0.4, lam_max=lam_max)
@@ -291,7 +296,7 @@ def mean_field_kl() -> Tensor:
 
 # inducing weights: draws with V integrated out, and gradients
 
-LAWS: dict[str, Callable[[int, int], Law]] = {
+LAWS: dict[str, Callable[[int, int], Distribution]] = {
     "ffg-u": lambda M_out, M_in: MeanField(normal(M_out, M_in, at=5), 0.3, 0.9),
     "fcg-u": lambda M_out, M_in: correlated(FullCovariance(normal(M_out, M_in, at=5), 0.3, 0.9)),
     "ensemble-u": lambda M_out, M_in: Mixture(normal(3, M_out, M_in, at=5)),
@@ -406,6 +411,15 @@ def test_layers_drawn_together_are_each_drawn_alone(law: str, lam_max: float | N
             close(torch.zeros(()) if g is None else g, torch.zeros(()) if h is None else h)
     z = normal(K, apart.normals, at=60)
     close(apart.draw(z, member).W, other.trainable().draw(z, member).W.detach())
+
+
+def test_a_method_without_a_kl_is_refused_when_it_is_made() -> None:
+    class Silent(Posterior):
+        def trainable(self) -> Factors:
+            raise AssertionError
+
+    with pytest.raises(TypeError, match=r"abstract method '?kl'?"):
+        Silent()  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize("data_size", [None, 4])

@@ -16,7 +16,7 @@ from dubito.models import bayesianize, predict
 from dubito.models.conversion.directions import set_directions
 from dubito.models.errors import ConversionError, InputError, PredictionError
 from dubito.models.manifest import Regression
-from dubito.models.network.geometry import How
+from dubito.models.network.geometry import Execution
 from dubito.models.network.network import BayesianNetwork, NetworkFactors
 from dubito.models.numerics.normals import Normals
 from dubito.models.posteriors.protocol import Dense, Factored
@@ -129,8 +129,8 @@ def test_a_seed_fixes_the_answers_however_the_work_is_cut(residual: Residual, me
     network = widen(bayesianize(residual, method, noise=noise, **options))
     factors = network.factors()
 
-    def outputs(**how: Any) -> Tensor:
-        out = predict(network, factors, INPUTS, 6, 3, keep_outputs=True, **how).outputs
+    def outputs(**passes: Any) -> Tensor:
+        out = predict(network, factors, INPUTS, 6, 3, keep_outputs=True, **passes).outputs
         assert out is not None
         return out
 
@@ -155,9 +155,9 @@ def test_plans_change_how_not_what(residual: Residual, noise: str, lam_max: floa
     network = widen(bayesianize(residual, "ffg-u", inducing=6, noise=noise, lam_max=lam_max))
     factors = network.factors()
     answers = []
-    hows: tuple[How, ...] = get_args(How)
-    for how in hows:
-        plan: dict[str, How] = dict.fromkeys(network.layers, how)
+    executions: tuple[Execution, ...] = get_args(Execution)
+    for execution in executions:
+        plan: dict[str, Execution] = dict.fromkeys(network.layers, execution)
         out = predict(network, factors, INPUTS, 5, 0, plan=plan, max_rows=100, keep_outputs=True).outputs
         assert out is not None
         answers.append(out)
@@ -310,9 +310,9 @@ def test_a_network_that_views_its_feature_maps_works_unchanged(method: str) -> N
     network = widen(bayesianize(net, "ffg-w" if method == "fcg-w" else method, **options))
     network(INPUTS).sum().backward()
     factors = network.factors()
-    hows: tuple[How, ...] = get_args(How)
-    for how in hows:
-        plan: dict[str, How] = dict.fromkeys(network.layers, how)
+    executions: tuple[Execution, ...] = get_args(Execution)
+    for execution in executions:
+        plan: dict[str, Execution] = dict.fromkeys(network.layers, execution)
         first = predict(network, factors, INPUTS, 4, 0, plan=plan, keep_outputs=True).outputs
         again = predict(network, factors, INPUTS, 4, 0, plan=plan, max_rows=5, keep_outputs=True).outputs
         assert first is not None

@@ -13,8 +13,8 @@ from dubito.models.network.geometry import Conv, apply
 from dubito.models.numerics.normals_kernel import FOUR, fill
 from dubito.models.numerics.parameters import alike
 from dubito.models.posteriors.inducing import Inducing
-from dubito.models.posteriors.inducing_factors import InducingFactors, Noise
-from dubito.models.posteriors.inducing_together import _size, stack, stack_whole
+from dubito.models.posteriors.inducing_factors import InducingFactors, LambdaLaw
+from dubito.models.posteriors.inducing_together import _size, stack, stack_dense
 from dubito.models.posteriors.protocol import Dense, Factored
 from dubito.service.engine.kernels import Epilogue, dense, factored, parted, suits, tap_by_tap
 
@@ -32,7 +32,7 @@ CASES = [
     (2, 1, 2, 48, 24, 3, 1, 1, 7, True, False, True),
     (2, 1, 4, 32, 80, 3, 1, 1, 36, True, True, True),
 ]
-LAWS: list[tuple[float, Noise]] = [(0.0, "exact"), (0.3, "factored"), (0.3, "exact")]
+LAWS: list[tuple[float, LambdaLaw]] = [(0.0, "exact"), (0.3, "factored"), (0.3, "exact")]
 
 
 def check_convolution(
@@ -110,7 +110,7 @@ def check_normals(seed: int, start: int, K: int, n: int) -> None:
     assert torch.equal(later, found[:, 5:])
 
 
-def check_together(lam: float, noise: Noise, dtype: torch.dtype) -> None:
+def check_together(lam: float, noise: LambdaLaw, dtype: torch.dtype) -> None:
     """The kernels that draw many layers against torch, from the same normals; layers of 27 and of 10 are uneven."""
     torch.manual_seed(0)
     sizes = [(3, 8, 3), (8, 72, 3), (72, 8, 1), (8, 20, 1), (20, 10, 1)] if noise == "factored" else EVEN
@@ -131,7 +131,7 @@ def check_together(lam: float, noise: Noise, dtype: torch.dtype) -> None:
         names = tuple(sorted((list(layers)[i] for i in at), key=lambda name: layers[name].shape[0]))
         those, places = [layers[name] for name in names], [factors.places[name] for name in names]
         whole = those[0].forms_W
-        group = stack_whole(names, those, places) if whole else stack(names, those, places)
+        group = stack_dense(names, those, places) if whole else stack(names, those, places)
         found = group.draw_by(key, K)
         for f, place, a in zip(those, places, found, strict=True):
             b = f.draw(rows[:, place : place + f.normals], None)

@@ -18,7 +18,7 @@ from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import predict
 from dubito.models.predictions.resident import reside
 from dubito.service.engine.bank import bytes_of_sample
-from dubito.service.engine.budget import TRIED, Budget, Share, peak_of
+from dubito.service.engine.budget import TRIED, Budget, MemoryShare, peak_of
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
 from tests import forked
 
@@ -66,7 +66,7 @@ def test_a_pass_is_never_estimated_smaller_than_it_is(seed: int) -> None:
     def truth(B: int, K: int) -> float:
         return float((common + K * (weights + B * activations)).max())
 
-    share = Share(Budget(10**12))
+    share = MemoryShare(Budget(10**12))
     for B in (1, 4, 16):
         share.measured(B, int(np.ceil(truth(B, TRIED))))
     for B in (1, 2, 3, 4, 9, 16, 17, 64, 1000):

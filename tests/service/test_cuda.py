@@ -17,11 +17,11 @@ from dubito.models import bayesianize, build, load, save
 from dubito.models.embedded import embedded
 from dubito.models.errors import InputError, PredictionError
 from dubito.models.manifest import Card, Input
-from dubito.models.network.geometry import How
+from dubito.models.network.geometry import Execution
 from dubito.models.network.network import Draws
 from dubito.models.network.plan import cheapest
 from dubito.models.numerics.normals import Normals
-from dubito.models.posteriors.inducing_factors import Noise
+from dubito.models.posteriors.inducing_factors import LambdaLaw
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import evaluating
 from dubito.models.predictions.resident import reside
@@ -62,7 +62,7 @@ def test_the_kernels(case: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("lam", "noise"), interpreted.LAWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_layers_drawn_by_one_kernel(lam: float, noise: Noise, dtype: torch.dtype) -> None:
+def test_many_layers_drawn_by_one_kernel(lam: float, noise: LambdaLaw, dtype: torch.dtype) -> None:
     interpreted.check_together(lam, noise, dtype)
 
 
@@ -107,9 +107,9 @@ def test_the_engine_answers_as_the_network_does(
         assert not np.array_equal(found.columns["probabilities"], other.columns["probabilities"])
 
 
-@pytest.mark.parametrize(("lam", "ways"), [(0.0, ("fused", "parted", "grouped")), (agreement.LAM, ("grouped",))])
+@pytest.mark.parametrize(("lam", "executions"), [(0.0, ("fused", "parted", "grouped")), (agreement.LAM, ("grouped",))])
 def test_predictions_by_kernels_are_those_of_the_papers_rule(
-    x: torch.Tensor, lam: float, ways: tuple[How, ...]
+    x: torch.Tensor, lam: float, executions: tuple[Execution, ...]
 ) -> None:
     """Of a trained network, without λ-noise and with the exact law, in float16: its rounding is far below the error."""
     network = agreement.trained("exact", lam)
@@ -117,15 +117,15 @@ def test_predictions_by_kernels_are_those_of_the_papers_rule(
         theirs = list(agreement.statistics(agreement.by_rule(network, x)))
         model = for_gpu(reside(replace(load(embedded("digits")), network=network, made=None), CUDA, torch.float16))
         factors, inputs = model.factors, x.to(CUDA, torch.float16)
-        for way in ways:
+        for execution in executions:
             noise = Normals(3, CUDA).rows(agreement.K, factors.normals)
             run = model.network.arrange(factors, Draws(agreement.K, noise, 0), {}, keep=True)
-            plan: dict[torch.nn.Module, How] = {}
+            plan: dict[torch.nn.Module, Execution] = {}
             for unit in factors.form.modules():  # type: ignore[union-attr]
-                if isinstance(unit, Unit) and way in kernel_executions(
+                if isinstance(unit, Unit) and execution in kernel_executions(
                     unit.geometry, run.operands[unit.layer](), inputs
                 ):
-                    plan[unit.layer] = way
+                    plan[unit.layer] = execution
             assert plan
             found = model.network.go(inputs, replace(run, plan=plan)).float().cpu()
             for a, b in zip(agreement.statistics(found), theirs, strict=True):

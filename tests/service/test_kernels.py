@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dubito.models import bayesianize, build, load, save
 from dubito.models.conversion.directions import set_directions
 from dubito.models.manifest import Card, Input
-from dubito.models.network.geometry import How
+from dubito.models.network.geometry import Execution
 from dubito.models.network.network import BayesianNetwork, Draws
 from dubito.models.network.plan import cheapest
 from dubito.models.network.together import gather
@@ -151,16 +151,16 @@ def test_layers_drawn_together_are_what_they_are_alone(lam_max: float) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["loop", "batch", "unfold", "factored"])
+@pytest.mark.parametrize("execution", ["loop", "batch", "unfold", "factored"])
 @pytest.mark.parametrize("lam_max", [0.0, 0.3])
-def test_filters_that_lie_channels_last(lam_max: float, how: How) -> None:
+def test_filters_that_lie_channels_last(lam_max: float, execution: Execution) -> None:
     """As a GPU keeps them: the same answers whichever way they are used, and no second copy."""
     network, x = drawing(lam_max), torch.randn(2, 3, 12, 12)
     factors = network.factors()
     found = tap_by_tap(factors, fuse(network.net, CPU))
     assert bytes_of(found.layers) == bytes_of(factors.layers)
     draws = Draws(3, torch.randn(3, factors.normals), 0)
-    plan = dict.fromkeys(factors.layers, how)
+    plan = dict.fromkeys(factors.layers, execution)
     with torch.inference_mode():
         expected = network.run(x, factors, draws, plan)
         atol = 1e-4 * float(expected.abs().max())

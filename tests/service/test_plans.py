@@ -15,7 +15,7 @@ from dubito.models import bayesianize, load
 from dubito.models.embedded import embedded
 from dubito.models.errors import NumericsError
 from dubito.models.manifest import Card, Input, Manifest
-from dubito.models.network.geometry import Conv, How, Linear, apply
+from dubito.models.network.geometry import Conv, Execution, Linear, apply
 from dubito.models.network.plan import cheapest
 from dubito.models.posteriors.protocol import Dense, Factored
 from dubito.models.predictions.model import Model
@@ -61,7 +61,7 @@ def test_every_bucket_has_its_plan_and_the_answers_are_the_same(model: Model) ->
 
 def test_the_fastest_way_is_taken(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is: the clock is the test's, and a layer's plan is the way that it says is quick."""
-    for quick in get_args(How):
+    for quick in get_args(Execution):
         monkeypatch.setattr(plans, "_once", lambda run, quick=quick: 1.0 if run.args[-1] == quick else 2.0)
         engine = warmed(model, PlanCache(None, CPU))
         for name, layer in model.network.layers.items():
@@ -139,7 +139,7 @@ def test_a_layer_without_a_right_way_is_refused(model: Model) -> None:
     with Faulty(lambda told: True, torch.float32):
         with pytest.raises(NumericsError, match="this cpu computes the network wrongly: conv2d of"):
             engine.warm(4, threading.Lock())
-        engine.plans.wrong = {(name, way) for name in model.network.layers for way in get_args(How)}
+        engine.plans.wrong = {(name, way) for name in model.network.layers for way in get_args(Execution)}
         with pytest.raises(NumericsError, match=r"layer '.*' is computed wrongly in float32, in each execution \("):
             engine.plans.measure(engine._job(x, 0, None), 4)
 

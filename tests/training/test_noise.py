@@ -19,7 +19,7 @@ from dubito.training.calibrate import outer_quantile, strangeness
 from dubito.training.config import Fit
 from dubito.training.data.data import Examples
 from dubito.training.fit.fit import FitRun
-from dubito.training.fit.noise import BELIEF, DRAWS, describe_noise, fit_noise
+from dubito.training.fit.target_noise import BELIEF, DRAWS, describe_noise, fit_noise
 from dubito.training.laplace import LaplaceError, linearise
 from dubito.training.seeds import stream
 from tests.small_models import bayesian_mlp, mlp

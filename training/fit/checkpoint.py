@@ -1,4 +1,7 @@
-"""Checkpoints of a training run: tensors as safetensors, the rest as JSON in their metadata; written atomically."""
+"""Checkpoints: what `FitRun.state` holds, and what identifies a run (recipe, data, initial network, batches).
+
+Tensors are stored as safetensors, the rest as JSON in their metadata; files are written atomically.
+"""
 
 import json
 from pathlib import Path

@@ -66,10 +66,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class FitState:
-    """A copy of all that a run needs to resume: tensors and JSON of a checkpoint."""
+    """A copy of all that a run needs to resume, as `checkpoint.py` writes it to a file."""
 
-    tensors: dict[str, Tensor]
-    known: dict[str, Any]
+    tensors: dict[str, Tensor]  # of the network, its best state so far, the optimiser, and the epoch's sums
+    known: dict[str, Any]  # number of steps, log, priors: JSON
 
 
 class FitRun:

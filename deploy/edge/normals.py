@@ -25,7 +25,7 @@ ROWS, WIDTH = 1 << BITS, 2 * PAIRS
 ANGLES, LENGTHS = 451, 2251  # a of the lattices, found by exhaustive search
 
 
-class Noise:
+class GraphNormals:
     """The normals of K draws: those of each layer are a (K, n) value with the layer's name."""
 
     def __init__(self, graph: Graph, K: int, seed: str) -> None:
