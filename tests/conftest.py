@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import os
 import sys
 import tempfile
@@ -52,7 +53,14 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the collector of garbage need not look at it again and again."""
+    """What was imported stays: the collector of garbage need not look at it again and again.
+
+    To loggers whose records do not reach the root logger, pytest adds a handler before each test and removes it after.
+    torch has sixty such.
+    """
+    for logger in [*logging.root.manager.loggerDict.values()]:
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
 
@@ -63,6 +71,12 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Draws that name no seed do not depend on the tests before. `TEST_SEED=7 make test` tries other ones."""
+    """Draws that name no seed do not depend on the tests before. `TEST_SEED=7 make test` tries other ones.
+
+    Without `torch.manual_seed`, which writes down the stack for a GPU that is not in use yet.
+    """
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(int(os.environ.get("TEST_SEED", "0")))
+        seed = int(os.environ.get("TEST_SEED", "0"))
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)

@@ -1,9 +1,6 @@
-"""The Walsh–Hadamard transform against scipy's matrix, and its GPU kernel by triton's interpreter."""
+"""The Walsh–Hadamard transform against scipy's matrix; `tests/service/interpreted.py` has its GPU kernel."""
 
 import math
-import subprocess
-import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,7 +8,6 @@ from scipy.linalg import hadamard
 from torch import Tensor
 
 from dubito.models.numerics.hadamard import BY_PRODUCT, by_steps, matrix, transform
-from tests import forked
 from tests.faulty import need
 
 SIDES = [2**n for n in range(12)]
@@ -71,34 +67,3 @@ def test_the_matrix_outlives_inference_mode() -> None:
     x = torch.randn(4, 16, requires_grad=True)
     transform(x).sum().backward()
     assert x.grad is not None
-
-
-KERNEL = """
-import torch
-from scipy.linalg import hadamard
-from dubito.models.numerics.hadamard_kernel import transform_on_gpu
-
-torch.manual_seed(0)
-for D in (16, 128, 512, 2048, 8192):
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
-        x = torch.randn(3, D).to(dtype)
-        # H of D = a b is the Kronecker product of those of a and b
-        H_a, H_b = (torch.from_numpy(hadamard(n)).double() for n in (16, D // 16))
-        expected = (H_a @ x.double().view(3, 16, -1) @ H_b).view(3, D) / D**0.5
-        found = transform_on_gpu(x)
-        assert found.dtype == dtype
-        worst = float((found.double() - expected).abs().max() / expected.abs().max())
-        assert worst < tolerance, (D, dtype, worst)
-"""
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="no triton: the GPU kernel is not tested")
-def test_the_gpu_kernel_by_triton_interpreter() -> None:
-    """Every number of sides, rows that do not fill the tile."""
-    run = forked.interpret(KERNEL)
-    assert run.returncode == 0, run.stderr
-
-
-def test_models_need_no_triton() -> None:
-    code = "import sys; sys.modules['triton'] = None; import dubito.models.numerics.hadamard, dubito.models"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,11 +5,13 @@ import math
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.linalg import hadamard
 from torch import Tensor
 
 from dubito.models import bayesianize
 from dubito.models.conversion.directions import set_directions
 from dubito.models.network.geometry import Conv, apply
+from dubito.models.numerics.hadamard_kernel import transform_on_gpu
 from dubito.models.numerics.normals_kernel import FOUR, fill
 from dubito.models.numerics.parameters import alike
 from dubito.models.posteriors.inducing import Inducing
@@ -150,7 +152,23 @@ def check_together(lam: float, noise: LambdaLaw, dtype: torch.dtype) -> None:
     assert drawn == len(sizes)
 
 
+def check_hadamard(D: int, dtype: torch.dtype) -> None:
+    """Against scipy's matrix; three rows do not fill a tile."""
+    torch.manual_seed(0)
+    x = torch.randn(3, D).to(dtype)
+    # H of D = a b is the Kronecker product of those of a and b
+    H_a, H_b = (torch.from_numpy(hadamard(n)).double() for n in (16, D // 16))
+    expected = (H_a @ x.double().view(3, 16, -1) @ H_b).view(3, D) / math.sqrt(D)
+    found = transform_on_gpu(x.to(DEVICE)).cpu()
+    assert found.dtype == dtype
+    worst = float((found.double() - expected).abs().max() / expected.abs().max())
+    assert worst < (2**-7 if dtype == torch.bfloat16 else 1e-5), (D, dtype, worst)
+
+
 if __name__ == "__main__":
+    for side in (16, 128, 512, 2048, 8192):
+        for dtype in (torch.float32, torch.bfloat16):
+            check_hadamard(side, dtype)
     for case in CASES:
         check_convolution(*case, torch.float32)
     check_convolution(*CASES[-1], HALF)

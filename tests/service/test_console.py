@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
@@ -27,7 +28,7 @@ from tests.service.test_laplace import write as write_laplace
 from tests.service.test_whvi import write as write_mixed
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 EXAMPLES = dict(  # of each embedded model, in the order of the file
@@ -37,14 +38,17 @@ HOSTILE = '<img src=x onerror="document.title=1">'
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator["Browser"]:
+def tab() -> Iterator["Page"]:
+    """One tab for all visits: a window for each would take most of the time, and the page keeps nothing."""
     if BROWSER is None:
         pytest.skip("NO BROWSER: the console is not tested here; install chromium (Debian: apt install chromium).")
     api = pytest.importorskip("playwright.sync_api", reason="NO PLAYWRIGHT: the console is not tested here.")
     with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield found
-        found.close()
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.set_default_timeout(15_000)
+        yield page
+        browser.close()
 
 
 @dataclass
@@ -88,36 +92,47 @@ def seed_of(told: dict[str, Any]) -> str:
 Visit = Callable[..., Console]
 
 
-@pytest.fixture
-def visit(browser: "Browser") -> Iterator[Visit]:
-    """Opens a page; at the end nothing has gone wrong on any of them, and all stayed on the server."""
+@contextmanager
+def visiting(tab: "Page") -> Iterator[Visit]:
+    """Opens pages; at the end nothing has gone wrong on any of them, and all stayed on the server."""
     folder = None
     if wanted := os.environ.get("DUBITO_SCREENSHOTS"):
         folder = Path(wanted)
         folder.mkdir(parents=True, exist_ok=True)
     opened: list[tuple[Console, str]] = []
+    listening: list[tuple[Any, Callable[[Any], None]]] = []
+
+    def listen(event: Any, listener: Callable[[Any], None]) -> None:
+        tab.on(event, listener)
+        listening.append((event, listener))
 
     def go(url: str, *, width: int = 1280, height: int = 900, scheme: Any = "light", errors: bool = False) -> Console:
-        context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
-        )
-        context.set_default_timeout(15_000)
-        console = Console(context.new_page(), folder)
+        tab.set_viewport_size({"width": width, "height": height})
+        tab.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        console = Console(tab, folder)
         if not errors:
-            console.page.on(
-                "console", lambda m: console.wrong.append(m.text) if m.type in ("error", "warning") else None
-            )
-        console.page.on("pageerror", lambda error: console.wrong.append(str(error)))
-        console.page.on("request", lambda request: console.hosts.add(urlsplit(request.url).netloc))
-        console.page.goto(url)
+            listen("console", lambda m: console.wrong.append(m.text) if m.type in ("error", "warning") else None)
+        listen("pageerror", lambda error: console.wrong.append(str(error)))
+        listen("request", lambda request: console.hosts.add(urlsplit(request.url).netloc))
+        tab.goto(url)
         opened.append((console, urlsplit(url).netloc))
         return console
 
     yield go
+    kept = tab.evaluate("Object.keys(localStorage).length + document.cookie.length")
+    tab.goto("about:blank")
+    for event, listener in listening:
+        tab.remove_listener(event, listener)
+    assert kept == 0  # neither a key nor anything else
     for console, host in opened:
-        console.page.context.close()
         assert console.wrong == []
         assert console.hosts - {""} == {host}  # pictures in data: have no host
+
+
+@pytest.fixture
+def visit(tab: "Page") -> Iterator[Visit]:
+    with visiting(tab) as visit:
+        yield visit
 
 
 @pytest.fixture(scope="module")
@@ -361,19 +376,20 @@ def others(serve: Any, make_artifact: Any, tmp_path_factory: pytest.TempPathFact
     return serve(root, DUBITO_API_KEYS=f"tester={hash_key('open sesame')}", DUBITO_BUCKETS="1")
 
 
-@pytest.fixture
-def inside(others: Any, visit: Visit) -> Console:
-    """Past the key; the first request is refused, which a browser reports as an error."""
-    console = visit(others.url, errors=True)
-    console.page.wait_for_selector("#key:visible")
-    console.page.keyboard.type("a wrong one")
-    console.page.keyboard.press("Enter")
-    console.page.wait_for_selector("#problem:visible")
-    assert console.text("#problem") == "This key is not known here."
-    console.page.keyboard.type("open sesame")
-    console.page.keyboard.press("Enter")
-    console.page.wait_for_selector("#key", state="hidden")
-    return console
+@pytest.fixture(scope="module")
+def inside(others: Any, tab: "Page") -> Iterator[Console]:
+    """Past the key, for all tests below; the first request is refused, which a browser reports as an error."""
+    with visiting(tab) as visit:
+        console = visit(others.url, errors=True)
+        console.page.wait_for_selector("#key:visible")
+        console.page.keyboard.type("a wrong one")
+        console.page.keyboard.press("Enter")
+        console.page.wait_for_selector("#problem:visible")
+        assert console.text("#problem") == "This key is not known here."
+        console.page.keyboard.type("open sesame")
+        console.page.keyboard.press("Enter")
+        console.page.wait_for_selector("#key", state="hidden")
+        yield console
 
 
 def test_labels_are_text_whatever_they_look_like(inside: Console) -> None:
@@ -384,7 +400,6 @@ def test_labels_are_text_whatever_they_look_like(inside: Console) -> None:
     assert inside.page.locator("img").count() == 0
     assert inside.page.title() == "dubito console"
     assert inside.text("#flag") == "Not calibrated"
-    assert inside.page.evaluate("Object.keys(localStorage).length + document.cookie.length") == 0  # nor is the key kept
 
 
 def test_numbers_are_typed_and_regression_answers_with_its_own_fields(inside: Console) -> None:

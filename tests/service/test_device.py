@@ -156,6 +156,7 @@ import numpy as np
 import torch
 from dubito.models import bayesianize, build, load, predict
 from dubito.models.embedded import embedded
+from dubito.models.numerics.hadamard import transform
 from dubito.models.predictions.resident import reside
 from dubito.service.engine.engine import Engine, PredictRequest
 import dubito.service.run
@@ -166,6 +167,7 @@ engine.warm(4, nullcontext())
 assert np.isfinite(found.columns["probabilities"]).all()
 network = bayesianize(build("mlp", inputs=4, hidden=[8], outputs=3), "whvi")
 predict(network, network.factors(), torch.zeros(2, 4), 3, 0)
+transform(torch.zeros(2, 256))
 print("answered")
 """
 
