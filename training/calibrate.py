@@ -408,7 +408,7 @@ def spoil(x: Tensor, rng: torch.Generator) -> Iterator[Tensor]:
     """Spoiled copies of inputs (N, …), which keep the values and lose the structure of the data, one per kind.
 
     The numbers of each input in another order (the same for all inputs); half of them, or two quarters of a picture,
-    from another input; uniform noise over the range of the values; the mean of two inputs, which is nearest to the data.
+    from another input; uniform noise over the range of the values; the mean of two inputs, which is near to the data.
     """
     n, other = x[0].numel(), x[torch.randperm(len(x), generator=rng)]
     yield x.flatten(1)[:, torch.randperm(n, generator=rng)].view_as(x)
