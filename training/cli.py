@@ -300,7 +300,8 @@ def calibrate(
     per: Annotated[
         str | None,
         typer.Option(
-            help="Keep the coverage for each class, or for each group that the array `group` of an .npz file names.",
+            help="Keep the coverage for each class, or for each group: by the array `group` of an .npz file, or by the "
+            "column of a table that data.group named in training.",
             metavar="class|group",
             show_default=False,
         ),

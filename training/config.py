@@ -48,6 +48,7 @@ class Data(Section):
     name: str  # one of `sources.NAMES`: digits, mnist …, uci/NAME, uci-gap/NAME, folder:PATH, npz:PATH, csv:PATH
     split: Natural = 0  # of uci/NAME and uci-gap/NAME: which of the published divisions
     target: str | None = None  # of csv:PATH: the column to predict; without one, the last
+    group: str | None = None  # of csv:PATH: a column of groups (`calibrate.per`), which is no input
     size: tuple[Count, Count] | None = None  # of folder:PATH: height, width; without one, the first picture's
     validation: Fraction = 0.05
     calibration: Fraction = 0.1
@@ -61,7 +62,8 @@ class Data(Section):
                 f"validation + calibration is {self.validation + self.calibration:g}; expected less than 1, "
                 "for the rest is trained on"
             )
-        for key, starts in (("split", ("uci/", "uci-gap/")), ("target", ("csv:",)), ("size", ("folder:",))):
+        own = {"split": ("uci/", "uci-gap/"), "target": ("csv:",), "group": ("csv:",), "size": ("folder:",)}
+        for key, starts in own.items():
             value = getattr(self, key)
             if value != type(self).model_fields[key].default and not self.name.startswith(starts):
                 whose = " and ".join(f"{start}…" for start in starts)

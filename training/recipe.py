@@ -129,9 +129,8 @@ def settle_noise(network: BayesianNetwork, recipe: Recipe, parts: Parts, declare
 
 def read_parts(recipe: Recipe, root: Path | None, download: bool = False) -> Parts:
     d, regression = recipe.data, recipe.task == "regression"
-    data = read_data(
-        d.name, root, download=download, regression=regression, target=d.target, size=d.size, split=d.split
-    )
+    table = {"target": d.target, "group": d.group}
+    data = read_data(d.name, root, download=download, regression=regression, size=d.size, split=d.split, **table)
     if regression != (data.labels is None):
         kind = "numbers" if data.labels is None else "classes"
         raise RecipeError(f"the targets of {d.name} are {kind}, but the recipe's task is {recipe.task}: set task.")

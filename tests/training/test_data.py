@@ -344,6 +344,16 @@ def test_a_target_column_by_name(table: Callable[..., str]) -> None:
     assert "has 0 columns 'species'; it has: kind, a, b" in complaint(name, target="species")
 
 
+def test_a_group_column_by_name(table: Callable[..., str]) -> None:
+    name = table("a,where,b,y\n1,north,2,0\n3,south,4,1\n")
+    data = read_data(name, group="where")
+    assert (data.train.x.tolist(), data.train.y.tolist(), data.columns) == ([[1, 2], [3, 4]], [0, 1], ("a", "b"))
+    assert data.train.group is not None
+    assert data.train.group.tolist() == ["north", "south"]
+    assert "has 0 columns 'place'; it has: a, where, b, y" in complaint(name, group="place")
+    assert "column 'y' is both data.group and the target" in complaint(name, group="y")
+
+
 def test_a_csv_as_others_write_it(table: Callable[..., str]) -> None:
     """With a byte order mark, Windows' line ends, blank lines, spaces and quotes."""
     name = table('\ufeffa, b, "c, in m"\r\n\r\n"the cat", 1 , 2\r\n   \r\ndog,3,\t4\r\n\r\n')

@@ -132,16 +132,23 @@ def test_csv_with_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """Trained where it lies and with nothing said about `--out`: the table itself must stay as it was."""
     x, y = vectors(400)
     names = ["low", "middle", "high"]
-    write_table(tmp_path / "t.csv", "grade", [[*map(str, a), names[b]] for a, b in zip(x, y, strict=True)])
+    rows = [[*map(str, a), ("east", "west")[i % 2], names[b]] for i, (a, b) in enumerate(zip(x, y, strict=True))]
+    write_table(tmp_path / "t.csv", "side,grade", rows)
     before = (tmp_path / "t.csv").read_bytes()
     monkeypatch.chdir(tmp_path)
-    answer = run("train", "csv:t.csv", *(f"--set={c}" for c in (*SMALL, *SHORT)))
+    by_side = ["data.group=side", "calibrate.per=group"]
+    answer = run("train", "csv:t.csv", *(f"--set={c}" for c in (*SMALL, *SHORT, *by_side)))
     assert answer.exit_code == 0, answer.exception
     assert (tmp_path / "t.csv").read_bytes() == before
     assert files_in(tmp_path) == {"t.csv", "t.safetensors", "t.log.csv", "t.plain.log.csv"}
     assert answer.stdout.startswith("wrote t.safetensors: ")
     assert "Next: dubito inspect t.safetensors" in answer.stdout
-    assert load("t.safetensors").card.labels == ("high", "low", "middle")
+    card = load("t.safetensors").card
+    assert card.labels == ("high", "low", "middle")
+    assert card.input is not None
+    assert card.input.columns == ("a", "b", "c", "d")
+    assert card.calibration is not None
+    assert list(card.calibration.groups or ()) == ["east", "west"]
 
 
 def test_csv_with_numbers(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def read_for(
         download=download,
         regression=regression if labelled else None,
         target=None if recipe is None else recipe.target,
+        group=None if recipe is None else recipe.group,
         size=None if declared is None or declared.image is None else (declared.shape[1], declared.shape[2]),
         split=recipe.split if recipe is not None and recipe.name == name else 0,
     )
@@ -60,7 +61,8 @@ def _ordered(data: DataSet, known: tuple[str, ...] | None) -> DataSet:
     if len(set(known)) < len(known):  # two columns of one name cannot be told apart
         return data
     place = torch.tensor([columns.index(name) for name in known])
-    train, test = (None if part is None else Examples(part.x[:, place], part.y) for part in (data.train, data.test))
+    both = (data.train, data.test)
+    train, test = (None if part is None else replace(part, x=part.x[:, place]) for part in both)
     assert train is not None
     return replace(data, train=train, test=test, columns=known)
 
@@ -95,6 +97,7 @@ def read_data(
     download: bool = False,
     regression: bool | None = None,
     target: str | None = None,
+    group: str | None = None,
     size: tuple[int, int] | None = None,
     split: int = 0,
 ) -> DataSet:
@@ -114,7 +117,7 @@ def read_data(
         raise DataError(f"{name}: there is no file or folder {place!r}; expected {kind}:PATH.")
     if kind == "folder":
         return _folder(path, size)
-    return _npz(path, regression) if kind == "npz" else _csv(path, regression, target)
+    return _npz(path, regression) if kind == "npz" else _csv(path, regression, target, group)
 
 
 def _digits() -> DataSet:
@@ -357,11 +360,19 @@ def _floats(path: Path, name: str, values: NDArray[Any]) -> Tensor:
     return floats
 
 
-def _csv(path: Path, regression: bool | None, target: str | None) -> DataSet:
+def _csv(path: Path, regression: bool | None, target: str | None, group: str | None) -> DataSet:
     """A table with a header; the target is a column of numbers (regression) or of words or integers (classes)."""
     header, lines, body = _table(path)
-    if target is not None and header.count(target) != 1:
-        raise DataError(f"{path} has {header.count(target)} columns {target!r}; it has: {', '.join(header)}.")
+    for wanted in (target, group):
+        if wanted is not None and header.count(wanted) != 1:
+            raise DataError(f"{path} has {header.count(wanted)} columns {wanted!r}; it has: {', '.join(header)}.")
+    groups = None
+    if group is not None:
+        if group == (header[-1] if target is None else target):
+            raise DataError(f"{path}: column {group!r} is both data.group and the target; expected two columns.")
+        column = header.index(group)
+        groups = _groups(path, np.array([row.pop(column) for row in body]), len(body))
+        header.pop(column)
     column = len(header) - 1 if target is None else header.index(target)
     last, name = [row.pop(column) for row in body], header.pop(column)
     if all(_number(h) is not None for h in header) and (_number(name) is not None or name in last):
@@ -373,12 +384,14 @@ def _csv(path: Path, regression: bool | None, target: str | None) -> DataSet:
         regression = any(_number(text) is not None and not _is_integer(text) for text in last)
     if regression:
         values = [_parse(path, line, [name], [text]) for line, text in zip(lines, last, strict=True)]
-        return DataSet(_arrays(path, x, np.array(values), True), None, None, tuple(header), (name,))
+        examples = replace(_arrays(path, x, np.array(values), True), group=groups)
+        return DataSet(examples, None, None, tuple(header), (name,))
     names = [_class(path, line, text) for line, text in zip(lines, last, strict=True)]
     labels = sorted(set(names), key=lambda n: (not _is_integer(n), int(n) if _is_integer(n) else 0, n))
     index = {label: i for i, label in enumerate(labels)}
     classes = np.array([index[n] for n in names])
-    return DataSet(_arrays(path, x, classes, False), None, tuple(labels), tuple(header), (name,))
+    examples = replace(_arrays(path, x, classes, False), group=groups)
+    return DataSet(examples, None, tuple(labels), tuple(header), (name,))
 
 
 def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
