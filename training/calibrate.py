@@ -222,8 +222,8 @@ def _check_parts(held: Examples, settings: Calibrate, task: str) -> None:
         return
     if held.group is None:
         raise CalibrationError(
-            "per is 'group', but these data name no groups: add an array `group` to an .npz file, or name a column of a "
-            "table as data.group in training."
+            "per is 'group', but these data name no groups: add an array `group` to an .npz file, or name a column of "
+            "a table as data.group in training."
         )
     if (n := len(np.unique(held.group))) > MOST_GROUPS:
         raise CalibrationError(f"these data name {n:,} groups; expected {MOST_GROUPS:,} at most.")
