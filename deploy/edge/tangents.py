@@ -119,6 +119,12 @@ class Forward:
             tangent = self.tangent[name] = tangent.formed(self.g, self.K)
         return tangent
 
+    def moving(self, name: str) -> str:
+        """Dense tangent of a value that is known to move."""
+        tangent = self.of(name)
+        assert tangent is not None
+        return tangent
+
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self.shapes:
             raise ExportError(f"the shape of the value {name!r} is not known, so no derivative of it can be exported.")
