@@ -21,7 +21,7 @@ class PrecisionOption(StrEnum):
 @app.command()
 def export(
     file: Artifact,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The ONNX file to write.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The ONNX file to write.")],
     samples: Annotated[int, typer.Option(help="Number of posterior draws K of each prediction.", min=1)] = 20,
     precision: Annotated[PrecisionOption, typer.Option(help="How numbers are stored.")] = PrecisionOption.fp32,
     data: Annotated[
@@ -29,17 +29,14 @@ def export(
         typer.Option(
             metavar="D",
             help="For --precision int8: npz:PATH with x and y, by whose range activations are rounded to int8 too.",
-            show_default=False,
         ),
     ] = None,
     image: Annotated[bool, typer.Option("--image", help="The graph takes uint8 pictures of any size.")] = False,
     exact: Annotated[
-        bool,
-        typer.Option("--exact", help="Keep the exact law of the λ-noise where the artifact has it; W is formed."),
+        bool, typer.Option("--exact", help="Keep the exact law of the λ-noise where the artifact has it; W is formed.")
     ] = False,
     group: Annotated[
-        str | None,
-        typer.Option(help="Of a model calibrated by group: the group that the file is for.", show_default=False),
+        str | None, typer.Option(help="Of a model calibrated by group: the group that the file is for.")
     ] = None,
 ) -> None:
     """Write the compact model as ONNX, still Bayesian: K draws, their uncertainty and the OOD flag in one graph.
@@ -85,15 +82,10 @@ def export(
 
 @app.command("check-onnx")
 def check_onnx(
-    out: Annotated[Path, typer.Argument(metavar="ONNX", help="A file that `dubito export` wrote.", show_default=False)],
-    against: Annotated[
-        Path, typer.Option(metavar="FILE", help="The artifact that it was exported from.", show_default=False)
-    ],
+    out: Annotated[Path, typer.Argument(metavar="ONNX", help="A file that `dubito export` wrote.")],
+    against: Annotated[Path, typer.Option(metavar="FILE", help="The artifact that it was exported from.")],
     data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="D", help="npz:PATH with x and y: also accuracy and agreement on these data.", show_default=False
-        ),
+        str | None, typer.Option(metavar="D", help="npz:PATH with x and y: also accuracy and agreement on these data.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:

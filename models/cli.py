@@ -18,18 +18,16 @@ app = typer.Typer(rich_markup_mode=None)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
 Samples = Annotated[
-    int | None,
-    typer.Option(help="Number of posterior draws K; 0: the posterior mean.", min=0, show_default="20"),
+    int | None, typer.Option(help="Number of posterior draws K; 0: the posterior mean.", min=0, show_default="20")
 ]
 Method = Annotated[
     str | None,
     typer.Option(
         help=f"For a {LAPLACE} model: probit (closed form) or sampling (K draws). Without it, the model's own default; "
-        "with --samples, sampling.",
-        show_default=False,
+        "with --samples, sampling."
     ),
 ]
-Artifact = Annotated[Path, typer.Argument(metavar="FILE", help="An artifact (.safetensors).", show_default=False)]
+Artifact = Annotated[Path, typer.Argument(metavar="FILE", help="An artifact (.safetensors).")]
 
 
 def chosen_method(name: str | None) -> "Predictive | None":
@@ -45,28 +43,17 @@ def chosen_method(name: str | None) -> "Predictive | None":
 def count(
     architecture: Annotated[
         str,
-        typer.Argument(
-            metavar="ARCH",
-            help=f"{', '.join(ARCHITECTURES)}, torchvision/NAME, or the name of a plug-in.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="ARCH", help=f"{', '.join(ARCHITECTURES)}, torchvision/NAME, or the name of a plug-in."),
     ],
-    method: Annotated[
-        str,
-        typer.Option(help=f"{listed([*METHODS, LAPLACE])}.", show_default=False),
-    ],
+    method: Annotated[str, typer.Option(help=f"{listed([*METHODS, LAPLACE])}.")],
     inducing: Annotated[int, typer.Option(help="M: each layer's inducing weights are M x M.", min=1)] = 64,
-    head: Annotated[
-        int | None, typer.Option(help="M_out of the last layer, where it differs from M.", min=1, show_default=False)
-    ] = None,
+    head: Annotated[int | None, typer.Option(help="M_out of the last layer, where it differs from M.", min=1)] = None,
     members: Annotated[int, typer.Option(help="Number of ensemble members.", min=1)] = 5,
     size: Annotated[int, typer.Option(help=f"S: number of weights that {LAPLACE} has a posterior over.", min=1)] = 1000,
     keep: Annotated[
         float, typer.Option(help="Share of the Z entries (or of FFG-W's weights) that pruning keeps.")
     ] = 1.0,
-    classes: Annotated[
-        int | None, typer.Option(help="Number of classes of the network.", min=1, show_default=False)
-    ] = None,
+    classes: Annotated[int | None, typer.Option(help="Number of classes of the network.", min=1)] = None,
     leave: Annotated[bool, typer.Option(help="Keep layers that cannot be converted as they are.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -154,19 +141,14 @@ def predict(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="INPUT",
-            help="Image files, or .npy files: uint8 pixels, or numbers in the model's own input space.",
-            show_default=False,
+            metavar="INPUT", help="Image files, or .npy files: uint8 pixels, or numbers in the model's own input space."
         ),
     ],
     samples: Samples = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Fixes the draws; without one they are fresh.", min=0, show_default=False)
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes the draws; without one they are fresh.", min=0)] = None,
     method: Method = None,
     group: Annotated[
-        str | None,
-        typer.Option(help="Of a model calibrated by group: the group that all inputs belong to.", show_default=False),
+        str | None, typer.Option(help="Of a model calibrated by group: the group that all inputs belong to.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -153,13 +153,9 @@ class Input(Strict):
     columns: Names | None = None  # of a table: what each number is
 
     @model_validator(mode="after")
-    def _named(self) -> "Input":
+    def _fitting(self) -> "Input":
         if self.columns is not None and self.shape != (len(self.columns),):
             raise ValueError(f"{len(self.columns)} columns are named, but an input has shape {self.shape}")
-        return self
-
-    @model_validator(mode="after")
-    def _channels(self) -> "Input":
         if prod(self.shape) > LARGEST_INPUT:
             raise ValueError(f"an input of shape {self.shape} has more than {LARGEST_INPUT:,} numbers")
         if self.image is not None:

@@ -16,7 +16,6 @@ def serve(
             metavar="PATH",
             help="Artifacts, or model repositories (PATH/NAME/VERSION/model.safetensors). Without any: the embedded "
             "models clothes and digits.",
-            show_default=False,
         ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
@@ -25,13 +24,11 @@ def serve(
         Literal["auto", "cpu", "cuda"] | None, typer.Option(help="Where models run.", show_default="auto")
     ] = None,
     settings: Annotated[
-        Path | None, typer.Option(help="A TOML file of settings; DUBITO_SETTINGS names one too.", show_default=False)
+        Path | None, typer.Option(help="A TOML file of settings; DUBITO_SETTINGS names one too.")
     ] = None,
     change: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Set any setting: --set samples=64; may be repeated.", show_default=False
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="Set any setting: --set samples=64; may be repeated."),
     ] = None,
     print_settings: Annotated[
         bool, typer.Option("--print-settings", help="Print every setting with its value and meaning as TOML, and exit.")
@@ -65,9 +62,7 @@ def serve(
 
 @app.command()
 def key(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Whose key it is: its name in the settings.", show_default=False)
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is: its name in the settings.")],
 ) -> None:
     """Make an API key: the key goes to its owner, its hash into the settings.
 
@@ -88,7 +83,7 @@ app.add_typer(bench, name="bench")
 
 @bench.command("http")
 def bench_http(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A server: http://localhost:8000.", show_default=False)],
+    url: Annotated[str, typer.Argument(metavar="URL", help="A server: http://localhost:8000.")],
     model: Annotated[str | None, typer.Option(help="Name of the model to ask.", show_default="the first")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests a second.", show_default="50")] = None,
     rates: Annotated[str | None, typer.Option(help="Several rates, one after the other: 50,100,200.")] = None,
@@ -97,11 +92,9 @@ def bench_http(
         str | None, typer.Option(help="Number of posterior draws K, or auto.", show_default="the server's")
     ] = None,
     rows: Annotated[int, typer.Option(help="Inputs in each request.")] = 1,
-    key: Annotated[str | None, typer.Option(help="API key.", envvar="DUBITO_KEY", show_default=False)] = None,
+    key: Annotated[str | None, typer.Option(help="API key.", envvar="DUBITO_KEY")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Also write a plot: FILE.png, .svg or .pdf.", show_default=False)
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also write a plot: FILE.png, .svg or .pdf.")] = None,
 ) -> None:
     """Send requests to a server at a given rate, and report latencies and statuses.
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from math import prod
-from types import TracebackType
 from typing import Any, Literal, Self
 from urllib.parse import quote
 
@@ -14,7 +13,7 @@ import orjson
 from numpy.typing import ArrayLike, NDArray
 
 from dubito.models.errors import DubitoError, InputError
-from dubito.service.web.oip import DRAWS, DTYPES, INPUT, KINDS, LENGTH
+from dubito.service.web.oip import DRAWS, DTYPES, INPUT, KINDS, LENGTH, PARAMETERS
 
 TIMEOUT = 60.0  # seconds for a reply; the server's default deadline is shorter
 STATUSES = {status.value for status in HTTPStatus}
@@ -103,9 +102,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -159,9 +156,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
 
@@ -214,25 +209,9 @@ def _headers(key: str | None) -> dict[str, str]:
     return {"accept-encoding": "identity", **({} if key is None else {"x-api-key": key})}
 
 
-def _options(
-    samples: Samples | None,
-    seed: int | None,
-    max_samples: int | None,
-    tolerance: float | None,
-    timeout_ms: int | None,
-    method: str | None,
-    group: str | None,
-) -> dict[str, Any]:
-    given = {
-        "samples": samples,
-        "seed": seed,
-        "max_samples": max_samples,
-        "tolerance": tolerance,
-        "timeout_ms": timeout_ms,
-        "method": method,
-        "group": group,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+def _options(*values: object) -> dict[str, Any]:
+    """The options that are not None, by name; `values` in the order of `PARAMETERS`."""
+    return {name: value for name, value in zip(PARAMETERS, values, strict=True) if value is not None}
 
 
 def _part(name: str) -> str:

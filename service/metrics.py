@@ -101,16 +101,7 @@ class Metrics:
         self.ood = Totals("dubito_ood", "Inputs flagged as out of distribution.")
         self.inputs = Totals("dubito_inputs", "Inputs answered.")
         self.cpu = Totals("dubito_engine_cpu_seconds", "Processor time of inference.")
-        self.by_model = (
-            self.request,
-            self.stage,
-            self.rows,
-            self.samples,
-            self.entropy,
-            self.ood,
-            self.inputs,
-            self.cpu,
-        )
+        self.by_model = [metric for metric in vars(self).values() if isinstance(metric, Histograms | Totals)]
         for metric in self.by_model:
             registry.register(metric)
         self.rejected = Counter("dubito_rejected", "Requests refused.", ["reason"], registry=registry)

@@ -17,8 +17,9 @@ from dubito.models.conversion.options import known_options
 from dubito.models.manifest import Precision, Predictive, Selection
 from dubito.models.names import ARCHITECTURES, LAPLACE, METHODS
 from dubito.service.settings import read_settings
+from dubito.service.web.oip import PARAMETERS
 from dubito.service.web.openapi import SCHEMAS, STATUSES
-from dubito.service.web.options import KNOWN, PARAMETERS
+from dubito.service.web.options import KNOWN
 from dubito.training.config import Laplace, Recipe, Section, read_recipe
 from dubito.training.names import DATA, PARTS, recipes, shipped
 

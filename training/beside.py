@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.models import load, save
-from dubito.models.manifest import Card, Difference, Plain
+from dubito.models.manifest import Card, Difference, Plain, Precision
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.answers import scores
 from dubito.models.predictions.model import Model
@@ -104,7 +104,7 @@ def beside_plain(
     model: Model, network: BayesianNetwork, calibration: Examples, test: Examples, out: Path, seed: int
 ) -> tuple[QualityFigures, Plain]:
     """The model's AUROC against spoiled test inputs, and the figures of the plain network on the same test data."""
-    plain = _as_model(network, model.card, out).to(model.device)
+    plain = as_stored(network, Card(input=model.card.input, labels=model.card.labels), out).to(model.device)
     outside = spoiled(test, seed)
     mine, theirs = (answers_of(m, test, outside, seed, SAMPLES) for m in (model, plain))
     as_it_is = figures_of(theirs, test.y)
@@ -121,11 +121,11 @@ def beside_plain(
     )
 
 
-def _as_model(network: BayesianNetwork, card: Card, out: Path) -> Model:
+def as_stored(network: BayesianNetwork, card: Card, out: Path, precision: Precision = "float32") -> Model:
     """The network as a model, saved and loaded, so that what is measured is what would be stored."""
     draft = draft_of(out)
     try:
-        save(network, draft, card=Card(input=card.input, labels=card.labels))
+        save(network, draft, card=card, precision=precision)
         return load(draft)
     finally:
         draft.unlink(missing_ok=True)

@@ -20,18 +20,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode=None)
 
-DataName = Annotated[
-    str,
-    typer.Option(
-        "--data",
-        metavar="D",
-        help=f"{listed(DATA)}.",
-        show_default=False,
-    ),
-]
-DataRoot = Annotated[
-    Path | None, typer.Option(help="Folder with the data sets of torchvision and UCI.", show_default=False)
-]
+DataName = Annotated[str, typer.Option("--data", metavar="D", help=f"{listed(DATA)}.")]
+DataRoot = Annotated[Path | None, typer.Option(help="Folder with the data sets of torchvision and UCI.")]
 Download = Annotated[
     bool, typer.Option("--download", help="Download a torchvision data set that is not in --data-root.")
 ]
@@ -43,13 +33,11 @@ Seed = Annotated[int, typer.Option(help="Fixes the draws.", min=0, max=1 << 62)]
 Default = Annotated[
     str | None,
     typer.Option(
-        "--method",
-        help=f"Default predictive of a {LAPLACE} model: probit (closed form, the default) or sampling.",
-        show_default=False,
+        "--method", help=f"Default predictive of a {LAPLACE} model: probit (closed form, the default) or sampling."
     ),
 ]
 MOST_SAID = 5  # classes or groups with too few examples that are named
-Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The artifact to write.", show_default=False)]
+Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The artifact to write.")]
 
 
 def chosen_device(name: str) -> "torch.device":
@@ -72,16 +60,12 @@ def train(
         typer.Argument(
             metavar="RECIPE",
             help=f"A recipe that comes with dubito ({', '.join(recipes())}; PATH is your own data), or a .toml file.",
-            show_default=False,
         ),
     ],
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Change a key of the recipe: --set fit.epochs=20; may be repeated.",
-            show_default=False,
+            "--set", metavar="KEY=VALUE", help="Change a key of the recipe: --set fit.epochs=20; may be repeated."
         ),
     ] = None,
     out: Annotated[
@@ -163,9 +147,7 @@ def laplace(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE",
-            help="A deterministic artifact, or with --arch a state dict; both .safetensors.",
-            show_default=False,
+            metavar="FILE", help="A deterministic artifact, or with --arch a state dict; both .safetensors."
         ),
     ],
     data: DataName,
@@ -173,9 +155,7 @@ def laplace(
     size: Annotated[
         int | None,
         typer.Option(
-            help="S: number of weights in the posterior; without it, 1,000, or all where there are fewer.",
-            min=1,
-            show_default=False,
+            help="S: number of weights in the posterior; without it, 1,000, or all where there are fewer.", min=1
         ),
     ] = None,
     select: Annotated[
@@ -186,29 +166,21 @@ def laplace(
         typer.Option(help="Prior precision of the weights; without it, the best of a grid on the validation part."),
     ] = None,
     method: Default = None,
-    arch: Annotated[
-        str | None, typer.Option(metavar="NAME", help="FILE is a state dict of this architecture.", show_default=False)
-    ] = None,
+    arch: Annotated[str | None, typer.Option(metavar="NAME", help="FILE is a state dict of this architecture.")] = None,
     task: Annotated[str, typer.Option(help="For a state dict: classification or regression.")] = "classification",
-    target: Annotated[
-        str | None, typer.Option(help="For a state dict with csv:PATH: the column to predict.", show_default=False)
-    ] = None,
+    target: Annotated[str | None, typer.Option(help="For a state dict with csv:PATH: the column to predict.")] = None,
     mean: Annotated[
         list[float] | None,
         typer.Option(
             help="For a state dict: the mean by which pixels in [0, 1] were normalised, once per channel; without it, "
-            "that of the data.",
-            show_default=False,
+            "that of the data."
         ),
     ] = None,
-    std: Annotated[
-        list[float] | None, typer.Option(help="The standard deviation that goes with --mean.", show_default=False)
-    ] = None,
+    std: Annotated[list[float] | None, typer.Option(help="The standard deviation that goes with --mean.")] = None,
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Of the numbers in the artifact: float32, float16, bfloat16 or int8; without it, as in FILE.",
-            show_default=False,
+            help="Of the numbers in the artifact: float32, float16, bfloat16 or int8; without it, as in FILE."
         ),
     ] = None,
     seed: Seed = 0,
@@ -281,8 +253,7 @@ def calibrate(
         str | None,
         typer.Option(
             help=f"{listed([*PARTS, 'all'])}. Without it: the calibration part of the model's own data, all of any "
-            "other.",
-            show_default=False,
+            "other."
         ),
     ] = None,
     false_positive_rate: Annotated[float, typer.Option(help="Share of these inputs that are flagged as OOD.")] = 0.05,
@@ -303,15 +274,13 @@ def calibrate(
             help="Keep the coverage for each class, or for each group: by the array `group` of an .npz file, or by the "
             "column of a table that data.group named in training.",
             metavar="class|group",
-            show_default=False,
         ),
     ] = None,
     measure: Annotated[
         str | None,
         typer.Option(
             help=f"What OOD flags go by: {listed(MEASURES)}. Without it: what best tells these inputs from spoiled "
-            "copies.",
-            show_default=False,
+            "copies."
         ),
     ] = None,
     bank: Annotated[
@@ -454,24 +423,16 @@ def evaluate(
     data: DataName,
     part: Annotated[
         str | None,
-        typer.Option(
-            help=f"{listed([*PARTS, 'all'])}. Without it: the test part where there is one, else all.",
-            show_default=False,
-        ),
+        typer.Option(help=f"{listed([*PARTS, 'all'])}. Without it: the test part where there is one, else all."),
     ] = None,
     ood: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="D",
-            help="Out-of-distribution data (as for --data) for AUROC and ROC curves; may be repeated.",
-            show_default=False,
+            metavar="D", help="Out-of-distribution data (as for --data) for AUROC and ROC curves; may be repeated."
         ),
     ] = None,
     against: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Another artifact, to be compared with on the same inputs.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="FILE", help="Another artifact, to be compared with on the same inputs.")
     ] = None,
     shift: Annotated[
         bool, typer.Option("--shift", help="Also measure on rotated (grey) or corrupted (colour) pictures.")
@@ -480,7 +441,7 @@ def evaluate(
     method: Method = None,
     seed: Seed = 0,
     report: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write DIR/index.html, one page with plots.", show_default=False)
+        Path | None, typer.Option(metavar="DIR", help="Write DIR/index.html, one page with plots.")
     ] = None,
     data_root: DataRoot = None,
     download: Download = False,

@@ -21,7 +21,7 @@ from dubito.models.network.network import BayesianNetwork
 from dubito.models.numerics.parameters import Positive
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import evaluating
-from dubito.training.beside import beside_plain
+from dubito.training.beside import as_stored, beside_plain
 from dubito.training.calibrate import calibrate, divided
 from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data.augment import augmentation
@@ -338,12 +338,7 @@ def finish(
         )
     named = declared.model_copy(update={"columns": parts.columns})
     card = Card(input=named, labels=parts.labels, targets=parts.targets, provenance=origin)
-    draft = draft_of(out)
-    try:
-        save(network, draft, card=card, precision=recipe.precision)
-        model = load(draft).to(device)
-    finally:
-        draft.unlink(missing_ok=True)
+    model = as_stored(network, card, out, recipe.precision).to(device)
     others = {"validation": parts.validation, "train": parts.train}
     model = calibrate(model, parts.calibration, recipe.calibrate, seed=recipe.seed, **others)
     model = model.with_card(metrics=measure(model, parts.test, seed=recipe.seed))

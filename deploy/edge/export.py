@@ -17,7 +17,7 @@ from dubito.deploy.edge.blocks import BlockDraws
 from dubito.deploy.edge.draws import DenseDraws, Drawn, Sampler, array
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.features import features_in, nearest
-from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, NumberType
+from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, NumberType, copy_of, shape_of
 from dubito.deploy.edge.inducing import ExportedLaw, laws, with_law
 from dubito.deploy.edge.linear import linear_samples, trace_open
 from dubito.deploy.edge.quantise import quantised
@@ -129,7 +129,7 @@ class _Writer:
         self.formed: list[str] = []
         self.s = Sampler(self.g, K, "seed" if factors.random else None)
         graph = self.traced
-        self.shapes = {v.name: _shape(v) for v in [*graph.input, *graph.value_info, *graph.output]}
+        self.shapes = {v.name: shape_of(v) for v in [*graph.input, *graph.value_info, *graph.output]}
         self.readers: dict[str, list[onnx.NodeProto]] = {}
         for node in graph.node:
             for name in node.input:
@@ -333,11 +333,7 @@ class _Writer:
             once = False
         else:
             once = all(name in self.fixed or name in self.once for name in given)
-        copied = onnx.NodeProto()
-        copied.CopyFrom(node)
-        copied.ClearField("metadata_props")
-        copied.ClearField("doc_string")
-        copied.ClearField("name")
+        copied = copy_of(node)
         for i, name in enumerate(node.input):
             if name:
                 copied.input[i] = self.value[name] if once or name in self.fixed else self._all_rows(name)
@@ -365,11 +361,6 @@ def _name(node: onnx.NodeProto) -> str:
     name: str
     (name,) = (a.s.decode() for a in node.attribute if a.name == "name")
     return name
-
-
-def _shape(value: onnx.ValueInfoProto) -> tuple[int, ...]:
-    """Shape, with −1 for the rows."""
-    return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
 
 
 def _model(writer: _Writer, inputs: list[onnx.ValueInfoProto], outputs: dict[str, int]) -> onnx.ModelProto:

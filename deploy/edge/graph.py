@@ -67,14 +67,12 @@ class Graph:
             precision = "fp32"
         if mask is not None and array.size > FEW:
             return self._scattered(array, mask, precision)
-        if precision == "fp16":
-            return self.op("Cast", self.keep(array.astype(np.float16)), to=TensorProto.FLOAT)
+        if precision == "fp32":
+            return self.keep(array)
         if precision == "int8" and array.ndim > 1:
             values, scale = quantised(array)
             return self.op("Mul", self._floats(self.keep(values)), self.keep(scale))
-        if precision == "int8":
-            return self.op("Cast", self.keep(array.astype(np.float16)), to=TensorProto.FLOAT)
-        return self.keep(array)
+        return self._floats(self.keep(array.astype(np.float16)))
 
     def _scattered(self, array: Array, mask: NDArray[np.bool_], precision: NumberType) -> str:
         """A pruned constant: kept values and a bit mask; the index of a value is the count of bits before it."""
@@ -87,16 +85,14 @@ class Graph:
         padded = np.concatenate([np.zeros(1, kept.dtype), kept])
         values = self.keep(padded) if precision == "fp32" else self._floats(self.keep(padded))
         bits = self.keep(np.packbits(mask.ravel(), bitorder="little"))
-        flags = self.op("BitShift", self.op("Unsqueeze", bits, self.constant([1])), self._eight(), direction="RIGHT")
+        eight = self.constant(np.arange(8, dtype=np.uint8))
+        flags = self.op("BitShift", self.op("Unsqueeze", bits, self.constant([1])), eight, direction="RIGHT")
         flags = self.op("BitwiseAnd", flags, self.constant(1, np.uint8))
         flags = self.op("Slice", self.reshape(flags, [-1]), self.constant([0]), self.constant([array.size]))
         flags = self.op("Cast", flags, to=TensorProto.INT32)
         place = self.op("Mul", self.op("CumSum", flags, self.constant(0)), flags)  # index 0 is the zero
         values_ = self.reshape(self.op("Gather", values, place), array.shape)
         return values_ if scale is None else self.op("Mul", values_, self.keep(scale))
-
-    def _eight(self) -> str:
-        return self.constant(np.arange(8, dtype=np.uint8))
 
     def _floats(self, value: str) -> str:
         return self.op("Cast", value, to=TensorProto.FLOAT)
@@ -132,6 +128,20 @@ def quantised(array: Array) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     rows = np.abs(array).reshape(len(array), -1).max(1)
     scale = (np.where(rows > 0, rows, 1) / 127).astype(np.float32).reshape(-1, *[1] * (array.ndim - 1))
     return np.rint(array / scale).astype(np.int8), scale
+
+
+def copy_of(node: onnx.NodeProto) -> onnx.NodeProto:
+    """A node without its name and what the tracer says of it."""
+    copied = onnx.NodeProto()
+    copied.CopyFrom(node)
+    for field in ("metadata_props", "doc_string", "name"):
+        copied.ClearField(field)
+    return copied
+
+
+def shape_of(value: onnx.ValueInfoProto) -> tuple[int, ...]:
+    """Shape, with −1 for axes that depend on the inputs."""
+    return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
 
 
 def _fits_half(array: Array) -> bool:

@@ -35,9 +35,7 @@ Slope = Callable[[Graph, onnx.NodeProto, str, str], str]  # of x and y
 
 
 def _elementwise(slope: Slope, f: Forward, node: onnx.NodeProto) -> str:
-    t = f.of(node.input[0])
-    assert t is not None
-    return f.g.mul(t, slope(f.g, node, f.value[node.input[0]], f.value[node.output[0]]))
+    return f.g.mul(f.moving(node.input[0]), slope(f.g, node, f.value[node.input[0]], f.value[node.output[0]]))
 
 
 def _flag(g: Graph, condition: str) -> str:
@@ -95,8 +93,7 @@ SLOPES: Mapping[str, Slope] = {
 
 def _clip(f: Forward, node: onnx.NodeProto) -> str:
     g, (x, *limits) = f.g, node.input
-    t = f.of(x)
-    assert t is not None
+    t = f.moving(x)
     for limit, kind in zip(limits, ("Greater", "Less"), strict=False):
         if limit:
             t = g.mul(t, _flag(g, g.op(kind, f.value[x], f.value[limit])))
@@ -175,14 +172,12 @@ def _matmul(f: Forward, node: onnx.NodeProto) -> str | None:
     parts = []
     moved = f.tangent.get(b)
     if a in f.tangent:
-        t = f.of(a)
-        assert t is not None
+        t = f.moving(a)
         parts.append(g.matmul(f.lined_up(t, a, rank), f.value[b]))
     if isinstance(moved, Moved) and len(moved.shape) == 2:
         parts.append(_by_columns(f, a, moved, rank))
     elif moved is not None:
-        t = f.of(b)
-        assert t is not None
+        t = f.moving(b)
         parts.append(g.matmul(f.value[a], f.lined_up(t, b, rank)))
     return f.sum(*parts)
 
@@ -313,8 +308,7 @@ def _layernorm(f: Forward, node: onnx.NodeProto) -> str | None:
 
 def _softmax(log: bool, f: Forward, node: onnx.NodeProto) -> str:
     g, (x,), (out,) = f.g, node.input, node.output
-    t, rank = f.of(x), len(f.shape(x))
-    assert t is not None
+    t, rank = f.moving(x), len(f.shape(x))
     axes = g.constant([_axis(node, rank, -1) - rank])
     y = g.op("Exp", f.value[out]) if log else f.value[out]
     moved = g.op("Sub", t, g.op("ReduceSum", g.mul(t, y), axes))
@@ -326,22 +320,16 @@ def _softmax(log: bool, f: Forward, node: onnx.NodeProto) -> str:
 
 def _maxpool(f: Forward, node: onnx.NodeProto) -> str:
     """The tangent of the largest entries."""
-    t = f.of(node.input[0])
-    assert t is not None
-    return f.g.op("Gather", f.g.reshape(t, (f.K, -1)), f.places_of(node), axis=1)
+    return f.g.op("Gather", f.g.reshape(f.moving(node.input[0]), (f.K, -1)), f.places_of(node), axis=1)
 
 
 def _pool(f: Forward, node: onnx.NodeProto) -> str:
     (x,), (out,) = node.input, node.output
-    t = f.of(x)
-    assert t is not None
-    pooled = f.g.op(node.op_type, f.folded(t, x), **_attributes(node))
-    return f.unfolded(pooled, out)
+    return f.unfolded(f.g.op(node.op_type, f.folded(f.moving(x), x), **_attributes(node)), out)
 
 
 def _reduced(f: Forward, node: onnx.NodeProto) -> str:
-    t = f.of(node.input[0])
-    assert t is not None
+    t = f.moving(node.input[0])
     return f.g.op(node.op_type, t, f.g.constant(_axes(f, node)), keepdims=int(_attribute(node, "keepdims", 1)))
 
 
@@ -356,8 +344,7 @@ def _axes(f: Forward, node: onnx.NodeProto) -> list[int]:
 def _largest(f: Forward, node: onnx.NodeProto) -> str:
     """The tangent of a maximum; ties share it, as in torch."""
     g, x = f.g, node.input[0]
-    t, rank = f.of(x), len(f.shape(x))
-    assert t is not None
+    t, rank = f.moving(x), len(f.shape(x))
     axes = list(range(3, rank + 1)) if node.op_type == "GlobalMaxPool" else _axes(f, node)
     kept = int(_attribute(node, "keepdims", 1))
     before = g.constant([a - 1 for a in axes])
@@ -367,16 +354,6 @@ def _largest(f: Forward, node: onnx.NodeProto) -> str:
 
 
 # shapes and positions
-
-
-def _reshape(f: Forward, node: onnx.NodeProto) -> str:
-    t = f.of(node.input[0])
-    assert t is not None
-    return f.unfolded(t, node.output[0])
-
-
-def _same(f: Forward, node: onnx.NodeProto) -> Tangent:
-    return f.tangent.get(node.input[0])
 
 
 def _cast(f: Forward, node: onnx.NodeProto) -> Tangent:
@@ -400,8 +377,7 @@ def _concat(f: Forward, node: onnx.NodeProto) -> str:
 
 def _split(f: Forward, node: onnx.NodeProto) -> list[Tangent]:
     x, *sizes = node.input
-    t = f.of(x)
-    assert t is not None
+    t = f.moving(x)
     names = [f.g.name() for _ in node.output]
     more = {k: v for k, v in _attributes(node).items() if k != "axis"}
     axis = _axis(node, len(f.shape(x)), 0) + 1
@@ -410,8 +386,7 @@ def _split(f: Forward, node: onnx.NodeProto) -> list[Tangent]:
 
 def _slice(f: Forward, node: onnx.NodeProto) -> str:
     x, start, stop, *more = node.input
-    t, rank = f.of(x), len(f.shape(x))
-    assert t is not None
+    t, rank = f.moving(x), len(f.shape(x))
     axes = [int(a) % rank for a in f.numbers(more[0])] if more and more[0] else list(range(len(f.numbers(start))))
     steps = [f.value[more[1]]] if len(more) > 1 and more[1] else []
     return f.g.op("Slice", t, f.value[start], f.value[stop], f.g.constant([a + 1 for a in axes]), *steps)
@@ -419,21 +394,12 @@ def _slice(f: Forward, node: onnx.NodeProto) -> str:
 
 def _gather(f: Forward, node: onnx.NodeProto) -> str:
     x, index = node.input
-    t = f.of(x)
-    assert t is not None
-    return f.g.op("Gather", t, f.value[index], axis=_axis(node, len(f.shape(x)), 0) + 1)
-
-
-def _expand(f: Forward, node: onnx.NodeProto) -> str:
-    t = f.of(node.input[0])
-    assert t is not None
-    return f.fit(t, node.input[0], node.output[0])
+    return f.g.op("Gather", f.moving(x), f.value[index], axis=_axis(node, len(f.shape(x)), 0) + 1)
 
 
 def _pad(f: Forward, node: onnx.NodeProto) -> str:
     x, pads, *more = node.input
-    t, rank = f.of(x), len(f.shape(x))
-    assert t is not None
+    t, rank = f.moving(x), len(f.shape(x))
     if len(more) > 1 and more[1]:
         raise ExportError("the network pads some axes only (operator Pad), which cannot be exported.")
     sides = [int(n) for n in f.numbers(pads)]
@@ -443,8 +409,11 @@ def _pad(f: Forward, node: onnx.NodeProto) -> str:
 RULES: Mapping[str, TangentRule] = {
     **{name: partial(_elementwise, slope) for name, slope in SLOPES.items()},
     **dict.fromkeys(("AveragePool", "GlobalAveragePool"), _pool),
-    **dict.fromkeys(("Dropout", "Identity"), _same),
-    **dict.fromkeys(("Flatten", "Reshape", "Squeeze", "Unsqueeze"), _reshape),
+    **dict.fromkeys(("Dropout", "Identity"), lambda f, node: f.tangent.get(node.input[0])),
+    **dict.fromkeys(
+        ("Flatten", "Reshape", "Squeeze", "Unsqueeze"),
+        lambda f, node: f.unfolded(f.moving(node.input[0]), node.output[0]),
+    ),
     **dict.fromkeys(("GlobalMaxPool", "ReduceMax"), _largest),
     **dict.fromkeys(("ReduceMean", "ReduceSum"), _reduced),
     "Add": partial(_sum_of, (1, 1)),
@@ -454,7 +423,7 @@ RULES: Mapping[str, TangentRule] = {
     "Concat": _concat,
     "Conv": _conv,
     "Div": _quotient,
-    "Expand": _expand,
+    "Expand": lambda f, node: f.fit(f.moving(node.input[0]), node.input[0], node.output[0]),
     "Gather": _gather,
     "Gemm": _gemm,
     "LayerNormalization": _layernorm,
@@ -464,7 +433,7 @@ RULES: Mapping[str, TangentRule] = {
     "MaxPool": _maxpool,
     "Min": partial(_larger, "Less"),
     "Mul": _product,
-    "Neg": lambda f, node: f.g.op("Neg", f.of(node.input[0]) or ""),
+    "Neg": lambda f, node: f.g.op("Neg", f.moving(node.input[0])),
     "Pad": _pad,
     "Pow": _power,
     "Slice": _slice,

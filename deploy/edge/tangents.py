@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from dubito.deploy.edge.errors import ExportError
-from dubito.deploy.edge.graph import Array, Graph
+from dubito.deploy.edge.graph import Array, Graph, copy_of, shape_of
 
 Ints = NDArray[np.int64]
 
@@ -65,7 +65,7 @@ class Forward:
     def __init__(self, g: Graph, K: int, traced: onnx.GraphProto) -> None:
         self.g, self.K, self.traced = g, K, traced
         everything = [*traced.input, *traced.value_info, *traced.output]
-        self.shapes: dict[str, tuple[int, ...]] = {v.name: _shape(v) for v in everything} | {
+        self.shapes: dict[str, tuple[int, ...]] = {v.name: shape_of(v) for v in everything} | {
             t.name: tuple(t.dims) for t in traced.initializer
         }
         self.axes = {v.name: _axes_of(v) for v in everything} | {t.name: list(t.dims) for t in traced.initializer}
@@ -94,10 +94,7 @@ class Forward:
                 self.tangent |= {n: t for n, t in zip(node.output, every, strict=False) if n and t is not None}
 
     def _copy(self, node: onnx.NodeProto, indices: bool) -> None:
-        copied = onnx.NodeProto()
-        copied.CopyFrom(node)
-        for field in ("metadata_props", "doc_string", "name"):
-            copied.ClearField(field)
+        copied = copy_of(node)
         for i, name in enumerate(node.input):
             copied.input[i] = self.value[name] if name else ""
         for i, name in enumerate(node.output):
@@ -117,6 +114,12 @@ class Forward:
         tangent = self.tangent.get(name)
         if isinstance(tangent, Moved):
             tangent = self.tangent[name] = tangent.formed(self.g, self.K)
+        return tangent
+
+    def moving(self, name: str) -> str:
+        """Dense tangent of a value that is known to move."""
+        tangent = self.of(name)
+        assert tangent is not None
         return tangent
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -166,11 +169,6 @@ class Forward:
         for part in moving[1:]:
             total = self.g.add(total, part)  # type: ignore[arg-type]  # the first is there if the second is
         return total
-
-
-def _shape(value: onnx.ValueInfoProto) -> tuple[int, ...]:
-    """Shape, with −1 for axes that depend on the inputs."""
-    return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
 
 
 def _axes_of(value: onnx.ValueInfoProto) -> list[int | str | None]:

@@ -18,6 +18,7 @@ from dubito.models.network.features import watched
 from dubito.models.network.geometry import Linear
 from dubito.models.network.layers import BayesianLayer, MemberLayer
 from dubito.models.network.network import BayesianNetwork
+from dubito.models.numerics.parameters import owners
 from dubito.models.posteriors.entry import Origin
 from dubito.models.predictions.prediction import evaluating, predict
 
@@ -153,7 +154,7 @@ def assemble(
 
 def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
     """Layers that can be converted, by name; any other layer that holds weights is named in the error."""
-    owners = _owners(net)
+    standing = owners(net)
     convertible: dict[str, nn.Module] = {}
     refused: dict[str, str] = {}
     closed: list[str] = []  # layers that use their children's weights without calling the children
@@ -162,7 +163,7 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
             continue
         own = [p for p in module._parameters.values() if p is not None]
         plain = type(module) in CONVERTIBLE and "weight" in module._parameters and not _hooked(module)
-        tied = any(owners[p] > 1 for p in own)
+        tied = any(standing[p] > 1 for p in own)
         if plain and not tied:
             convertible[name] = module
         elif isinstance(module, CONVERTIBLE) or any(_is_matrix(p) for p in own):
@@ -199,25 +200,15 @@ def _copied(net: nn.Module, base: Options, overrides: Overrides) -> dict[str, nn
 
     Not those whose parameters stand elsewhere too, nor those that an override calls deterministic.
     """
-    owners = _owners(net)
+    standing = owners(net)
     leaves = {}
     for name, module in net.named_modules():
         own = [p for p in module._parameters.values() if p is not None]
         holds = own or any(b is not None for b in module._buffers.values())
         leaf = not isinstance(module, CONVERTIBLE) and not any(module.children())
-        if holds and leaf and all(owners[p] == 1 for p in own):
+        if holds and leaf and all(standing[p] == 1 for p in own):
             leaves[name] = module
     return {n: m for n, m in leaves.items() if options_for(n, m, base, overrides).method != "deterministic"}
-
-
-def _owners(net: nn.Module) -> dict[nn.Parameter, int]:
-    """In how many modules each parameter stands."""
-    owners: dict[nn.Parameter, int] = {}
-    for module in net.modules():
-        for p in module._parameters.values():
-            if p is not None:
-                owners[p] = owners.get(p, 0) + 1
-    return owners
 
 
 def _check_shared(chosen: Options, base: Options) -> None:

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dubito.models.errors import PredictionError
 from dubito.models.network.layers import Structure, layer_by_layer
 from dubito.models.network.learned import Learned
+from dubito.models.numerics.parameters import owners
 
 AT_ONCE = 1 << 24  # numbers of one layer's gradients that are held at a time
 SPARSE = 32  # an entry gathered alone costs as much as so many of a matrix product
@@ -204,17 +205,12 @@ def _grad(f: Tensor, parameters: list[Tensor]) -> list[Tensor]:
 
 def _homes(net: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """For each parameter held by one module only, if without children: the module and its name for the parameter."""
-    owners: dict[nn.Parameter, int] = {}
-    for module in net.modules():
-        for p in module._parameters.values():
-            if p is not None:
-                owners[p] = owners.get(p, 0) + 1
-    homes = {}
+    standing, homes = owners(net), {}
     for place, module in net.named_modules():
         if any(module.children()):
             continue
         for own, p in module._parameters.items():
-            if p is not None and owners[p] == 1:
+            if p is not None and standing[p] == 1:
                 homes[f"{place}.{own}" if place else own] = (module, own)
     return homes
 
@@ -259,7 +255,8 @@ def _blocks(weight: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[slic
 def _dense(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
     """(b, *shape of the parameter)."""
     if type(layer) not in (nn.Linear, *CONVOLUTIONS):
-        return _by_vmap(layer, own, x, g)
+        gradients: Tensor = vmap(lambda x, g: _together(layer, own, x[None], g[None]))(x, g)
+        return gradients  # of a normalisation, an embedding ...
     columns = _columns(layer, g)
     if own == "bias":
         return columns.sum(-1)
@@ -311,12 +308,6 @@ def _planes(layer: nn.Module, x: Tensor) -> Iterator[Tensor]:
     for position in itertools.product(*(range(k) for k, *_ in steps)):
         cut = [slice(i * d, i * d + n, s) for i, (_, s, d, _), n in zip(position, steps, reach, strict=True)]
         yield x[(slice(None), slice(None), *cut)]
-
-
-def _by_vmap(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
-    """Any other layer: a normalisation, an embedding ..."""
-    gradients: Tensor = vmap(lambda x, g: _together(layer, own, x[None], g[None]))(x, g)
-    return gradients
 
 
 # what must hold

@@ -26,11 +26,9 @@ class Reading(Protocol):
     @property
     def columns(self) -> int:
         """Number of columns."""
-        ...
 
     def __call__(self, features: Tensor, K: int, member: Callable[[int], Tensor]) -> Tensor:
         """Features (K·B, d) of K samples, in order -> (K·B, columns) in float32; `member` as in `Run`."""
-        ...
 
     def to(self, device: torch.device) -> Self: ...
 

@@ -117,6 +117,20 @@ class NetworkFactors:
         """Weights of these draws, to be kept for requests to come; empty where draws are no layer's weights."""
         return {layer: make() for layer, make in network.arrange(self, draws, {}).operands.items()}
 
+    def gathered(self) -> Self:
+        """The same factors, those of layers that can be drawn together side by side in memory.
+
+        On a GPU, launching kernels layer by layer would take longer than they run.
+        """
+        groups, layers = list[Group](), dict(self.layers)
+        classes = {name: type(layer.entry) for name, layer in self.structure.layers.items()}
+        for entry in dict.fromkeys(classes.values()):
+            own = {name: f for name, f in self.layers.items() if classes[name] is entry}
+            of_class, changed = entry.gather(own, self.places)
+            groups += of_class
+            layers |= changed
+        return replace(self, layers=MappingProxyType(layers), groups=tuple(groups))
+
     def resident(self, net: nn.Module, device: torch.device, dtype: torch.dtype) -> Self:
         """For a copy `net` of the network that runs on the device in `dtype`; draws stay in float32 or better."""
         return replace(

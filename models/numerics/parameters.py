@@ -1,5 +1,6 @@
 """Free parameters of a posterior: real or positive; either can be pruned."""
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -142,6 +143,11 @@ def keep_largest(parts: Sequence[Free] | Sequence[Positive], scores: Sequence[Te
         value = next(part.parameters()).data
         part.keep = mask.view(value.shape).to(value.device)
         value.masked_fill_(~mask.view(value.shape).to(value.device), 0)  # nothing is left of what was pruned
+
+
+def owners(net: nn.Module) -> Counter[nn.Parameter]:
+    """In how many modules each parameter stands."""
+    return Counter(p for module in net.modules() for p in module._parameters.values() if p is not None)
 
 
 def count(module: nn.Module) -> int:

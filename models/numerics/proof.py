@@ -60,18 +60,12 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
-@cache
-def fault_of(device: torch.device, dtype: torch.dtype) -> str | None:
-    """`probe`, once per process."""
-    return probe(device, dtype)
-
-
 def convolve(x: Tensor, W: Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Tensor:
     return (F.conv1d, F.conv2d, F.conv3d)[x.dim() - 3](x, W, None, stride, padding, dilation, groups)
 
 
 @torch.inference_mode()
-def probe(device: torch.device, dtype: torch.dtype, convolve: Convolve = convolve) -> str | None:
+def probe(device: torch.device, dtype: torch.dtype, tried: Convolve = convolve) -> str | None:
     """The first wrong result of the device in this dtype, compared with float64 on the host; None if there is none."""
     rng = torch.Generator("cpu").manual_seed(0)
 
@@ -82,11 +76,11 @@ def probe(device: torch.device, dtype: torch.dtype, convolve: Convolve = convolv
         warnings.simplefilter("ignore")  # about dtypes that this device has no units for
         for *shapes, options in CONVOLUTIONS:
             x, W = map(random, shapes)
-            expected = _exactly(x, W, **options)
+            expected = convolve(x.double(), W.double(), **options)
             for last in (False, True):
                 a, b = (_channels_last(t) if last else t for t in (x.to(device), W.to(device)))
                 what = f"a convolution of {tuple(x.shape)} by {tuple(W.shape)} with {options}"
-                if fault := _compare(what, partial(convolve, a, b, **options), expected, device):
+                if fault := _compare(what, partial(tried, a, b, **options), expected, device):
                     return fault
         for left, right in PRODUCTS:
             x, W = random(left), random(right)
@@ -98,8 +92,7 @@ def probe(device: torch.device, dtype: torch.dtype, convolve: Convolve = convolv
     return None
 
 
-def _exactly(x: Tensor, W: Tensor, **options: Any) -> Tensor:
-    return convolve(x.double(), W.double(), **options)
+fault_of = cache(probe)  # once per process
 
 
 def _channels_last(t: Tensor) -> Tensor:
@@ -168,22 +161,19 @@ def _layout(value: Any) -> Any:
     return (value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else value
 
 
-def _wider(t: Tensor) -> Tensor:
-    return t.to(WIDER[t.dtype])
-
-
-def _unsigned(t: Tensor) -> Tensor:
-    return t.to(WIDER[t.dtype]).abs()
-
-
 def _fault_of_call(func: Any, given: tuple[Any, Any], out: Any) -> str | None:
-    def again(change: Callable[[Tensor], Tensor]) -> list[Any]:
-        args, kwargs = tree_map(lambda t: change(t) if isinstance(t, Tensor) and t.dtype in WIDER else t, given)
+    def again(*, unsigned: bool) -> list[Any]:
+        def wider(t: Any) -> Any:
+            if not isinstance(t, Tensor) or t.dtype not in WIDER:
+                return t
+            return t.to(WIDER[t.dtype]).abs() if unsigned else t.to(WIDER[t.dtype])
+
+        args, kwargs = tree_map(wider, given)
         return tree_leaves(func(*args, **kwargs))
 
     shapes = ", ".join(str(tuple(t.shape)) for t in tree_leaves(given) if isinstance(t, Tensor))
     try:
-        expected = again(_wider)
+        expected = again(unsigned=False)
     except torch.AcceleratorError:
         raise
     except RuntimeError:  # no such operator in the wider dtype, or too little memory
@@ -191,7 +181,7 @@ def _fault_of_call(func: Any, given: tuple[Any, Any], out: Any) -> str | None:
     for i, result in enumerate(tree_leaves(out)):
         if isinstance(result, Tensor) and result.dtype in WIDER:
             what = f"{func.overloadpacket.__name__} of {shapes} in {name_of(result.dtype)}"
-            if fault := fault_in(what, result, expected[i], ROUNDINGS, lambda: again(_unsigned)[i]):  # noqa: B023
+            if fault := fault_in(what, result, expected[i], ROUNDINGS, lambda: again(unsigned=True)[i]):  # noqa: B023
                 return fault
     return None
 

@@ -26,12 +26,10 @@ class LayerSizes(Protocol):
     @property
     def shape(self) -> tuple[int, int]:
         """Of W, the bias as its last column: (d_out, d_in)."""
-        ...
 
     @property
     def inputs(self) -> int:
         """Features or channels."""
-        ...
 
     @property
     def groups(self) -> int: ...
@@ -42,7 +40,6 @@ class LayerSizes(Protocol):
     @property
     def dims(self) -> int:
         """Axes of a picture; 0 for a linear layer."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class FullCovariance(nn.Module):
         self.below = nn.Parameter(torch.zeros(n * (n - 1) // 2, dtype=centre.dtype, device=centre.device))
 
     def freeze(self) -> FrozenFullCovariance:
-        return FrozenFullCovariance(self.centre(), self.spread()[:, None] * self._correlation())
+        return FrozenFullCovariance(self.centre(), self.spread()[..., None] * self._correlation())
 
     @classmethod
     def freeze_together(cls, laws: Sequence[Self]) -> FrozenFullCovariance:
@@ -61,36 +61,26 @@ class FullCovariance(nn.Module):
     def kl(self, prior: float) -> Tensor:
         m: Tensor = self.centre() / prior
         s: Tensor = self.spread() / prior
-        log_det = s.log().sum() + self._correlation().diagonal().log().sum()
-        return (m.square().sum() + s.square().sum() - len(s)) / 2 - log_det
+        log_det = s.log().sum() + self._correlation().diagonal(dim1=-2, dim2=-1).log().sum()
+        return (m.square().sum() + s.square().sum() - s.numel()) / 2 - log_det
 
     @classmethod
     def kl_together(cls, laws: Sequence[Self], prior: float) -> Tensor:
         return torch.stack([law.kl(prior) for law in laws]).sum()
 
     def _correlation(self) -> Tensor:
-        return correlation(self.below, len(self.spread.raw))
+        return correlation(self.below, self.spread.raw.shape[-1])
 
 
-class BlockCovariance(nn.Module):
+class BlockCovariance(FullCovariance):
     """The same for each of several vectors (blocks, n) that are independent of each other."""
 
     def __init__(self, centre: Tensor, std: float) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         blocks, n = centre.shape
         self.centre = Free(centre)
         self.spread = Positive(centre.new_full(centre.shape, std), FLOOR)
         self.below = nn.Parameter(centre.new_zeros(blocks, n * (n - 1) // 2))
-
-    def freeze(self) -> FrozenFullCovariance:
-        spread: Tensor = self.spread()
-        return FrozenFullCovariance(self.centre(), spread[..., None] * correlation(self.below, spread.shape[1]))
-
-    def kl(self, prior: float) -> Tensor:
-        m: Tensor = self.centre() / prior
-        s: Tensor = self.spread() / prior
-        diagonal = correlation(self.below, s.shape[1]).diagonal(dim1=-2, dim2=-1)
-        return (m.square() + s.square() - 1).sum() / 2 - s.log().sum() - diagonal.log().sum()
 
 
 def correlation(below: Tensor, n: int) -> Tensor:

@@ -108,20 +108,16 @@ class Frozen(Protocol):
     @property
     def normals(self) -> int:
         """Standard normals that one draw needs."""
-        ...
 
     @property
     def members(self) -> int:
         """How many point masses the draws cycle through; 0 for a continuous distribution."""
-        ...
 
     def mean(self, member: Tensor | None) -> Tensor:
         """The mean (1, *shape), or the members asked for (K, *shape)."""
-        ...
 
     def draw(self, noise: Tensor, member: Tensor | None) -> Tensor:
         """(K, normals) standard normals, and (K,) members where there are any -> (K, *shape)."""
-        ...
 
     def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Self: ...
 
@@ -133,21 +129,17 @@ class Distribution(Protocol):
 
     def freeze(self) -> Frozen:
         """The distribution as it is now; gradients flow through it where they are wanted."""
-        ...
 
     @classmethod
     def freeze_together(cls, laws: Sequence[Self]) -> Frozen:
         """The joint distribution of n of one shape, over (n, *shape), with few kernels."""
-        ...
 
     def kl(self, prior: float) -> Tensor:
         """KL to N(0, prior²) per entry, in closed form."""
-        ...
 
     @classmethod
     def kl_together(cls, laws: Sequence[Self], prior: float) -> Tensor:
         """The sum of their KLs, with few kernels."""
-        ...
 
 
 class Factors(Value, ABC):
@@ -199,11 +191,9 @@ class Group(Protocol):
 
     def draw(self, noise: Sequence[Tensor]) -> Sequence[Operand]:
         """Each layer's (K, normals) -> each layer's samples."""
-        ...
 
     def draw_by(self, key: Tensor, K: int) -> Sequence[Operand]:
         """The same from (seed, first sample), where there is a table."""
-        ...
 
 
 class Posterior(nn.Module, ABC):

@@ -17,6 +17,7 @@ from dubito.models.predictions.prediction import Prediction
 from dubito.models.predictions.sets import fitting
 from dubito.models.predictions.uncertainty import Classified, Regressed, known_in, on_host
 
+CERTAINTIES = ("max_probability", "entropy", "expected_entropy", "mutual_information")  # NaN: not known
 Columns = dict[str, NDArray[Any]]  # by name, one row per input
 
 
@@ -230,26 +231,17 @@ def _class(lists: dict[str, list[Any]], i: int, rule: Rule, card: Card) -> dict[
         "label": label_of(card, lists["class"][i]),
         "class": lists["class"][i],
         "probabilities": lists["probabilities"][i],
-        "max_probability": lists["max_probability"][i],
-        "entropy": lists["entropy"][i],
-        "expected_entropy": _known(lists["expected_entropy"][i]),
-        "mutual_information": _known(lists["mutual_information"][i]),
+        **{name: None if math.isnan(value := lists[name][i]) else value for name in CERTAINTIES},
         "prediction_set": fitting,
         "ood": _ood(lists, i, rule),
     }
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _value(lists: dict[str, list[Any]], i: int, rule: Rule, card: Card) -> dict[str, Any]:
     names = {} if card.targets is None else {"targets": list(card.targets)}
     return {
         **names,
-        "mean": lists["mean"][i],
-        "epistemic_variance": lists["epistemic_variance"][i],
-        "aleatoric_variance": lists["aleatoric_variance"][i],
+        **{name: lists[name][i] for name in ("mean", "epistemic_variance", "aleatoric_variance")},
         "interval": None if rule.quantile is None else lists["interval"][i],
         "ood": _ood(lists, i, rule),
     }

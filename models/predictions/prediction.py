@@ -43,7 +43,6 @@ class CudaGraph(Protocol):
 
     def sums(self, x: Tensor, seed: int, start: int) -> Reals:
         """`sums_of` the outputs of the seed's draws from `start` on."""
-        ...
 
 
 GraphFor = Callable[[int, int], CudaGraph | None]  # the graph for B inputs and K draws, if it was captured

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from dubito.models.network.geometry import Conv
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan
-from dubito.models.network.together import gather
 from dubito.models.numerics.normals import counted
 from dubito.models.numerics.streams import stream
 from dubito.models.predictions.model import Model
@@ -35,7 +34,7 @@ def for_gpu(model: Model) -> Model:
         return model
     with evaluating(model.network):
         form = fuse(model.network.net, model.device)
-    return replace(model, made=gather(tap_by_tap(model.factors, form)))
+    return replace(model, made=tap_by_tap(model.factors, form).gathered())
 
 
 def tap_by_tap(factors: NetworkFactors, form: nn.Module) -> NetworkFactors:

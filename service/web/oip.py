@@ -29,6 +29,7 @@ MOST_REMEMBERED = 256
 DTYPES = {name: np.dtype(code) for name, code in TYPES.items()}
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
 INPUT = "input"
+PARAMETERS = ("samples", "seed", "max_samples", "tolerance", "timeout_ms", "method", "group")  # options of a request
 DRAWS = "sample_outputs"  # an output that is returned only on request
 LARGEST = 1 << 40  # largest size of a tensor's dimension that a header may state
 LENGTH = "inference-header-content-length"

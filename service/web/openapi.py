@@ -8,8 +8,8 @@ from fastapi.openapi.utils import get_openapi
 from dubito.models.manifest import Predictive
 from dubito.models.predictions.adaptive import AT_MOST, TOLERANCE
 from dubito.service.settings import Settings
-from dubito.service.web.oip import JSON, LENGTH, OCTETS, TYPES
-from dubito.service.web.options import MOST_SEED, PARAMETERS, RETURNS
+from dubito.service.web.oip import JSON, LENGTH, OCTETS, PARAMETERS, TYPES
+from dubito.service.web.options import MOST_SEED, RETURNS
 from dubito.service.web.security import OPEN
 
 Json = dict[str, Any]

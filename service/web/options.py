@@ -8,6 +8,7 @@ from dubito.models.manifest import Predictive
 from dubito.models.predictions.adaptive import AT_MOST, TOLERANCE
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
+from dubito.service.web.oip import PARAMETERS
 
 RETURNS = (  # `probabilities` and `samples` are large, and returned only on request; the rest is always returned
     "probabilities",
@@ -27,7 +28,6 @@ RETURNS = (  # `probabilities` and `samples` are large, and returned only on req
     "interval",
 )
 DRAWN = ("samples", "max_samples", "tolerance")  # any of these options implies sampling
-PARAMETERS = ("samples", "seed", "max_samples", "tolerance", "timeout_ms", "method", "group")  # of a v2 request too
 KNOWN = (*PARAMETERS, "return", "version")
 MOST_SEED = (1 << 63) - 1
 

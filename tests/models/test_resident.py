@@ -12,7 +12,6 @@ from dubito.models.conversion.directions import set_directions
 from dubito.models.embedded import embedded
 from dubito.models.manifest import Card, Manifest, Regression
 from dubito.models.network.network import BayesianNetwork, Draws
-from dubito.models.network.together import gather
 from dubito.models.posteriors.inducing_factors import InducingFactors
 from dubito.models.posteriors.protocol import Factored
 from dubito.models.predictions.model import Model
@@ -108,7 +107,7 @@ def test_a_resnet50_takes_less_than_a_third_of_the_plain_network(resnet50: Model
     print(f"{dtype}: {ours / 1e6:.2f} MB, {ours / one:.3f} of one deterministic network")
     assert ours <= 0.30 * one
     assert ours == bytes_of([kept.network, kept.factors])
-    with_units = storages(kept.network, gather(kept.factors), fuse(kept.network.net, CPU))  # as a GPU has it
+    with_units = storages(kept.network, kept.factors.gathered(), fuse(kept.network.net, CPU))  # as a GPU has it
     print(f"{with_units / one:.3f} with layers side by side and as units")
     assert with_units <= 0.30 * one
 
@@ -165,7 +164,7 @@ def test_layers_drawn_together_are_each_drawn_alone(lam_max: float, dtype: torch
         for p in network.parameters():
             p.normal_()
     alone = reside(model_of(network), CPU, dtype).factors
-    together = gather(alone)
+    together = alone.gathered()
     assert sum(len(group.names) for group in together.groups) == 4
     assert bytes_of(together) <= 1.1 * bytes_of(alone)
     noise = torch.randn(5, alone.normals)

@@ -14,7 +14,6 @@ from dubito.models.manifest import Card, Input
 from dubito.models.network.geometry import Execution
 from dubito.models.network.network import BayesianNetwork, Draws
 from dubito.models.network.plan import cheapest
-from dubito.models.network.together import gather
 from dubito.models.posteriors.inducing import Inducing
 from dubito.models.predictions.resident import bytes_of, reside
 from dubito.service.engine.fusion import Unit, fuse
@@ -139,7 +138,7 @@ def drawing(lam_max: float) -> BayesianNetwork:
 def test_layers_drawn_together_are_what_they_are_alone(lam_max: float) -> None:
     network, x = drawing(lam_max), torch.randn(2, 3, 12, 12)
     factors = network.factors()
-    together = gather(factors)
+    together = factors.gathered()
     assert sum(len(group.names) for group in together.groups) == 8
     assert {group.beyond for group in together.groups} == {lam_max > 0}  # type: ignore[attr-defined]
     own = (together.layers, together.groups)

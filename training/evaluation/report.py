@@ -25,11 +25,13 @@ from dubito.training.evaluation.table import (
     PERCENT,
     PROMISES,
     SHIFT,
+    beside_plain,
+    by_part,
+    by_size,
+    compared,
     curve_with_auto,
     mean_by_severity,
     number,
-    part_cells,
-    sizes,
     with_error,
 )
 from dubito.training.metrics import Bin
@@ -128,25 +130,11 @@ def _beside(e: Evaluation) -> str:
     plain, against = e.figures.get("plain"), e.figures.get("against")
     parts = []
     if plain is not None:
-        tempered = plain["temperature"] is not None
-        heads = ["", "plain network", *([f"with its temperature ({plain['temperature']:.3g})"] if tempered else [])]
-        rows = [
-            [NAMES.get(n, n.upper()), number(n, v), *([number(n, plain["tempered"][n])] if tempered else [])]
-            for n, v in plain["metrics"].items()
-        ]
-        parts.append(f"<p>{text(plain['verdict'])}</p>\n{table(heads, rows)}")
+        heads, rows = beside_plain(plain)
+        parts.append(f"<p>{text(plain['verdict'])}</p>\n{table(['', *heads], rows)}")
     if against is not None:
         heads = ["", "this model", Path(against["model"]).name, "difference"]
-        rows = [
-            [
-                NAMES.get(n, n.upper()),
-                number(n, against["mine"][n]),
-                number(n, against["other"][n]),
-                f"{number(n, d['value'])} ± {number(n, d['se'])}",
-            ]
-            for n, d in against["differences"].items()
-        ]
-        parts.append(f"<p>{text(against['verdict'])}</p>\n{table(heads, rows)}")
+        parts.append(f"<p>{text(against['verdict'])}</p>\n{table(heads, compared(against))}")
     explanation = (
         "The plain network that this posterior started from, on its own test part, as recorded in training; and the "
         "model that it was to be compared with, on the inputs of this page."
@@ -273,23 +261,8 @@ def _promised(e: Evaluation) -> str:
         "What was promised on held-out data, and what came of it here, for each number of draws K. The band is two "
         "standard errors of this measurement wide on either side; the calibration's own error comes on top.",
         pictures(figures),
-        *_tables(e),
+        *(table(*cells(e.figures)) for key, cells in (("sets", by_size), ("parts", by_part)) if key in e.figures),
     )
-
-
-def _tables(e: Evaluation) -> list[str]:
-    """Coverage by size of the set, and by class or group where the calibration has them."""
-    tables = []
-    if "sets" in e.figures:
-        rows = [
-            [sizes(r), f"{r['examples']:,}", f"{r['share']:.2%}", f"{r['coverage']:.2%}"] for r in e.figures["sets"]
-        ]
-        tables.append(table(["set size", "examples", "share", "coverage"], rows))
-    if "parts" in e.figures:
-        size = "set size" if isinstance(e.inside, Classified) else "interval width"
-        heads = [e.figures["calibration"]["per"], "examples", "coverage", "promised", size]
-        tables.append(table(heads, [part_cells(row) for row in e.figures["parts"]]))
-    return tables
 
 
 def _draws(e: Evaluation) -> str:

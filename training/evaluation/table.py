@@ -1,6 +1,6 @@
 """Tables of an evaluation for the terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
@@ -30,6 +30,7 @@ NAMES = {
 SHIFT = ("accuracy", "rmse", "nll", "ece", "entropy", "mutual_information", "ood_rate")
 CURVE = ("accuracy", "rmse", "nll", "ece", "coverage", "set_size", "width", "ood_rate")
 PERCENT = {"accuracy", "ece", "coverage", "ood_rate", "changed"}
+TableCells = tuple[list[str], list[list[str]]]  # headings, rows
 PROMISES = {"coverage": "coverage", "ood_rate": "false_positive_rate"}  # figure -> key of the calibration
 
 
@@ -70,14 +71,17 @@ def show(about: Mapping[str, str], figures: Mapping[str, Any]) -> None:
     if calibration is None:
         console.print("not calibrated: no OOD flags and no prediction sets")
     if "sets" in figures:
-        console.print(_sets(figures["sets"]))
+        console.print(_filled(*by_size(figures), title="coverage by size of the set", box=SIMPLE))
     if "parts" in figures:
-        console.print(_parts(figures["parts"], calibration["per"]))
+        console.print(_filled(*by_part(figures), title=f"coverage by {calibration['per']}", box=SIMPLE))
     if "plain" in figures:
-        console.print(_plain(figures["plain"]))
+        heads, cells = beside_plain(figures["plain"])
+        title = "the plain network on its test part, as recorded in training"
+        console.print(_filled(["measure", *heads], cells, title=title))
         console.print(figures["plain"]["verdict"])
     if "against" in figures:
-        console.print(_against(figures["against"]))
+        heads, title = ["measure", "this model", "the other", "difference"], f"against {figures['against']['model']}"
+        console.print(_filled(heads, compared(figures["against"]), title=clean(title)))
         console.print(figures["against"]["verdict"])
     if "ood" in figures:
         console.print(_outside(figures))
@@ -107,48 +111,50 @@ def _quality(figures: Mapping[str, Any]) -> Table:
     return table
 
 
-def _plain(plain: Mapping[str, Any]) -> Table:
-    """The plain network that the posterior started from, on the test part, as recorded in training."""
-    table = Table("measure", "plain network", title="the plain network on its test part, as recorded in training")
-    if plain["temperature"] is not None:
-        table.add_column(f"with its temperature ({plain['temperature']:.3g})")
-    for name, value in plain["metrics"].items():
-        cells = [number(name, plain["tempered"][name])] if name in plain["tempered"] else []
-        table.add_row(NAMES.get(name, name.upper()), number(name, value), *cells)
+def _filled(heads: Sequence[str], rows: Sequence[Sequence[str]], **more: Any) -> Table:
+    table = Table(*heads, **more)
+    for row in rows:
+        table.add_row(*map(clean, row))
     return table
 
 
-def _against(comparison: Mapping[str, Any]) -> Table:
-    table = Table("measure", "this model", "the other", "difference", title=clean(f"against {comparison['model']}"))
+# headings and rows of the tables that the terminal and the page both show
+
+
+def beside_plain(plain: Mapping[str, Any]) -> TableCells:
+    """The plain network that the posterior started from, on the test part; its names have no heading."""
+    tempered = plain["temperature"] is not None
+    heads = ["plain network", *([f"with its temperature ({plain['temperature']:.3g})"] if tempered else [])]
+    each = [plain["metrics"], *([plain["tempered"]] if tempered else [])]
+    return heads, [[NAMES.get(n, n.upper()), *(number(n, m[n]) for m in each)] for n in plain["metrics"]]
+
+
+def compared(comparison: Mapping[str, Any]) -> list[list[str]]:
+    """This model and another, and their differences with standard errors."""
+    rows = []
     for name, d in comparison["differences"].items():
-        cells = [number(name, comparison["mine"][name]), number(name, comparison["other"][name])]
-        table.add_row(NAMES.get(name, name.upper()), *cells, f"{number(name, d['value'])} ± {number(name, d['se'])}")
-    return table
+        both = [number(name, comparison[whose][name]) for whose in ("mine", "other")]
+        rows.append([NAMES.get(name, name.upper()), *both, f"{number(name, d['value'])} ± {number(name, d['se'])}"])
+    return rows
 
 
-def sizes(row: Mapping[str, Any]) -> str:
-    return str(row["from"]) if row["from"] == row["to"] else f"{row['from']} to {row['to']}"
+def by_size(figures: Mapping[str, Any]) -> TableCells:
+    """Coverage by size of the prediction set."""
+    rows = []
+    for row in figures["sets"]:
+        size = str(row["from"]) if row["from"] == row["to"] else f"{row['from']} to {row['to']}"
+        rows.append([size, f"{row['examples']:,}", f"{row['share']:.2%}", f"{row['coverage']:.2%}"])
+    return ["set size", "examples", "share", "coverage"], rows
 
 
-def _sets(rows: list[dict[str, Any]]) -> Table:
-    table = Table("set size", "examples", "share", "coverage", title="coverage by size of the set", box=SIMPLE)
-    for row in rows:
-        table.add_row(sizes(row), f"{row['examples']:,}", f"{row['share']:.2%}", f"{row['coverage']:.2%}")
-    return table
-
-
-def part_cells(row: Mapping[str, Any]) -> list[str]:
-    size = row.get("set_size", row.get("width"))
-    promised = f"{row['promised']:.2%} from {row['calibrated_on']:,} examples"
-    return [row["name"], f"{row['examples']:,}", f"{row['coverage']:.2%}", promised, f"{size:.4g}"]
-
-
-def _parts(rows: list[dict[str, Any]], per: str) -> Table:
-    size = "set size" if "set_size" in rows[0] else "interval width"
-    table = Table(per, "examples", "coverage", "promised", size, title=f"coverage by {per}", box=SIMPLE)
-    for row in rows:
-        table.add_row(*map(clean, part_cells(row)))
-    return table
+def by_part(figures: Mapping[str, Any]) -> TableCells:
+    """Coverage by class or group."""
+    size, rows = "set_size" if "set_size" in figures["parts"][0] else "width", []
+    for row in figures["parts"]:
+        promised = f"{row['promised']:.2%} from {row['calibrated_on']:,} examples"
+        cells = [row["name"], f"{row['examples']:,}", f"{row['coverage']:.2%}", promised, f"{row[size]:.4g}"]
+        rows.append(cells)
+    return [figures["calibration"]["per"], "examples", "coverage", "promised", NAMES[size]], rows
 
 
 def _outside(figures: Mapping[str, Any]) -> Table:
