@@ -7,9 +7,11 @@ import os
 import sys
 import tempfile
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.main
 
 # what is cached (plans, fonts of plots) stays out of the home folder
 CACHE = Path(tempfile.gettempdir()) / f"dubito-tests-{os.getuid()}"
@@ -17,7 +19,7 @@ CACHE.mkdir(exist_ok=True)  # torch warns where there is none
 os.environ["XDG_CACHE_HOME"] = str(CACHE)
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: one thread each, in their subprocesses too
     os.environ["OMP_NUM_THREADS"] = "1"
-
+pytest.MonkeyPatch().setattr(typer.main, "get_command", cache(typer.main.get_command))  # else built for each command
 
 FIRST = ("test_readme.py", "service", "training", "deploy", "models")  # longest first: none is left with one at the end
 

@@ -11,7 +11,10 @@ import pytest
 from tests.warm import scripts
 
 REPO = Path(__file__).parents[1]
-SHORT = "--set fit.pretrain_epochs=1 --set fit.epochs=1 --set fit.likelihood_epochs=0 --set fit.warmup_epochs=1"
+SHORT = (
+    "--set fit.pretrain_epochs=1 --set fit.epochs=1 --set fit.likelihood_epochs=0 --set fit.warmup_epochs=1 "
+    "--set network.arguments.width=4 --set network.arguments.hidden=16"
+)
 
 
 def script(readme: str, workdir: Path) -> str:

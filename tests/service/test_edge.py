@@ -19,7 +19,7 @@ from dubito.models import load
 from dubito.models.embedded import embedded
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 CONSOLE = files("dubito.service").joinpath("console")
@@ -33,26 +33,32 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def page(live: Any) -> Iterator["Page"]:
-    """The page once its runtime is there; at the end nothing has gone wrong on it."""
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
     if BROWSER is None:
         pytest.skip("NO BROWSER: the page /edge is not tested here; install chromium (Debian: apt install chromium).")
     if not CONSOLE.joinpath("wasm").is_dir():
         pytest.skip("NO WASM: the page /edge is not tested here; `make wasm` fetches it (needs npm).")
     api = pytest.importorskip("playwright.sync_api", reason="NO PLAYWRIGHT: the page /edge is not tested here.")
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        opened = browser.new_page()
-        opened.set_default_timeout(60_000)
-        wrong: list[str] = []
-        opened.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
-        opened.on("pageerror", lambda error: wrong.append(str(error)))
-        opened.goto(f"{live.url}/edge")
-        opened.wait_for_function("() => document.querySelector('#state').textContent.startsWith('Ready')")
-        yield opened
-        browser.close()
-        assert wrong == []
+        found = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(live: Any, browser: "Browser") -> Iterator["Page"]:
+    """The page once its runtime is there; at the end nothing has gone wrong on it."""
+    opened = browser.new_page()
+    opened.set_default_timeout(60_000)
+    wrong: list[str] = []
+    opened.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.goto(f"{live.url}/edge")
+    opened.wait_for_function("() => document.querySelector('#state').textContent.startsWith('Ready')")
+    yield opened
+    opened.close()
+    assert wrong == []
 
 
 def example(name: str) -> bytes:

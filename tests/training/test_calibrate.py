@@ -170,6 +170,7 @@ def test_the_best_temperature_has_the_least_nll(trained: Model) -> None:
     assert abs(math.log(T / best)) < 0.01
 
 
+@pytest.mark.usefixtures("few_here")
 def test_a_temperature_is_fitted_where_asked(trained: Model, calibrated: Model) -> None:
     held = clusters(2000, 3)
     warm = calibrate(trained, held, Calibrate(temperature=True))

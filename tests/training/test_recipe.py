@@ -79,6 +79,7 @@ def test_a_fresh_run_that_was_stopped_goes_on_without_fresh(tmp_path: Path) -> N
     assert "The same command without --fresh goes on from there." in str(stopped.value)
 
 
+@pytest.mark.usefixtures("few_here")
 def test_pruning_keeps_what_was_promised_since_training(tmp_path: Path) -> None:
     """A model may have been calibrated and stored anew; its recipe says what it was trained for."""
     file = tmp_path / "m.safetensors"

@@ -16,7 +16,7 @@ TRIALS = "tune={trials=[{sigma_max=0.9, spread=0.8}, {sigma_max=0.2, spread=0.1}
 SMALL = [
     "network={architecture='mlp', arguments={hidden=[16]}}",
     "posterior.options={inducing=8}",
-    "fit={epochs=2, pretrain_epochs=3, batch=128, lr=0.003, likelihood_epochs=1}",
+    "fit={epochs=2, pretrain_epochs=1, batch=128, lr=0.003, likelihood_epochs=1}",
 ]
 
 

@@ -13,6 +13,8 @@ from dubito.models import load
 from dubito.models.errors import ConversionError
 from dubito.models.posteriors.whvi import Whvi, WhviFactors
 
+pytestmark = pytest.mark.usefixtures("few_requests")
+
 
 def run(*command: str | Path) -> Result:
     return CliRunner().invoke(app, [str(part) for part in command])
@@ -36,7 +38,7 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(few_requests: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whvi") / "digits.safetensors"
     answered("train", "digits", "--out", out, *(f"--set={k}={v}" for k, v in CHANGES.items()))
     return out
