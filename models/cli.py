@@ -11,7 +11,7 @@ from dubito.models.names import ARCHITECTURES, LAPLACE, METHODS, listed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dubito.models.manifest import Predictive
+    from dubito.models.manifest import Input, Predictive
     from dubito.models.predictions.model import Model
 
 app = typer.Typer(rich_markup_mode=None)
@@ -189,7 +189,7 @@ def _read(path: Path, model: "Model") -> list[tuple[str, "Tensor"]]:
     if declared is None:
         raise InputError("this artifact does not say what its inputs look like; save it with a card that does.")
     if path.suffix.lower() != ".npy":
-        return [(str(path), prepare(torch.from_numpy(_pixels(path)), declared))]
+        return [(str(path), prepare(torch.from_numpy(_pixels(path, declared)), declared))]
     array = _numbers(path)
     pictures = array.dtype == np.uint8 and declared.image is not None
     if pictures:
@@ -227,12 +227,12 @@ def _numbers(path: Path) -> Any:
     return array
 
 
-def _pixels(path: Path) -> Any:
+def _pixels(path: Path, declared: "Input") -> Any:
     from dubito.models.errors import InputError
     from dubito.models.images import read_pixels
 
     try:
-        return read_pixels(path)
+        return read_pixels(path, None if declared.image is None else declared.image.fitting)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}.") from None
     except ValueError as error:

@@ -10,21 +10,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.errors import InputError
-from dubito.models.manifest import Input
+from dubito.models.manifest import Fitting, Input
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
+LARGEST_RESIZED = 1 << 25  # pixels, before the middle is cut out
 
 
-def read_pixels(file: str | Path | IO[bytes]) -> NDArray[np.uint8]:
+def read_pixels(file: str | Path | IO[bytes], fitting: Fitting | None = None) -> NDArray[np.uint8]:
     """Pixels of a picture file: (H, W) if grey, else (H, W, 3); raises ValueError or OSError."""
     from PIL import Image  # slow to import, and not needed for tensors
 
     try:
         with Image.open(file) as picture:
-            return pixels_of(picture)
+            return pixels_of(picture, fitting)
     except OSError as error:  # UnidentifiedImageError is one
         if error.strerror is not None:
             raise
@@ -35,8 +36,12 @@ def read_pixels(file: str | Path | IO[bytes]) -> NDArray[np.uint8]:
         raise ValueError(str(error)) from None
 
 
-def pixels_of(picture: "Picture") -> NDArray[np.uint8]:
-    """Pixels: (H, W) if grey, else (H, W, 3)."""
+def pixels_of(picture: "Picture", fitting: Fitting | None = None) -> NDArray[np.uint8]:
+    """Pixels: (H, W) if grey, else (H, W, 3); turned by EXIF if the fitting says so."""
+    if fitting is not None and fitting.exif:
+        from PIL import ImageOps
+
+        picture = ImageOps.exif_transpose(picture)
     if picture.mode == "F":
         raise ValueError("its pixels are floats of no known range; give them as .npy")
     if picture.mode.startswith("I"):  # 16 bits; Pillow's own conversion would cut them off at 255
@@ -61,21 +66,32 @@ def prepare(pixels: Tensor, declared: Input) -> Tensor:
         raise InputError(
             f"this model takes tensors of shape {declared.shape}, not pictures: give a .npy file of that shape."
         )
-    channels, height, width = declared.shape
+    channels = declared.shape[0]
     if pixels.dtype != torch.uint8 or pixels.dim() not in (2, 3) or 0 in pixels.shape:
         raise InputError(
             f"a picture came as {pixels.dtype} of shape {tuple(pixels.shape)}; "
             "expected uint8 (height, width, channels)."
         )
     x = (pixels[..., None] if pixels.dim() == 2 else pixels).permute(2, 0, 1).float() / 255
-    x = _with_channels(x, channels)
-    if x.shape[1:] != (height, width):
-        x = F.interpolate(x[None], (height, width), mode="bilinear", antialias=True)[0]
+    x = fitted(with_channels(x, channels), declared.shape, declared.image.fitting or Fitting())
     mean, std = (torch.tensor(v)[:, None, None] for v in (declared.image.mean, declared.image.std))
     return (x - mean) / std
 
 
-def _with_channels(x: Tensor, channels: int) -> Tensor:
+def fitted(x: Tensor, shape: tuple[int, ...], fitting: Fitting) -> Tensor:
+    """A picture (channels, h, w) of values in [0, 1] at the height and width of `shape`."""
+    sides, (top, left) = fitting.box(x.shape[1], x.shape[2], shape)
+    if sides[0] * sides[1] > max(LARGEST_RESIZED, shape[1] * shape[2]):
+        raise InputError(f"a picture of {x.shape[1]} × {x.shape[2]} pixels is too long to cut the middle out of.")
+    if x.shape[1:] != sides:
+        x = F.interpolate(x[None], sides, mode=fitting.interpolation, antialias=True)[0]
+        if fitting.interpolation == "bicubic":
+            x = x.clamp(0, 1)  # beside edges it goes beyond
+    return x[:, top : top + shape[1], left : left + shape[2]]
+
+
+def with_channels(x: Tensor, channels: int) -> Tensor:
+    """A picture (c, h, w) with the model's number of channels; transparency is dropped."""
     if len(x) in (2, 4):
         x = x[:-1]  # drop transparency
     if len(x) == channels:

@@ -25,15 +25,18 @@ from dubito.models.posteriors.entry import Entry
 
 # 2: a calibration with `sets`, `classes` or `groups`, which readers of format 1 do not know
 # 3: a calibration with `auroc`, or thresholds of `energy` or `knn`; a bank of features
-FORMATS = (1, 2, 3)
+# 4: pictures with a `fitting`
+FORMATS = (1, 2, 3, 4)
 LARGEST_INPUT = 1 << 26  # numbers
 LARGEST_BANK = 1 << 26  # numbers
+LARGEST_RESIZE = 1 << 12  # of a picture's shorter side
 
 Names = Annotated[tuple[str, ...], Field(max_length=1 << 20)]
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Predictive = Literal["probit", "sampling"]  # how a linearised network answers: in closed form, or by draws
 Selection = Literal["variance", "random", "magnitude", "last-layer"]
 SetScore = Literal["probability", "aps", "raps"]
+Interpolation = Literal["bilinear", "bicubic"]
 
 
 class Classification(Strict):
@@ -140,11 +143,32 @@ class Architecture(Strict):
     arguments: dict[str, JsonValue] = {}
 
 
+class Fitting(Strict):
+    """How a picture is turned and brought to the input's height and width."""
+
+    resize: Size | None = None  # the shorter side becomes this long, and the middle is cut out; None: both are resized
+    interpolation: Interpolation = "bilinear"  # both with antialiasing
+    exif: bool = False  # turned as the file's EXIF orientation says
+
+    def box(self, height: int, width: int, shape: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Sides of the resized picture, and the top left corner of what is cut out of it (as torchvision does both)."""
+        if self.resize is None:
+            return (shape[1], shape[2]), (0, 0)
+        sides = (max(self.resize, self.resize * height // width), max(self.resize, self.resize * width // height))
+        return sides, (round((sides[0] - shape[1]) / 2), round((sides[1] - shape[2]) / 2))
+
+
 class Image(Strict):
-    """How a picture becomes an input: resized, scaled to [0, 1], then (x − mean)/std per channel."""
+    """How a picture becomes an input: brought to its size, scaled to [0, 1], then (x − mean)/std per channel."""
 
     mean: tuple[FiniteFloat, ...]
     std: tuple[PositiveFinite, ...]
+    fitting: Fitting | None = None  # None: both sides are resized, bilinearly, and EXIF is not read
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What readers of formats 1 to 3 do not know is left out where it says nothing."""
+        return {key: value for key, value in write(self).items() if key != "fitting" or value is not None}
 
 
 class Input(Strict):
@@ -163,6 +187,11 @@ class Input(Strict):
                 raise ValueError(f"an image input has shape (channels, height, width), not {self.shape}")
             if {len(self.image.mean), len(self.image.std)} != {self.shape[0]}:
                 raise ValueError(f"mean and std need one entry per channel ({self.shape[0]})")
+            resize = None if self.image.fitting is None else self.image.fitting.resize
+            if resize is not None and not max(self.shape[1:]) <= resize <= LARGEST_RESIZE:
+                raise ValueError(
+                    f"pictures are resized to {resize}; expected {max(self.shape[1:])} to {LARGEST_RESIZE}"
+                )
         return self
 
 
@@ -321,12 +350,14 @@ class Card(Strict):
     provenance: Provenance = Provenance()
 
 
-Format = Literal[1, 2, 3]
+Format = Literal[1, 2, 3, 4]
 
 
 def format_of(card: Card, bank: FeatureBankEntry | None = None) -> Format:
     """The oldest format whose readers understand the card and the bank."""
     calibration = card.calibration
+    if card.input is not None and card.input.image is not None and card.input.image.fitting is not None:
+        return 4
     newer = calibration is not None and (calibration.auroc is not None or calibration.measures & NEW_MEASURES)
     if bank is not None or newer:
         return 3

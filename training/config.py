@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Precision, Predictive, Selection, SetScore
+from dubito.models.manifest import Fitting, Interpolation, Precision, Predictive, Selection, SetScore
 from dubito.models.names import LAPLACE, Measure
-from dubito.training.names import OWN_DATA, recipes, shipped
+from dubito.training.names import OWN_DATA, TORCHVISION, recipes, shipped
 
 # strict: true, "20" and 20.0 are not whole numbers
 Natural = Annotated[int, Field(strict=True, ge=0)]
@@ -31,6 +31,15 @@ NO_KL = {  # options of `fit` that do not apply to the plain network
     "samples": 1,
 }
 TargetNoise = Literal["constant", "input", "auto"]  # σ per target; per target and input; by the validation NLL
+Normalisation = Literal["data", "imagenet", "unit", "symmetric", "bytes"]
+NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]] | None] = {
+    "data": None,  # mean and standard deviation of the training part
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "unit": ((0.0,), (1.0,)),  # values from 0 to 1
+    "symmetric": ((0.5,), (0.5,)),  # from -1 to 1
+    "bytes": ((0.0,), (1 / 255,)),  # from 0 to 255
+}
+PICTURES = ("folder:", "npz:", "digits", *TORCHVISION)
 MOST_COMPLAINTS = 3  # shown at a time
 
 
@@ -49,7 +58,12 @@ class Data(Section):
     split: Natural = 0  # of uci/NAME and uci-gap/NAME: which of the published divisions
     target: str | None = None  # of csv:PATH: the column to predict; without one, the last
     group: str | None = None  # of csv:PATH: a column of groups (`calibrate.per`), which is no input
-    size: tuple[Count, Count] | None = None  # of folder:PATH: height, width; without one, the first picture's
+    size: tuple[Count, Count] | None = None  # of pictures: height, width; without one, the (first) picture's own
+    crop: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None  # cut the middle out, this share of each side
+    interpolation: Interpolation = "bilinear"
+    channels: Literal[1, 3] | None = None  # grey or colour; None: as the data has them, folder:PATH in colour
+    exif: bool = True  # of folder:PATH: pictures are turned as their EXIF orientation says
+    normalise: Normalisation | tuple[tuple[float, ...], tuple[float, ...]] = "data"  # or mean and std per channel
     validation: Fraction = 0.05
     calibration: Fraction = 0.1
     test: Fraction = 0.2  # of sets that come without a test part
@@ -62,13 +76,36 @@ class Data(Section):
                 f"validation + calibration is {self.validation + self.calibration:g}; expected less than 1, "
                 "for the rest is trained on"
             )
-        own = {"split": ("uci/", "uci-gap/"), "target": ("csv:",), "group": ("csv:",), "size": ("folder:",)}
-        for key, starts in own.items():
+        belong = {
+            "split": ("uci/", "uci-gap/"),
+            "target": ("csv:",),
+            "group": ("csv:",),
+            "exif": ("folder:",),
+        } | dict.fromkeys(("size", "crop", "interpolation", "channels", "normalise"), PICTURES)
+        for key, starts in belong.items():
             value = getattr(self, key)
             if value != type(self).model_fields[key].default and not self.name.startswith(starts):
-                whose = " and ".join(f"{start}…" for start in starts)
+                whose = "pictures" if starts is PICTURES else " and ".join(f"{start}…" for start in starts)
                 raise ValueError(f"{key} is {value!r}, which belongs to {whose} alone; the data is {self.name!r}")
+        if self.crop is not None and self.size is None:
+            raise ValueError(f"crop is {self.crop}, which needs a size: that of what is cut out")
         return self
+
+    @property
+    def fitting(self) -> Fitting | None:
+        """How pictures are brought to `size`; None: they are taken as the data has them."""
+        folder = self.name.startswith("folder:")
+        if not folder and self.size is None and self.channels is None:
+            return None
+        resize = None
+        if self.crop is not None and self.size is not None:
+            resize = int(max(self.size) / self.crop + 1e-6)  # timm rounds down; torchvision's are whole numbers
+        return Fitting(resize=resize, interpolation=self.interpolation, exif=folder and self.exif)
+
+    @property
+    def moments(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Mean and standard deviation per channel; None: those of the training part."""
+        return NORMALISATIONS[self.normalise] if isinstance(self.normalise, str) else self.normalise
 
 
 class Network(Section):

@@ -70,7 +70,7 @@ def train(
     device = torch.device("cpu") if device is None else device
     with Ranks.here().in_turn():
         parts = read_parts(recipe, data_root, download)
-    declared = input_of(parts.train)
+    declared = input_of(parts.train, recipe.data)
     phases = Phases(recipe, parts, declared, out, device, fresh)
     torch.manual_seed(recipe.seed)
     net = build_network(recipe, parts, declared)
@@ -129,8 +129,18 @@ def settle_noise(network: BayesianNetwork, recipe: Recipe, parts: Parts, declare
 
 def read_parts(recipe: Recipe, root: Path | None, download: bool = False) -> Parts:
     d, regression = recipe.data, recipe.task == "regression"
-    table = {"target": d.target, "group": d.group}
-    data = read_data(d.name, root, download=download, regression=regression, size=d.size, split=d.split, **table)
+    data = read_data(
+        d.name,
+        root,
+        download=download,
+        regression=regression,
+        target=d.target,
+        group=d.group,
+        size=d.size,
+        channels=d.channels,
+        fitting=d.fitting,
+        split=d.split,
+    )
     if regression != (data.labels is None):
         kind = "numbers" if data.labels is None else "classes"
         raise RecipeError(f"the targets of {d.name} are {kind}, but the recipe's task is {recipe.task}: set task.")

@@ -26,6 +26,7 @@ from dubito.deploy.edge.summary import classified, regressed
 from dubito.deploy.edge.trace import affines_of, trace
 from dubito.deploy.edge.writers import V_of_all, draw
 from dubito.models.artifact.artifact import write_by
+from dubito.models.manifest import Fitting, Image, Interpolation
 from dubito.models.network.geometry import Conv
 from dubito.models.network.network import BayesianNetwork, NetworkFactors
 from dubito.models.network.normalisation import fold_batchnorm
@@ -34,7 +35,6 @@ from dubito.models.predictions.model import Model
 
 CALIBRATED = 256  # inputs from which the ranges of activations are found
 KEY = "dubito"  # of the metadata, which is a JSON object
-FORMAT = 1
 
 InputKind = Literal["tensor", "image"]
 
@@ -85,7 +85,8 @@ def export(
         skeleton = trace(folded, declared.shape) if network.joint is None else trace_open(network.net, declared.shape)
     writer = _Writer(skeleton, folded, factors, K, precision)
     if take == "image":
-        x = writer.pixels(declared.shape, declared.image.mean, declared.image.std)  # type: ignore[union-attr]
+        assert declared.image is not None
+        x = writer.pixels(declared.shape, declared.image)
         inputs = [
             helper.make_tensor_value_info("image", TensorProto.UINT8, ["batch", "height", "width", declared.shape[0]])
         ]
@@ -141,34 +142,57 @@ class _Writer:
         self.skip: set[str] = set()
         self.operands: dict[str, Drawn] = {}
 
-    def pixels(self, shape: tuple[int, ...], mean: tuple[float, ...], std: tuple[float, ...]) -> str:
+    def pixels(self, shape: tuple[int, ...], image: Image) -> str:
         """The network's input from uint8 pictures (B, height, width, channels) of any size."""
-        g = self.g
+        g, fitting = self.g, image.fitting or Fitting()
         x = g.op("Cast", g.op("Transpose", "image", perm=[0, 3, 1, 2]), to=TensorProto.FLOAT)
-        sides = g.op("Shape", x)
-        rows, columns = (
-            self._resized(g.part(sides, 0, axis, axis + 1), n) for axis, n in zip((2, 3), shape[1:], strict=True)
-        )
-        x = g.matmul(g.matmul(rows, x), g.op("Transpose", columns))
-        of_channel = (-1, 1, 1)
-        scale = 1 / (255 * np.array(std)).reshape(of_channel)
-        return g.add(g.mul(x, g.constant(scale)), g.constant((-np.array(mean) / np.array(std)).reshape(of_channel)))
+        shown = g.op("Shape", x)
+        height, width = (g.part(shown, 0, axis, axis + 1) for axis in (2, 3))
+        rows = self._resized(height, width, shape[1], fitting)
+        x = g.matmul(g.matmul(rows, x), g.op("Transpose", self._resized(width, height, shape[2], fitting)))
+        if fitting.interpolation == "bicubic":
+            x = g.op("Clip", x, g.constant(0.0), g.constant(255.0))
+        of_channel, mean, std = (-1, 1, 1), np.array(image.mean), np.array(image.std)
+        scale = 1 / (255 * std).reshape(of_channel)
+        return g.add(g.mul(x, g.constant(scale)), g.constant((-mean / std).reshape(of_channel)))
 
-    def _resized(self, side: str, n: int) -> str:
-        """Resizing matrix (n, side): a triangle filter as wide as the larger of a new and an old pixel.
+    def _resized(self, side: str, other: str, n: int, fitting: Fitting) -> str:
+        """Matrix (n, side) that resizes and cuts out: a filter as wide as the larger of a new and an old pixel.
 
         Runtimes differ in their Resize operator when shrinking; this is the filter of Pillow and torch.
         """
         g = self.g
-        length = g.op("Cast", side, to=TensorProto.FLOAT)
-        scale = g.op("Div", length, g.constant(float(n)))
+        length, first = g.op("Cast", side, to=TensorProto.FLOAT), g.constant(np.arange(n)[:, None] + 0.5)
+        new = g.constant(float(n))
+        if fitting.resize is not None:  # `Fitting.box`
+            shorter = g.constant(fitting.resize)
+            new = g.op("Max", shorter, g.op("Div", g.op("Mul", shorter, side), other))
+            new = g.op("Cast", new, to=TensorProto.FLOAT)
+            cut = g.op("Round", g.mul(g.op("Sub", new, g.constant(float(n))), g.constant(0.5)))
+            first = g.add(first, cut)
+        scale = g.op("Div", length, new)
         reach = g.op("Max", scale, g.constant(1.0))
-        centres = g.mul(g.constant(np.arange(n)[:, None] + 0.5), scale)
+        centres = g.mul(first, scale)
         zero, one = g.constant(0), g.constant(1)
         places = g.op("Cast", g.op("Range", zero, g.op("Squeeze", side), one), to=TensorProto.FLOAT)
         distance = g.op("Abs", g.op("Sub", g.add(places, g.constant(0.5)), centres))
-        weights = g.op("Relu", g.op("Sub", g.constant(1.0), g.op("Div", distance, reach)))
+        weights = self._filter(g.op("Div", distance, reach), fitting.interpolation)
         return g.op("Div", weights, g.op("ReduceSum", weights, g.constant([1])))
+
+    def _filter(self, x: str, interpolation: Interpolation) -> str:
+        """Weight of a pixel at a distance x from the centre: a triangle, or Keys' cubic with a = −1/2."""
+        g = self.g
+        if interpolation == "bilinear":
+            return g.op("Relu", g.op("Sub", g.constant(1.0), x))
+
+        def cubic(*coefficients: float) -> str:
+            value = g.constant(coefficients[0])
+            for c in coefficients[1:]:
+                value = g.add(g.mul(value, x), g.constant(c))
+            return value
+
+        far = g.op("Where", g.op("Less", x, g.constant(2.0)), cubic(-0.5, 2.5, -4.0, 2.0), g.constant(0.0))
+        return g.op("Where", g.op("Less", x, g.constant(1.0)), cubic(1.5, -2.5, 0.0, 1.0), far)
 
     def write(self, x: str, model: Model, rule: Rule) -> dict[str, int]:
         (logits,) = (o.name for o in self.traced.output)
@@ -389,9 +413,10 @@ def _facts(
     card, K = model.card, writer.K
     assert card.input is not None
     image = card.input.image
+    fitting = None if image is None or image.fitting is None else image.fitting.model_dump(mode="json")
     provenance = card.provenance
     return {
-        "format": FORMAT,
+        "format": 1 if fitting is None else 2,  # readers of format 1 would neither turn nor cut pictures
         "task": model.manifest.task.kind,
         "samples": K,
         "random": writer.factors.random,
@@ -402,6 +427,7 @@ def _facts(
             "shape": list(card.input.shape),
             "mean": None if image is None else list(image.mean),
             "std": None if image is None else list(image.std),
+            **({} if fitting is None else {"fitting": fitting}),
         },
         "labels": None if card.labels is None else list(card.labels),
         "columns": None if card.input.columns is None else list(card.input.columns),

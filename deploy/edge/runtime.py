@@ -17,7 +17,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-KEY, FORMAT = "dubito", 1
+KEY, FORMATS = "dubito", (1, 2)  # 2: pictures that are turned or cut
 ROWS = 64  # draws × inputs of one pass, which bounds the memory
 LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 STATED: dict[str, Any] = {
@@ -117,12 +117,13 @@ class EdgeModel:
     def read(self, path: str | Path) -> NDArray[Any]:
         """The inputs of one file: a PNG, or numbers (.npy) of the model's input shape."""
         declared = self.facts["input"]
+        fitting = declared.get("fitting") or {}
         try:
             if Path(path).suffix.lower() == ".npy":
                 array: NDArray[Any] = np.load(path, allow_pickle=False)
                 alone = array.ndim == (3 if declared["takes"] == "image" else len(declared["shape"]))
                 return array[None] if alone else array
-            pixels = decode_png(Path(path).read_bytes())
+            pixels = decode_png(Path(path).read_bytes(), exif=fitting.get("exif", False))
         except OSError as error:
             raise EdgeError(f"cannot read {path}: {error.strerror or error}.") from None
         except (ValueError, zlib.error, struct.error, IndexError, EOFError) as error:
@@ -135,10 +136,11 @@ class EdgeModel:
         pixels = with_channels(pixels, declared["shape"][0])
         if declared["takes"] == "image":
             return pixels[None]
-        if list(pixels.shape[:2]) != declared["shape"][1:]:
+        if list(pixels.shape[:2]) != declared["shape"][1:] or fitting.get("resize") is not None:
+            cut = f", cut out of {fitting['resize']}" if fitting.get("resize") is not None else ""
             raise EdgeError(
                 f"{path} has {pixels.shape[0]} x {pixels.shape[1]} pixels; this file takes {declared['shape'][1]} x "
-                f"{declared['shape'][2]}. Export the model with --image to have pictures resized."
+                f"{declared['shape'][2]}{cut}. Export the model with --image to have pictures resized."
             )
         mean, std = (np.array(declared[key], np.float32) for key in ("mean", "std"))
         return np.moveaxis((pixels.astype(np.float32) / 255 - mean) / std, -1, 0)[None]
@@ -151,8 +153,11 @@ def facts_of(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
         version = facts["format"]
     except (KeyError, ValueError, TypeError):
         raise EdgeError(f"{path} was not written by `dubito export`: it has no metadata of it.") from None
-    if version != FORMAT:
-        raise EdgeError(f"{path} has format {version!r}; this runtime reads format {FORMAT}. Export it again.")
+    if version not in FORMATS:
+        raise EdgeError(
+            f"{path} has format {version!r}; this runtime reads the formats {FORMATS[0]} and {FORMATS[1]}. "
+            "Export it again, or copy the runtime of the dubito that wrote it."
+        )
     wrong = [name for name, kind in STATED.items() if not isinstance(facts.get(name, ...), kind)]
     if not wrong and not {"takes", "shape", "mean", "std"} <= facts["input"].keys():
         wrong = ["input"]
@@ -177,11 +182,11 @@ def with_channels(pixels: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]
     raise EdgeError(f"a picture has {pixels.shape[2]} channels; this model takes {channels}.")
 
 
-def decode_png(content: bytes) -> NDArray[np.uint8]:
-    """Pixels (H, W, channels) of a PNG with 8 bits per channel; raises ValueError otherwise."""
+def decode_png(content: bytes, exif: bool = False) -> NDArray[np.uint8]:
+    """Pixels (H, W, channels) of a PNG with 8 bits per channel, turned by EXIF if asked; else raises ValueError."""
     if content[:8] != b"\x89PNG\r\n\x1a\n":
         raise ValueError("not a PNG")
-    header, palette, packed, offset = b"", b"", b"", 8
+    header, palette, packed, turn, offset = b"", b"", b"", 1, 8
     while offset < len(content):
         length, kind = struct.unpack(">I4s", content[offset : offset + 8])
         body = content[offset + 8 : offset + 8 + length]
@@ -196,6 +201,8 @@ def decode_png(content: bytes) -> NDArray[np.uint8]:
             palette = body
         elif kind == b"IDAT":
             packed += body
+        elif kind == b"eXIf" and exif:
+            turn = orientation(body)
         offset += 12 + length
     width, height, depth, colour, _, _, interlaced = struct.unpack(">IIBBBBB", header)
     channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 0)
@@ -209,7 +216,30 @@ def decode_png(content: bytes) -> NDArray[np.uint8]:
     if data.size != height * (stride + 1):
         raise ValueError("the PNG is cut or damaged")
     pixels = _unfiltered(data.reshape(height, stride + 1), channels).reshape(height, width, channels)
-    return np.frombuffer(palette, np.uint8).reshape(-1, 3)[pixels[..., 0]] if colour == 3 else pixels
+    pixels = np.frombuffer(palette, np.uint8).reshape(-1, 3)[pixels[..., 0]] if colour == 3 else pixels
+    return turned(pixels, turn)
+
+
+def orientation(exif: bytes) -> int:
+    """The orientation that EXIF states, 1 to 8; 1, as it is, where it states none."""
+    order = {b"II": "<", b"MM": ">"}.get(exif[:2])
+    if order is None or len(exif) < 10:
+        return 1
+    start: int = struct.unpack(order + "I", exif[4:8])[0]
+    (entries,) = struct.unpack(order + "H", exif[start : start + 2])
+    for i in range(entries):
+        tag, _, _, value = struct.unpack(order + "HHIH", exif[start + 2 + 12 * i : start + 12 + 12 * i])
+        if tag == 0x0112:
+            return value if 1 <= value <= 8 else 1
+    return 1
+
+
+def turned(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
+    """Pixels (H, W, channels) as they are to be seen."""
+    if orientation >= 5:
+        pixels = pixels.swapaxes(0, 1)
+    rows, columns = (slice(None, None, -1 if orientation in those else 1) for those in ((3, 4, 7, 8), (2, 3, 6, 7)))
+    return pixels[rows, columns]
 
 
 def _unfiltered(lines: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:

@@ -6,6 +6,7 @@ import * as api from "./api.js";
 import { element, gauge, settling, shape, spark, stacked, strip } from "./charts.js";
 import { columns, doubt, leading, running, settledAt } from "./draws.js";
 import { Numbers, examplesFor } from "./inputs.js";
+import { withOrientation } from "./orientation.js";
 import { Pad } from "./pad.js";
 import { MEASURES, bytes, doubtSaid, draws as drawsSaid, figure, inDataSaid, milliseconds, percent, scaleOf } from "./words.js";
 
@@ -135,8 +136,8 @@ async function upload(file) {
     reader.onerror = () => failed(new Error("The file cannot be read."));
     reader.readAsDataURL(file);
   });
-  try { // as the server sees it: no rotation by what a camera noted
-    pad.show(await createImageBitmap(file, { imageOrientation: "none" }));
+  try { // as the server sees it, which turns it by what a camera noted if the model says so
+    pad.show(await createImageBitmap(await withOrientation(file, state.model.input.image.fitting?.exif)));
   } catch { // the server says what is wrong with it
     pad.clear();
   }

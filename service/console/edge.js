@@ -1,5 +1,7 @@
 // An exported model in the browser: onnxruntime-web, a file from disk, no request after the page has loaded.
 
+import { withOrientation } from "./orientation.js";
+
 const RUNTIME = "./wasm/ort.wasm.bundle.min.mjs"; // put there at set-up; not part of the repository
 const BINARY = "console/wasm/ort-wasm-simd-threaded.wasm";
 const LUMINANCE = [0.299, 0.587, 0.114]; // of red, green and blue (ITU-R BT.601)
@@ -8,6 +10,7 @@ const $ = (id) => document.getElementById(id);
 const say = (text) => { $("state").textContent = text; };
 let ort = null;
 let model = null; // {session, facts}
+let chosen = null; // file with a picture
 let picture = null; // {width, height, data: RGBA}
 
 function wrong(error) {
@@ -52,7 +55,7 @@ function checked(text) {
     facts = JSON.parse(text);
   } catch {} // said below
   if (facts?.format === undefined) throw new Error("This file was not written by dubito export: it says nothing of itself.");
-  if (facts.format !== 1) throw new Error(`The file has format ${facts.format}; this page reads format 1. Export it again.`);
+  if (![1, 2].includes(facts.format)) throw new Error(`The file has format ${facts.format}; this page reads the formats 1 and 2. Export it again.`);
   if (!Array.isArray(facts.input?.shape) || !Number.isInteger(facts.samples) || !Array.isArray(facts.methods)) {
     throw new Error("This file is damaged: what it says of itself makes no sense. Export it again.");
   }
@@ -101,14 +104,17 @@ async function open(file) {
     throw new Error(`This file is damaged: its graph does not take what it says (${entries.join(", ")}). Export it again.`);
   }
   model = { session, facts };
+  if (chosen) await look(chosen);
   say(`${file.name}: ${facts.architecture}, ${facts.methods.join(", ")}, K = ${facts.samples}, ${facts.precision}.`);
 }
 
+/** Decode a picture, turned by its EXIF orientation if the model says so. */
 async function look(file) {
-  picture = null;
+  chosen = picture = null;
+  const shown = await withOrientation(file, model?.facts.input.fitting?.exif);
   let image;
   try {
-    image = await createImageBitmap(file, { colorSpaceConversion: "none", premultiplyAlpha: "none" });
+    image = await createImageBitmap(shown, { colorSpaceConversion: "none", premultiplyAlpha: "none" });
   } catch {
     throw new Error(`${file.name} is no picture that this browser can read.`);
   }
@@ -116,6 +122,7 @@ async function look(file) {
   const canvas = new OffscreenCanvas(width, height);
   const context = canvas.getContext("2d");
   context.drawImage(image, 0, 0);
+  chosen = file;
   picture = { width, height, data: context.getImageData(0, 0, width, height).data };
 }
 
@@ -131,14 +138,15 @@ function pixels(channels) {
   return out;
 }
 
-function input({ takes, shape, mean, std }) {
+function input({ takes, shape, mean, std, fitting }) {
   const [channels, height, width] = shape;
   const raw = pixels(channels);
   if (takes === "image") {
     return { image: new ort.Tensor("uint8", raw, [1, picture.height, picture.width, channels]) };
   }
-  if (picture.height !== height || picture.width !== width) {
-    throw new Error(`The picture has ${picture.height} × ${picture.width} pixels; this file takes ${height} × ${width}. Export the model with --image to have pictures resized.`);
+  const cut = fitting?.resize ? `, cut out of ${fitting.resize}` : "";
+  if (picture.height !== height || picture.width !== width || cut) {
+    throw new Error(`The picture has ${picture.height} × ${picture.width} pixels; this file takes ${height} × ${width}${cut}. Export the model with --image to have pictures resized.`);
   }
   const x = new Float32Array(raw.length);
   for (let i = 0; i < height * width; i++) {

@@ -114,7 +114,7 @@ class Codec:
         try:
             with Image.open(io.BytesIO(body), formats=FORMATS) as picture:
                 self._check_pixels(*picture.size)
-                pixels = pixels_of(picture)
+                pixels = pixels_of(picture, self.declared.image.fitting)
         except Problem:
             raise
         except Image.DecompressionBombError:  # Pillow's own limit, checked before ours

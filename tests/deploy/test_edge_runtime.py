@@ -165,7 +165,7 @@ def test_files_that_are_not_ours_are_refused_in_one_line(command: str, digits: P
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"format": 2}, "has format 2"),
+        ({"format": 3}, "has format 3; this runtime reads the formats 1 and 2"),
         ({"samples": "x"}, "its metadata has no valid samples"),
         ({"input": None, "noise": 3}, "its metadata has no valid input, noise"),
         ({"random": False}, r"does not take what it says \(image\)"),

@@ -104,7 +104,7 @@ def test_files_that_are_not_ours_are_refused_on_the_page(page: "Page", digits: P
     content = digits.read_bytes()
     cases = {"cut": content[: len(content) // 2], "text": b"no model at all", "empty": b""}
     for name, before, after in (
-        ("other", b'"format": 1', b'"format": 2'),
+        ("other", b'"format": 1', b'"format": 3'),
         ("unreadable", b'"format": 1', b'"format": ?'),
         ("senseless", b'"methods"', b'"method_"'),
         ("mismatched", b'"takes": "image"', b'"takes": "pixel"'),

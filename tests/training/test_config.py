@@ -239,7 +239,9 @@ def test_a_value_of_the_wrong_kind(mine: str, change: str, said: str) -> None:
         (["data.validation=0.5", "data.calibration=0.5"], "data: validation + calibration is 1; expected less than 1"),
         (["data.target=price"], "data: target is 'price', which belongs to csv:… alone; the data is 'digits'"),
         (["data.split=1"], "data: split is 1, which belongs to uci/… and uci-gap/… alone"),
-        (["data.size=[8, 8]", "data.name=npz:x"], "data: size is (8, 8), which belongs to folder:… alone"),
+        (["data.size=[8, 8]", "data.name=csv:x"], "data: size is (8, 8), which belongs to pictures alone"),
+        (["data.exif=false"], "data: exif is False, which belongs to folder:… alone; the data is 'digits'"),
+        (["data.crop=0.9"], "data: crop is 0.9, which needs a size"),
         (["noise=auto"], "noise is 'auto', which belongs to regression; the task is classification"),
         (
             [

@@ -135,17 +135,31 @@ def data_recipe(card: Card) -> Data | None:
         return None
 
 
-def input_of(train: Examples) -> Input:
-    """The model's input: pictures are normalised by the training part's mean and standard deviation per channel."""
+def input_of(train: Examples, recipe: Data | None = None) -> Input:
+    """The model's input: pictures are normalised as the recipe says, or else by the training part's moments."""
+    shape = tuple(train.x.shape[1:])
     if train.x.dtype != torch.uint8:
-        return Input(shape=tuple(train.x.shape[1:]))
-    counts = torch.stack([train.x[:, c].flatten().bincount(minlength=256) for c in range(train.x.shape[1])])
+        if recipe is not None and (recipe.fitting is not None or recipe.moments is not None):
+            raise DataError(f"{recipe.name} holds no pictures, so it takes no size, crop, channels or normalise.")
+        return Input(shape=shape)
+    fitting, moments = (None, None) if recipe is None else (recipe.fitting, recipe.moments)
+    mean, std = _moments_of(train.x) if moments is None else (v * shape[0] if len(v) == 1 else v for v in moments)
+    if {len(mean), len(std)} != {shape[0]}:
+        raise DataError(
+            f"normalise has {len(mean)} means and {len(std)} standard deviations, but pictures {shape[0]} channels; "
+            "expected one for each channel, or one for all."
+        )
+    return Input(shape=shape, image=Image(mean=mean, std=std, fitting=fitting))
+
+
+def _moments_of(pictures: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel."""
+    counts = torch.stack([pictures[:, c].flatten().bincount(minlength=256) for c in range(pictures.shape[1])])
     p = counts / counts.sum(1, keepdim=True, dtype=torch.double)  # (C, 256): how often each value occurs
     values = torch.arange(256, dtype=torch.double) / 255
     mean = p @ values
     std = (p * (values - mean[:, None]).square()).sum(1).sqrt().clamp(min=1e-3)
-    image = Image(mean=tuple(mean.tolist()), std=tuple(std.tolist()))
-    return Input(shape=tuple(train.x.shape[1:]), image=image)
+    return tuple(mean.tolist()), tuple(std.tolist())
 
 
 def enter(x: Tensor, declared: Input) -> Tensor:

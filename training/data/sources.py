@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dubito.models.images import read_pixels
-from dubito.models.manifest import Manifest
+from dubito.models.images import read_pixels, with_channels
+from dubito.models.manifest import Fitting, Manifest
 from dubito.training.data.data import DataError, DataSet, Examples, data_recipe
 from dubito.training.names import DATA, OWN_DATA, TORCHVISION
 
@@ -34,6 +34,9 @@ def read_for(
     `labelled=False`: the targets do not matter.
     """
     recipe, declared, regression = data_recipe(manifest.card), manifest.card.input, manifest.task.kind == "regression"
+    image = None if declared is None else declared.image
+    shape = None if declared is None or image is None else declared.shape
+    fitting = None if image is None else image.fitting
     data = read_data(
         name,
         root,
@@ -41,7 +44,9 @@ def read_for(
         regression=regression if labelled else None,
         target=None if recipe is None else recipe.target,
         group=None if recipe is None else recipe.group,
-        size=None if declared is None or declared.image is None else (declared.shape[1], declared.shape[2]),
+        size=None if shape is None else (shape[1], shape[2]),
+        channels=None if shape is None or fitting is None else shape[0],
+        fitting=fitting,
         split=recipe.split if recipe is not None and recipe.name == name else 0,
     )
     data = _ordered(data, None if declared is None else declared.columns)
@@ -99,15 +104,17 @@ def read_data(
     target: str | None = None,
     group: str | None = None,
     size: tuple[int, int] | None = None,
+    channels: int | None = None,
+    fitting: Fitting | None = None,
     split: int = 0,
 ) -> DataSet:
     """Read a data set by name; `regression` decides about targets that could be either (None: words and integers are
-    classes)."""
+    classes). With a `fitting`, all pictures are brought to `size` and `channels`; without one, those of folders."""
     kind, colon, place = name.partition(":")
     if name == "digits":
-        return _digits()
+        return _fitted(_digits(), size, channels, fitting)
     if name in TORCHVISION:
-        return _torchvision(name, root, download)
+        return _fitted(_torchvision(name, root, download), size, channels, fitting)
     if name.partition("/")[0] in UCI and "/" in name:
         return _uci(name, root, split)
     if not colon or kind not in OWN_DATA:
@@ -116,8 +123,37 @@ def read_data(
     if not place or not os.path.exists(path):
         raise DataError(f"{name}: there is no file or folder {place!r}; expected {kind}:PATH.")
     if kind == "folder":
-        return _folder(path, size)
-    return _npz(path, regression) if kind == "npz" else _csv(path, regression, target, group)
+        return _folder(path, size, channels or 3, fitting or Fitting())
+    if kind == "npz":
+        return _fitted(_npz(path, regression), size, channels, fitting)
+    return _csv(path, regression, target, group)
+
+
+def _fitted(data: DataSet, size: tuple[int, int] | None, channels: int | None, fitting: Fitting | None) -> DataSet:
+    """The data set with its pictures brought to a size and number of channels, if there is a fitting."""
+    if fitting is None or data.train.x.dtype != torch.uint8:
+        return data
+
+    def brought(part: Examples) -> Examples:
+        c, *own = part.x.shape[1:]
+        wanted = channels or c
+        sides = (own[0], own[1]) if size is None else size
+        return replace(part, x=torch.stack([_brought(x, sides, wanted, fitting) for x in part.x]))
+
+    return replace(data, train=brought(data.train), test=None if data.test is None else brought(data.test))
+
+
+def _brought(picture: Tensor, size: tuple[int, int], channels: int, fitting: Fitting) -> Tensor:
+    """A picture (c, h, w) of uint8 in the size and with the channels that are asked for."""
+    from torchvision.transforms import v2
+
+    if len(picture) != channels:
+        picture = with_channels(picture.float(), channels).round().to(torch.uint8)
+    sides, (top, left) = fitting.box(picture.shape[1], picture.shape[2], (channels, *size))
+    if tuple(picture.shape[1:]) != sides:
+        how = v2.InterpolationMode(fitting.interpolation)
+        picture = v2.functional.resize(picture, list(sides), how, antialias=True)
+    return picture[:, top : top + size[0], left : left + size[1]]
 
 
 def _digits() -> DataSet:
@@ -202,15 +238,15 @@ def _indices(file: Path, end: int) -> NDArray[np.int64]:
     return indices.astype(np.int64)
 
 
-def _folder(path: Path, size: tuple[int, int] | None) -> DataSet:
+def _folder(path: Path, size: tuple[int, int] | None, channels: int, fitting: Fitting) -> DataSet:
     """One folder of pictures per class; or such folders inside `train` and, where there is one, `test`."""
     if not _is_divided(path):
-        train, classes, _ = _pictures(path, size)
+        train, classes, _ = _pictures(path, size, channels, fitting)
         return DataSet(train, None, classes)
-    train, classes, size = _pictures(path / "train", size)
+    train, classes, size = _pictures(path / "train", size, channels, fitting)
     if not (path / "test").is_dir():
         return DataSet(train, None, classes)
-    test, others, _ = _pictures(path / "test", size)
+    test, others, _ = _pictures(path / "test", size, channels, fitting)
     if classes != others:
         raise DataError(
             f"{path}: train has the classes {', '.join(classes)}, but test {', '.join(others)}; expected the same."
@@ -235,11 +271,12 @@ def _is_divided(path: Path) -> bool:
     return True
 
 
-def _pictures(path: Path, size: tuple[int, int] | None) -> tuple[Examples, tuple[str, ...], tuple[int, int]]:
+def _pictures(
+    path: Path, size: tuple[int, int] | None, channels: int, fitting: Fitting
+) -> tuple[Examples, tuple[str, ...], tuple[int, int]]:
     from rich.console import Console
     from rich.progress import track
     from torchvision.datasets import ImageFolder
-    from torchvision.transforms import v2
 
     try:
         folder = ImageFolder(str(path))
@@ -249,28 +286,27 @@ def _pictures(path: Path, size: tuple[int, int] | None) -> tuple[Examples, tuple
     console = Console(stderr=True)
     unseen = not console.is_terminal
     for file, _ in track(folder.samples, f"reading {path}", transient=True, console=console, disable=unseen):
-        picture = _picture(file)
+        picture = _picture(file, fitting)
         if size is None:
             size = (picture.shape[1], picture.shape[2])
-            if picture.numel() * len(folder.samples) > MOST_BYTES:
+            needed = channels * size[0] * size[1] * len(folder.samples)
+            if needed > MOST_BYTES:
                 raise DataError(
                     f"{path}: {len(folder.samples)} pictures of {size[0]} × {size[1]}, the size of the first, need "
-                    f"{picture.numel() * len(folder.samples) / 1e9:.0f} GB. Set data.size, such as [224, 224]."
+                    f"{needed / 1e9:.0f} GB. Set data.size, such as [224, 224]."
                 )
-        if tuple(picture.shape[1:]) != size:
-            picture = v2.functional.resize(picture, list(size), antialias=True)
-        pixels.append(picture)
+        pixels.append(_brought(picture, size, channels, fitting))
     assert size is not None
     return Examples(torch.stack(pixels), torch.tensor(folder.targets)), tuple(folder.classes), size
 
 
-def _picture(file: str) -> Tensor:
-    """A picture as (3, H, W) uint8, read as `dubito predict` reads it."""
+def _picture(file: str, fitting: Fitting) -> Tensor:
+    """A picture as (channels, H, W) uint8, read as `dubito predict` reads it."""
     try:
-        pixels = torch.from_numpy(read_pixels(file))
+        pixels = torch.from_numpy(read_pixels(file, fitting))
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {file}: {_reason(error)}.") from None
-    return pixels.expand(3, *pixels.shape) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
+    return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1)
 
 
 def _npz(path: Path, regression: bool | None) -> DataSet:

@@ -1,0 +1,159 @@
+"""A picture of odd size with an EXIF orientation becomes the same tensor in training, evaluation, `dubito predict`,
+REST, client, ONNX runtime and browser. The network answers with its own input, so that every road shows it."""
+
+import base64
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from pydantic import ValidationError
+from torchvision.transforms import v2
+
+from dubito.deploy.edge.export import export
+from dubito.deploy.edge.export import save as write_onnx
+from dubito.deploy.edge.runtime import EdgeError, EdgeModel
+from dubito.models import bayesianize, load, save
+from dubito.models.errors import InputError
+from dubito.models.images import prepare, read_pixels
+from dubito.models.manifest import Card, Fitting, Input, Regression, format_of
+from dubito.models.manifest import Image as ImageInput
+from dubito.service.client import Client
+from dubito.training.data.data import enter
+from dubito.training.data.sources import read_for
+from tests.service.test_edge import page as page  # a fixture
+from tests.small_models import mlp
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+SIDE, TURN = 6, 6  # of the input; EXIF: to be turned by a quarter, clockwise
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+STEP = 1 / 255 / min(STD)  # one step of a uint8 pixel, normalised
+FITTINGS = {
+    "crop": Fitting(resize=8, exif=True),
+    "bicubic": Fitting(resize=9, interpolation="bicubic", exif=True),
+    "as it lies": Fitting(resize=8),
+    "squeezed": None,
+}
+
+
+def artifact(fitting: Fitting | None, path: Path, channels: int = 3) -> Path:
+    """A regression whose predictions are its inputs."""
+    n = channels * SIDE * SIDE
+    net = mlp(n, n)
+    with torch.no_grad():
+        net.get_parameter("1.weight").copy_(torch.eye(n))
+        net.get_parameter("1.bias").zero_()
+    image = ImageInput(mean=MEAN[:channels], std=STD[:channels], fitting=fitting)
+    card = Card(input=Input(shape=(channels, SIDE, SIDE), image=image))
+    save(bayesianize(net, "deterministic", task=Regression(outputs=n)), path, card=card)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of one class with one picture of 23 × 37 pixels, which EXIF says to turn; smooth, for JPEG's sake."""
+    folder = tmp_path_factory.mktemp("pictures") / "class"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    coarse = Image.fromarray(rng.integers(0, 256, (4, 5, 3), dtype=np.uint8)).resize((37, 23), Image.Resampling.BICUBIC)
+    exif = Image.Exif()
+    exif[0x0112] = TURN
+    coarse.save(folder / "x.png", exif=exif)
+    return folder.parent
+
+
+def torchvisions(fitting: Fitting | None, path: Path) -> torch.Tensor:
+    """The input by torchvision's own transforms of a Pillow picture, which round to uint8 after each pass."""
+    with Image.open(path) as picture:
+        seen = ImageOps.exif_transpose(picture) if fitting is not None and fitting.exif else picture.copy()
+    if fitting is None:
+        steps: list[Any] = [v2.Resize((SIDE, SIDE))]
+    else:
+        steps = [v2.Resize(fitting.resize, v2.InterpolationMode(fitting.interpolation)), v2.CenterCrop(SIDE)]
+    whole = v2.Compose([*steps, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+    found: torch.Tensor = whole(seen)
+    return found
+
+
+def by_rest(url: str, content: bytes) -> NDArray[Any]:
+    reply = httpx.post(url, content=content, headers={"content-type": "image/png"})
+    coded = httpx.post(url, json={"images": [base64.b64encode(content).decode()]})
+    assert reply.json()["predictions"][0]["mean"] == coded.json()["predictions"][0]["mean"]
+    return np.array(reply.json()["predictions"][0]["mean"])
+
+
+@pytest.mark.parametrize("name", FITTINGS)
+def test_every_road_makes_the_same_tensor(name: str, pictures: Path, serve: Callable[..., Any], tmp_path: Path) -> None:
+    fitting, picture = FITTINGS[name], pictures / "class" / "x.png"
+    path = artifact(fitting, tmp_path / "m.safetensors")
+    model = load(path)
+    declared = model.card.input
+    assert declared is not None
+    assert model.manifest.format == (1 if fitting is None else 4)
+    x = prepare(torch.from_numpy(read_pixels(picture, fitting)), declared)  # as `dubito predict` does
+    assert (x - torchvisions(fitting, picture)).abs().max() < 2 * STEP  # its two passes each round by half a step
+    read = read_for(model.manifest, f"folder:{pictures}", labelled=False).train.x
+    assert (enter(read, declared)[0] - x).abs().max() < 1.01 * STEP  # data sets are kept as uint8
+    live = serve(path)
+    content = picture.read_bytes()
+    assert np.abs(by_rest(f"{live.url}/v1/models/m/predict", content) - x.numpy().ravel()).max() < 1e-5
+    with Client(live.url) as client:
+        sent = client.predict("m", read_pixels(picture, fitting))["mean"]
+    assert np.abs(sent[0] - x.numpy().ravel()).max() < 1e-5
+    graph = tmp_path / "m.onnx"
+    write_onnx(export(model, take="image"), graph)
+    edge = EdgeModel(graph)
+    assert np.abs(edge.predict(edge.read(picture))["mean"][0] - x.numpy().ravel()).max() < 1e-4
+    wide = np.array(Image.open(io.BytesIO(content)))[:5]  # 5 × 37: the shorter side grows
+    again = prepare(torch.from_numpy(wide), declared).numpy().ravel()
+    assert np.abs(edge.predict(wide[None])["mean"][0] - again).max() < 1e-4
+
+
+def test_the_browser_turns_and_cuts_as_the_server_does(page: "Page", pictures: Path, tmp_path: Path) -> None:
+    for name, fitting in FITTINGS.items():
+        model = load(artifact(fitting, tmp_path / "m.safetensors"))
+        assert model.card.input is not None
+        write_onnx(export(model, take="image"), tmp_path / f"{name}.onnx")
+        picture = pictures / "class" / "x.png"
+        x = prepare(torch.from_numpy(read_pixels(picture, fitting)), model.card.input).numpy().ravel()
+        page.locator("#picture").set_input_files(picture)
+        page.locator("#model").set_input_files(tmp_path / f"{name}.onnx")
+        page.wait_for_function(f"() => document.querySelector('#state').textContent.startsWith('{name}')")
+        page.locator("#seed").fill("1")
+        page.evaluate("document.querySelector('#how').textContent = ''")
+        page.locator("#predict:enabled").click()
+        page.wait_for_function("() => document.querySelector('#how').textContent.endsWith('seed 1')")
+        shown = [float(value) for value in page.locator("#label").inner_text().split(", ")]
+        assert np.abs(np.array(shown) - x).max() < 2e-3, name  # four digits are shown
+
+
+def test_a_graph_that_takes_tensors_refuses_pictures_that_would_be_cut(pictures: Path, tmp_path: Path) -> None:
+    model = load(artifact(FITTINGS["crop"], tmp_path / "m.safetensors"))
+    write_onnx(export(model), tmp_path / "m.onnx")
+    Image.new("RGB", (SIDE, SIDE)).save(tmp_path / "small.png")
+    with pytest.raises(EdgeError, match=r"takes 6 x 6, cut out of 8\. Export the model with --image"):
+        EdgeModel(tmp_path / "m.onnx").read(tmp_path / "small.png")
+
+
+def test_a_fitting_belongs_to_format_4_and_holds_the_input() -> None:
+    of = {"mean": MEAN, "std": STD, "fitting": {"resize": 8}}
+    card = Card(input=Input(shape=(3, 6, 6), image=ImageInput.model_validate(of)))
+    assert format_of(card) == 4
+    assert "fitting" not in Card(input=Input(shape=(3, 6, 6), image=ImageInput(mean=MEAN, std=STD))).model_dump_json()
+    for resize in (5, 1 << 20):
+        with pytest.raises(ValidationError, match=f"resized to {resize}; expected 6 to 4096"):
+            Input(shape=(3, 6, 6), image=ImageInput.model_validate(of | {"fitting": {"resize": resize}}))
+
+
+def test_a_picture_of_absurd_proportions_is_refused_before_it_fills_the_memory() -> None:
+    image = ImageInput(mean=MEAN, std=STD, fitting=Fitting(resize=256))
+    with pytest.raises(InputError, match="a picture of 1 × 60000 pixels is too long"):
+        prepare(torch.zeros(1, 60000, 3, dtype=torch.uint8), Input(shape=(3, 224, 224), image=image))
