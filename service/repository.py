@@ -5,9 +5,7 @@ import gc
 import logging
 import re
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,21 +25,10 @@ from dubito.service.engine.plans import PlanCache, plan_file
 from dubito.service.metrics import Metrics, Series, model_bytes
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
+from dubito.service.sources import FILE, Found, Key, Source, find
 
-FILE = "model.safetensors"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-VERSION = re.compile(r"[0-9]{1,18}")
+PATHS = re.compile(r"(?<![\w.-])/\w")  # of the server's own files: a reply must not show them
 log = logging.getLogger("dubito")
-
-
-@dataclass(frozen=True)
-class Source:
-    """The file of a version, not yet read. A file that was overwritten is another source."""
-
-    name: str
-    version: str
-    path: Path
-    stamp: tuple[int, int, int]  # inode, time of modification, size
 
 
 @dataclass
@@ -63,57 +50,21 @@ class ServedModel:
         self.predictive = self.model.method  # predictive of requests that do not choose one
 
 
-def find(paths: Sequence[Path]) -> dict[tuple[str, str], Source]:
-    """The versions at the paths: an artifact is version 1, named after its file; a repository has NAME/VERSION/FILE."""
-    versions: dict[tuple[str, str], Source] = {}
-    for path in paths:
-        if path.is_file():
-            sources = [_source(path.stem, "1", path)]
-        elif path.is_dir():
-            sources = _inside(path)
-            if not sources:
-                raise ArtifactError(f"{path} holds no NAME/VERSION/{FILE} with a whole number for a version.")
-        else:
-            raise ArtifactError(f"there is no {path}; expected an artifact or a model repository.")
-        for source in sources:
-            key = (source.name, source.version)
-            if key in versions:
-                raise ArtifactError(f"two artifacts are called {key[0]!r} in version {key[1]}; give them other names.")
-            versions[key] = source
-    return versions
-
-
-def _inside(root: Path) -> list[Source]:
-    whole = root.resolve()
-    sources = []
-    for file in sorted(root.glob(f"*/*/{FILE}")):
-        name, version = file.parent.parent.name, file.parent.name
-        if not VERSION.fullmatch(version):
-            continue
-        if not file.resolve().is_relative_to(whole):
-            raise ArtifactError(f"{file} leads out of the repository {root}; put a copy there.")
-        sources.append(_source(name, version, file))
-    return sources
-
-
-def _source(name: str, version: str, path: Path) -> Source:
-    if not NAME.fullmatch(name):
-        raise ArtifactError(f"{path}: {name!r} is no name for a model; expected letters, digits, '.', '_' and '-'.")
-    stat = path.stat()
-    return Source(name, version, path, (stat.st_ino, stat.st_mtime_ns, stat.st_size))
-
-
 class Repository:
     """The versions on disk, and those that are served. Changes happen on the event loop, loading in a thread."""
 
     def __init__(self, settings: Settings, device: torch.device, dtype: torch.dtype, metrics: Metrics) -> None:
         self.settings, self.device, self.dtype, self.metrics = settings, device, dtype, metrics
-        self.sources = find(settings.models)
+        self.sources: dict[Key, Source] = {}
+        self.refused: dict[Key, str] = {}  # folders that cannot be served, and why
+        self._scanned(find(settings.models).checked())
         self.expected = set(settings.expected) or {name for name, _ in self.sources}
         if unknown := self.expected - {name for name, _ in self.sources}:
-            raise ArtifactError(f"expected models {', '.join(sorted(unknown))} are not among the paths given.")
+            why = " ".join(reason for (name, _), reason in self.refused.items() if name in unknown)
+            raise ArtifactError(f"expected models {', '.join(sorted(unknown))} are not among the paths given. {why}")
         self.served: dict[str, ServedModel] = {}
-        self.failed: set[tuple[str, str]] = set()  # versions that could not be loaded; the log has the reasons
+        self.failed: dict[Key, str] = {}  # versions that could not be loaded, and why; the log has it whole
+        self.broken: set[str] = set()  # models of which no version could be loaded at the start
         self.changing = asyncio.Lock()
         self.turn = threading.Lock()  # held by the model that uses the device
         self.budget = Budget.of(settings.memory_bytes, device)
@@ -129,36 +80,82 @@ class Repository:
     def get(self, name: str, version: str | None = None) -> ServedModel:
         served = self.served.get(name)
         if served is None:
+            if name in self.broken:
+                raise Problem(503, "this model could not be loaded; POST /v2/repository/index says why.")
+            if name in self.expected:
+                raise Problem(503, "this model is being loaded; /readyz says when it answers.", {"Retry-After": "1"})
             raise Problem(404, "no such model is served; GET /v1/models lists those that are.")
         if version is not None and version != served.version:
             raise Problem(404, f"this model is not served in that version; it is in version {served.version}.")
         return served
 
-    async def load_all(self) -> None:
-        """Load the newest version of each model."""
-        for name in sorted({name for name, _ in self.sources}):
-            await self.load(name)
+    def _scanned(self, found: Found) -> None:
+        """Take over what lies on disk now, and log each folder that cannot be served, once."""
+        for (name, version), reason in found.refused.items():
+            if (name, version) not in self.refused:
+                log.error("cannot serve a folder", extra={"model": name, "version": version, "error": reason})
+        for fault in found.faults:
+            log.error("cannot serve a path", extra={"error": fault})
+        self.sources, self.refused = found.sources, found.refused
 
-    async def load(self, name: str) -> None:
-        """Load, warm and check the newest version on disk, and switch to it; the old version drains.
+    def _versions(self, name: str) -> list[str]:
+        """On disk, the newest first."""
+        return sorted((version for one, version in self.sources if one == name), key=int, reverse=True)
+
+    def reason(self, name: str) -> str:
+        """Why the newest version that could not be loaded could not be."""
+        return next((self.failed[name, v] for v in self._versions(name) if (name, v) in self.failed), "")
+
+    async def load_all(self) -> None:
+        """Load the newest version of each model that can be loaded.
+
+        An artifact given by its own path must be one; a model of a repository may fail, as long as one is served.
+        """
+        first: DubitoError | None = None
+        for name in sorted({name for name, _ in self.sources}):
+            for version in self._versions(name):
+                try:
+                    await self.load(name, version)
+                    break
+                except DubitoError as error:
+                    if (name, version) in self.sources and self.sources[name, version].path in self.settings.models:
+                        raise
+                    first = first or error
+        if first is not None and not self.served:
+            raise first
+        self.broken = {name for name, _ in self.sources} - set(self.served)
+        if not self.settings.expected:
+            self.expected = set(self.served)
+
+    async def load(self, name: str, version: str | None = None) -> None:
+        """Load, warm and check a version, by default the newest on disk, and switch to it; the old version drains.
 
         If it cannot be loaded, the old version stays.
         """
         async with self.changing:
-            self.sources = await asyncio.to_thread(find, self.settings.models)
-            versions = [version for n, version in self.sources if n == name]
-            if not versions:
+            self._scanned(await asyncio.to_thread(find, self.settings.models))
+            versions = self._versions(name) if version is None else [version]
+            if not versions or (name, versions[0]) not in self.sources:
+                if reasons := [reason for (one, _), reason in self.refused.items() if one == name]:
+                    raise Problem(400, reasons[0])
+                if name in self.served:
+                    raise Problem(404, "the model's file is gone; the version that is served stays.")
                 raise Problem(404, "no such model in the repository; POST /v2/repository/index lists them.")
-            source = self.sources[name, max(versions, key=int)]
+            source = self.sources[name, versions[0]]
             if name in self.served and self.served[name].source == source:
                 return
             try:
                 engine, declared, known = await asyncio.to_thread(self._prepare, source)
-            except DubitoError as error:
-                self.failed.add((name, source.version))
-                log.error("cannot load model", extra={"model": name, "version": source.version, "error": str(error)})
-                raise
-            self.failed.discard((name, source.version))
+            except Exception as error:
+                where = {"model": name, "version": source.version, "path": str(source.path)}
+                log.error(
+                    "cannot load model", extra=where | {"error": str(error)}, exc_info=not isinstance(error, DubitoError)
+                )
+                self.failed[name, source.version] = _shown(source, error)
+                if isinstance(error, DubitoError):
+                    raise
+                raise ArtifactError(f"{source.path} cannot be loaded: {type(error).__name__}.") from error
+            self.failed.pop((name, source.version), None)
             series = self.metrics.of(name)
             batcher = Batcher(
                 engine,
@@ -171,6 +168,7 @@ class Repository:
             old = self.served.get(name)
             self.served[name] = ServedModel(source, engine, declared, known, sizes, batcher, series)
             self.expected.add(name)  # again, if it had been unloaded
+            self.broken.discard(name)
             log.info("model serves", extra={"model": name, "version": source.version, "device": str(self.device)})
             if old is not None:
                 retired = self._retire(old)
@@ -293,12 +291,22 @@ class Repository:
             await self._drain(served)
 
     def index(self, *, ready_only: bool = False) -> list[dict[str, str]]:
-        """Every version on disk and its state, as the model repository extension lists them."""
+        """Every version on disk and every served one with its state, as the model repository extension lists them."""
+        served = {(name, one.version) for name, one in self.served.items()}
         rows = []
-        for name, version in sorted(self.sources, key=lambda key: (key[0], int(key[1]))):
-            ready = name in self.served and self.served[name].version == version
-            reason = "it could not be loaded; the server's log says why" if (name, version) in self.failed else ""
-            state = "READY" if ready else "UNAVAILABLE"
+        for key in sorted({*self.sources, *self.refused, *served}, key=lambda key: (key[0], len(key[1]), key[1])):
+            ready, reason = key in served, self.refused.get(key, "") or self.failed.get(key, "")
+            if ready and key not in self.sources:
+                reason = "its file is gone: it answers until it is unloaded or the server ends"
             if ready or not ready_only:
-                rows.append({"name": name, "version": version, "state": state, "reason": reason})
+                state = "READY" if ready else "UNAVAILABLE"
+                rows.append({"name": key[0], "version": key[1], "state": state, "reason": reason})
         return rows
+
+
+def _shown(source: Source, error: Exception) -> str:
+    """Why a version could not be loaded, for clients: without paths of the server."""
+    if not isinstance(error, DubitoError):
+        return f"it cannot be loaded: {type(error).__name__}; the server's log has the reason"
+    text = str(error).replace(str(source.path), f"{source.name}/{source.version}/{FILE}")
+    return "it cannot be loaded; the server's log has the reason" if PATHS.search(text) else text

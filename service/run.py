@@ -115,5 +115,10 @@ def _greeting(state: State, listener: socket.socket) -> str:
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(f"{one.name} (version {one.version})" for one in state.repository.served.values())
     where = f"http://{shown}:{port}"
-    serving = f"dubito serves {names} on {state.repository.device}."
-    return f"{serving}\nconsole {where}/   API {where}/docs   metrics {where}/metrics"
+    lines = [f"dubito serves {names} on {state.repository.device}."]
+    lines += [
+        f"not served: {row['name']} (version {row['version'] or 'none'}): {row['reason']}"
+        for row in state.repository.index()
+        if row["state"] != "READY" and row["reason"]
+    ]
+    return "\n".join([*lines, f"console {where}/   API {where}/docs   metrics {where}/metrics"])

@@ -184,7 +184,7 @@ def _of_repository(app: FastAPI, state: State) -> None:
         except Problem:
             raise
         except DubitoError:
-            raise Problem(400, "the artifact cannot be loaded; the server's log has the reason.") from None
+            raise Problem(400, f"the artifact cannot be loaded: {repository.reason(name)}") from None
         return _json({})
 
     @app.post("/v2/repository/models/{name}/unload", summary="Unload a model, and free its memory", **described)

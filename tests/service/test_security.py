@@ -15,7 +15,7 @@ import pytest
 
 from dubito.models.embedded import embedded
 from dubito.models.errors import ArtifactError
-from dubito.service.repository import find
+from dubito.service.sources import find
 from dubito.service.settings import Settings
 from dubito.service.web.security import Guard, hash_key
 from tests import forked
@@ -139,18 +139,18 @@ def test_a_link_out_of_the_repository_is_refused(tmp_path: Path, make_artifact: 
     place.mkdir(parents=True)
     (place / "model.safetensors").symlink_to(outside)
     with pytest.raises(ArtifactError, match="leads out of the repository"):
-        find([tmp_path / "root"])
+        find([tmp_path / "root"]).checked()
     inside = make_artifact(tmp_path / "root" / "data" / "x.safetensors")  # links within, as mounted volumes have them
     (place / "model.safetensors").unlink()
     (place / "model.safetensors").symlink_to(inside)
-    assert set(find([tmp_path / "root"])) == {("m", "1")}
+    assert set(find([tmp_path / "root"]).checked().sources) == {("m", "1")}
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda root, make: root / "nothing", "there is no"),
-        (lambda root, make: root, "holds no NAME/VERSION/model.safetensors"),
+        (lambda root, make: root, "holds no model: expected NAME/VERSION/model.safetensors"),
         (lambda root, make: make(root / "a b.safetensors"), "is no name for a model"),
     ],
 )
