@@ -140,7 +140,8 @@ def inspect(file: Artifact, as_json: AsJson = False) -> None:
     from dubito.models.report import report, show
 
     manifest, tensors = examine(file)
-    network = None if manifest.architecture.name == "custom" else rebuild(file, manifest, tensors).network
+    unknown = manifest.traced is None and manifest.architecture.name == "custom"
+    network = None if unknown else rebuild(file, manifest, tensors).network
     contents = report(manifest, network, file.stat().st_size, tensors)
     if as_json:
         print(json.dumps(contents))

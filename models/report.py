@@ -14,6 +14,7 @@ from dubito.models.network.layers import BayesianLayer
 from dubito.models.network.network import BayesianNetwork, as_matrix
 from dubito.models.numerics.parameters import count
 from dubito.models.posteriors.entry import Entry
+from dubito.models.tracing.rebuild import rebuild
 from dubito.models.verdict import columns
 
 SCORED = {
@@ -64,7 +65,8 @@ def report(
     deterministic = None
     if network is not None:
         with torch.device("meta"):
-            deterministic = count(build(manifest.architecture.name, **manifest.architecture.arguments))
+            traced, name = manifest.traced, manifest.architecture.name
+            deterministic = count(build(name, **manifest.architecture.arguments) if traced is None else rebuild(traced))
     layers = []
     for name, entry in manifest.layers.items():
         row: dict[str, Any] = {"name": name, "method": entry.method, **entry.row()}
@@ -84,6 +86,7 @@ def report(
     return {
         "format": manifest.format,
         "architecture": manifest.architecture.model_dump(mode="json"),
+        "traced": None if manifest.traced is None else len(manifest.traced.calls),
         "task": manifest.task.kind,
         "noise": _noise(manifest, network),
         "parameters": None if network is None else count(network),
@@ -152,7 +155,8 @@ def show(contents: dict[str, Any], entries: Mapping[str, Entry]) -> None:
         console.print(clean(text))
 
     arguments = ", ".join(f"{k}={v}" for k, v in contents["architecture"]["arguments"].items())
-    say(f"{contents['architecture']['name']}({arguments}), {contents['task']}, format {contents['format']}")
+    traced = "" if contents["traced"] is None else f", a network of its own with {contents['traced']:,} calls"
+    say(f"{contents['architecture']['name']}({arguments}){traced}, {contents['task']}, format {contents['format']}")
     size = f"{contents['bytes']:,} bytes in {contents['precision']}; BatchNorm {contents['batchnorm']}"
     if contents["parameters"] is None:
         say(f"{size}; a network of your own: load it with load(path, network=the nn.Module you converted)")

@@ -1,6 +1,7 @@
 """Networks by name: ours, torchvision's classifiers, and plug-ins of other packages."""
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -145,6 +146,9 @@ OURS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+FACTORIES: dict[str, Callable[..., nn.Module]] = {}  # that may be called: named on the command line, or by `permit`
+
+
 def names() -> list[str]:
     """Every name that can be built here, torchvision's as one pattern."""
     return [*OURS, "torchvision/NAME", *(e.name for e in entry_points(group=GROUP))]
@@ -165,6 +169,31 @@ def build(name: str, **arguments: JsonValue) -> nn.Module:
         raise ArchitectureError(f"the plug-in {name!r} returned {type(net).__name__}; expected a torch nn.Module.")
     remember(net, Architecture(name=name, arguments=arguments))
     return net
+
+
+def permit(name: str) -> None:
+    """Let `package.module:factory` be called to build networks: its code runs because somebody here named it."""
+    module, _, factory = name.partition(":")
+    if not module or not factory:
+        raise ArchitectureError(f"the network is {name!r}; expected package.module:factory.")
+    if name in FACTORIES:
+        return
+    try:
+        made = getattr(importlib.import_module(module), factory)
+    except Exception as error:  # whatever the module's code comes up with
+        raise ArchitectureError(f"the network {name!r} cannot be imported: {error!r}.") from error
+    if not callable(made):
+        raise ArchitectureError(f"the network {name!r} is {type(made).__name__}; expected a class or a function.")
+    FACTORIES[name] = made
+
+
+def is_factory(name: str) -> bool:
+    return ":" in name
+
+
+def only_factory() -> str | None:
+    """The one that was permitted, if it is one."""
+    return next(iter(FACTORIES)) if len(FACTORIES) == 1 else None
 
 
 def sizes_of(name: str) -> frozenset[str]:
@@ -213,6 +242,13 @@ def input_of(architecture: Architecture) -> Input | None:
 def _builder(name: str) -> Callable[..., nn.Module]:
     if name in OURS:
         return OURS[name]
+    if is_factory(name):
+        if name not in FACTORIES:
+            raise ArchitectureError(
+                f"its network is made by the factory {name!r}, whose code does not run unless you name it: give "
+                f"--network {name}, or call permit({name!r}) of dubito.models.conversion.architectures."
+            )
+        return FACTORIES[name]
     if name.startswith("torchvision/"):
 
         def torchvision_classifier(classes: int = 1000) -> nn.Module:

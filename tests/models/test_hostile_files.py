@@ -206,7 +206,10 @@ HOSTILE: dict[str, tuple[Make, str]] = {
         WRONG,
     ),
     # the manifest
-    "format 4": (says("format", 4), "its format is 4; this version of dubito reads format 1, 2 and 3. Update dubito"),
+    "format 5": (
+        says("format", 5),
+        "its format is 5; this version of dubito reads format 1, 2, 3 and 4. Update dubito",
+    ),
     "no format": (lacks("format"), "its format is None"),
     "format a list": (says("format", [1]), r"its format is \[1\]"),
     "unknown key": (says("colour", "red"), WRONG + "colour: Extra inputs"),
