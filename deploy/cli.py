@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from dubito.models.cli import Network, permit_network
+
 app = typer.Typer(rich_markup_mode=None)
 
 Artifact = Annotated[Path, typer.Argument(metavar="FILE", help="An artifact (.safetensors).", show_default=False)]
@@ -41,6 +43,7 @@ def export(
         str | None,
         typer.Option(help="Of a model calibrated by group: the group that the file is for.", show_default=False),
     ] = None,
+    network: Network = None,
 ) -> None:
     """Write the compact model as ONNX, still Bayesian: K draws, their uncertainty and the OOD flag in one graph.
 
@@ -59,6 +62,7 @@ def export(
     from dubito.models.artifact.artifact import load
     from dubito.models.predictions.answers import check_group
 
+    permit_network(network)
     model = load(file)
     check_group(model.card.calibration, group)
     inputs = None if data is None else read(data, model).graph_inputs(model, image)
@@ -95,6 +99,7 @@ def check_onnx(
             metavar="D", help="npz:PATH with x and y: also accuracy and agreement on these data.", show_default=False
         ),
     ] = None,
+    network: Network = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
     """Compare an exported file with its artifact: outputs under the same noise, size, latency, quality on data.
@@ -108,6 +113,7 @@ def check_onnx(
     from dubito.deploy.edge.data import read
     from dubito.models.artifact.artifact import load
 
+    permit_network(network)
     model = load(against)
     report = check(out, model, against.stat().st_size, None if data is None else read(data, model))
     if as_json:

@@ -29,7 +29,29 @@ Method = Annotated[
         show_default=False,
     ),
 ]
+Network = Annotated[
+    str | None,
+    typer.Option(
+        "--network",
+        metavar="MODULE:FACTORY",
+        help="For an artifact whose network cannot be written as data: the class or function that makes it, as in "
+        "package.module:factory. Its code runs.",
+        show_default=False,
+    ),
+]
 Artifact = Annotated[Path, typer.Argument(metavar="FILE", help="An artifact (.safetensors).", show_default=False)]
+
+
+def permit_network(name: str | None) -> None:
+    """Let this code build networks; it may stand in the current folder."""
+    if name is not None:
+        import sys
+
+        from dubito.models.conversion.architectures import permit
+
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        permit(name)
 
 
 def chosen_method(name: str | None) -> "Predictive | None":
@@ -131,7 +153,7 @@ def count(
 
 
 @app.command()
-def inspect(file: Artifact, as_json: AsJson = False) -> None:
+def inspect(file: Artifact, network: Network = None, as_json: AsJson = False) -> None:
     """Check an artifact and show its layers, sizes, calibration, metrics and provenance.
 
     Try: dubito inspect model.safetensors
@@ -139,10 +161,11 @@ def inspect(file: Artifact, as_json: AsJson = False) -> None:
     from dubito.models.artifact.artifact import examine, rebuild
     from dubito.models.report import report, show
 
+    permit_network(network)
     manifest, tensors = examine(file)
-    unknown = manifest.traced is None and manifest.architecture.name == "custom"
-    network = None if unknown else rebuild(file, manifest, tensors).network
-    contents = report(manifest, network, file.stat().st_size, tensors)
+    unknown = manifest.traced is None and manifest.architecture.name == "custom" and network is None
+    built = None if unknown else rebuild(file, manifest, tensors).network
+    contents = report(manifest, built, file.stat().st_size, tensors)
     if as_json:
         print(json.dumps(contents))
     else:
@@ -169,6 +192,7 @@ def predict(
         str | None,
         typer.Option(help="Of a model calibrated by group: the group that all inputs belong to.", show_default=False),
     ] = None,
+    network: Network = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict, and say how far each answer can be trusted.
@@ -183,6 +207,7 @@ def predict(
     from dubito.models.predictions.answers import answers, check_group
 
     way = chosen_method(method)
+    permit_network(network)
     model = load(file)
     check_group(model.card.calibration, group)
     named = [(name, x) for path in inputs for name, x in _read(path, model)]

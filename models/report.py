@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito.models.conversion.architectures import build
+from dubito.models.artifact.described import bare_by
 from dubito.models.manifest import Calibration, Manifest, Plain
 from dubito.models.network.joint import JOINT
 from dubito.models.network.layers import BayesianLayer
 from dubito.models.network.network import BayesianNetwork, as_matrix
 from dubito.models.numerics.parameters import count
 from dubito.models.posteriors.entry import Entry
-from dubito.models.tracing.rebuild import rebuild
 from dubito.models.verdict import columns
 
 SCORED = {
@@ -65,8 +64,7 @@ def report(
     deterministic = None
     if network is not None:
         with torch.device("meta"):
-            traced, name = manifest.traced, manifest.architecture.name
-            deterministic = count(build(name, **manifest.architecture.arguments) if traced is None else rebuild(traced))
+            deterministic = count(bare_by(manifest))
     layers = []
     for name, entry in manifest.layers.items():
         row: dict[str, Any] = {"name": name, "method": entry.method, **entry.row()}
@@ -159,7 +157,7 @@ def show(contents: dict[str, Any], entries: Mapping[str, Entry]) -> None:
     say(f"{contents['architecture']['name']}({arguments}){traced}, {contents['task']}, format {contents['format']}")
     size = f"{contents['bytes']:,} bytes in {contents['precision']}; BatchNorm {contents['batchnorm']}"
     if contents["parameters"] is None:
-        say(f"{size}; a network of your own: load it with load(path, network=the nn.Module you converted)")
+        say(f"{size}; it says nothing of its network: give the factory that makes it with --network MODULE:FACTORY")
     else:
         ratio = contents["parameters"] / contents["deterministic"]
         say(f"{contents['parameters']:,} parameters, {ratio:.1%} of the plain network's; {size}")

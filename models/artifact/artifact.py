@@ -21,7 +21,7 @@ from safetensors.torch import load as parse
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
-from dubito.models.artifact.described import bare_by, describe_network, set_masks, skeleton_of
+from dubito.models.artifact.described import bare_by, check_input, describe_network, set_masks, skeleton_of
 from dubito.models.artifact.encoding import MASK, SCALE, decode, decode_whole, encode
 from dubito.models.conversion.architectures import architecture_of, input_of, on_meta
 from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError
@@ -115,6 +115,16 @@ def examine(path: str | Path) -> tuple[Manifest, dict[str, Tensor]]:
     except ArtifactError as error:
         raise ArtifactError(f"{path}: {error}") from None
     return manifest, tensors
+
+
+def is_artifact(path: str | Path) -> bool:
+    """Whether the file has a manifest of ours; one that cannot be read has none."""
+    try:
+        with Path(path).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return length <= LONGEST_HEADER and KEY in json.loads(file.read(length)).get("__metadata__", {})
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError):
+        return False
 
 
 def digest(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
@@ -266,6 +276,8 @@ def _restore(manifest: Manifest, tensors: Mapping[str, Tensor], given: nn.Module
     try:
         with torch.device("meta"):
             bare = _without_storage(given) if given is not None else bare_by(manifest)
+            if given is None:
+                check_input(bare, manifest)
             _check_copies(bare, manifest, tensors)
             skeleton = skeleton_of(bare, manifest)
         state, masks = _decode_all(skeleton, tensors)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from dubito.models.conversion.architectures import build, is_factory, only_factory, remember
+from dubito.models.conversion.architectures import build, check_permitted, is_factory, only_factory, remember
 from dubito.models.conversion.conversion import assemble
 from dubito.models.errors import ArtifactError
 from dubito.models.manifest import Architecture, Manifest
@@ -28,13 +28,7 @@ def bare_by(manifest: Manifest) -> nn.Module:
     """The plain network that a manifest describes; call it where tensors have no storage."""
     name, arguments = manifest.architecture.name, manifest.architecture.arguments
     if manifest.traced is not None:
-        net = rebuild(manifest.traced)
-        declared, special = manifest.card.input, manifest.traced.input
-        if declared is not None:
-            if special not in (None, declared.shape):
-                raise ArtifactError(f"its network takes inputs of shape {special}, but it declares {declared.shape}.")
-            try_out(net, declared.shape)
-        return net
+        return rebuild(manifest.traced)
     if name == "custom" and (only := only_factory()) is not None:
         name = only
     if name == "custom":
@@ -42,7 +36,19 @@ def bare_by(manifest: Manifest) -> nn.Module:
             "it says nothing of its network: give the factory that makes it with --network package.module:factory, "
             "or load it with load(path, network=the nn.Module you converted)."
         )
+    check_permitted(name)
     return build(name, **arguments)
+
+
+def check_input(bare: nn.Module, manifest: Manifest) -> None:
+    """That a traced network takes the inputs that the manifest declares, before it has storage."""
+    declared = manifest.card.input
+    if manifest.traced is None or declared is None:
+        return
+    if manifest.traced.input not in (None, declared.shape):
+        came = f"takes inputs of shape {manifest.traced.input}, but it declares {declared.shape}"
+        raise ArtifactError(f"its network {came}.")
+    try_out(bare, declared.shape)
 
 
 def skeleton_of(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
@@ -90,7 +96,7 @@ def _with(manifest: Manifest, architecture: Architecture, traced: Traced) -> Man
 def _is_still(network: BayesianNetwork, manifest: Manifest) -> bool:
     """Whether it is the network that the manifest describes: a changed head would not come back."""
     with torch.device("meta"):
-        again = skeleton_of(rebuild(manifest.traced) if manifest.traced is not None else bare_by(manifest), manifest)
+        again = skeleton_of(bare_by(manifest), manifest)
     shapes = [{k: v.shape for k, v in n.state_dict().items() if not k.endswith(".keep")} for n in (network, again)]
     return shapes[0] == shapes[1] and repr(network.net) == repr(again.net)
 
@@ -101,9 +107,10 @@ def _prove(
     """Rebuild the traced network from its description, and compare the answers; the tensors that it needed besides."""
     assert manifest.traced is not None
     with torch.device("meta"):
-        again = skeleton_of(rebuild(manifest.traced), manifest)
+        bare = rebuild(manifest.traced)
         if shape is not None:
-            try_out(rebuild(manifest.traced), shape)
+            try_out(bare, shape)
+        again = skeleton_of(bare, manifest)
     state, buffers = network.state_dict(), dict(network.named_buffers())
     masks = {name.removesuffix(".keep"): t for name, t in state.items() if name.endswith(".keep")}
     state = {name: t for name, t in state.items() if not name.endswith(".keep")}

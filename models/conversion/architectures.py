@@ -155,7 +155,12 @@ def names() -> list[str]:
 
 
 def build(name: str, **arguments: JsonValue) -> nn.Module:
-    """A fresh network; it remembers its name and arguments, so that an artifact can rebuild it."""
+    """A fresh network; it remembers its name and arguments, so that an artifact can rebuild it.
+
+    `package.module:factory` names a class or a function of one's own, which is imported and called.
+    """
+    if is_factory(name):
+        permit(name)
     builder = _builder(name)
     arguments = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
     _check(name, builder, arguments)
@@ -185,6 +190,15 @@ def permit(name: str) -> None:
     if not callable(made):
         raise ArchitectureError(f"the network {name!r} is {type(made).__name__}; expected a class or a function.")
     FACTORIES[name] = made
+
+
+def check_permitted(name: str) -> None:
+    """A file may name code, and does not make it run."""
+    if is_factory(name) and name not in FACTORIES:
+        raise ArchitectureError(
+            f"its network is made by {name}, whose code runs only where you name it: give --network {name}, or call "
+            f"build({name!r}, ...) first."
+        )
 
 
 def is_factory(name: str) -> bool:
@@ -243,11 +257,7 @@ def _builder(name: str) -> Callable[..., nn.Module]:
     if name in OURS:
         return OURS[name]
     if is_factory(name):
-        if name not in FACTORIES:
-            raise ArchitectureError(
-                f"its network is made by the factory {name!r}, whose code does not run unless you name it: give "
-                f"--network {name}, or call permit({name!r}) of dubito.models.conversion.architectures."
-            )
+        check_permitted(name)
         return FACTORIES[name]
     if name.startswith("torchvision/"):
 
@@ -259,7 +269,7 @@ def _builder(name: str) -> Callable[..., nn.Module]:
         plugin: Callable[..., nn.Module] = entry.load()
         return plugin
     raise ArchitectureError(
-        f"no architecture {name!r}; there are: {', '.join(names())}. "
+        f"no architecture {name!r}; there are: {', '.join(names())}, and package.module:factory for your own. "
         f"A package can add its own under the entry point group {GROUP!r}."
     )
 
