@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dubito.models.cli import Artifact
+from dubito.models.cli import Artifact, Network, permit_network
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -38,6 +38,7 @@ def export(
     group: Annotated[
         str | None, typer.Option(help="Of a model calibrated by group: the group that the file is for.")
     ] = None,
+    network: Network = None,
 ) -> None:
     """Write the compact model as ONNX, still Bayesian: K draws, their uncertainty and the OOD flag in one graph.
 
@@ -56,6 +57,7 @@ def export(
     from dubito.models.artifact.artifact import load
     from dubito.models.predictions.answers import check_group
 
+    permit_network(network)
     model = load(file)
     check_group(model.card.calibration, group)
     inputs = None if data is None else read(data, model).graph_inputs(model, image)
@@ -87,6 +89,7 @@ def check_onnx(
     data: Annotated[
         str | None, typer.Option(metavar="D", help="npz:PATH with x and y: also accuracy and agreement on these data.")
     ] = None,
+    network: Network = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
     """Compare an exported file with its artifact: outputs under the same noise, size, latency, quality on data.
@@ -100,6 +103,7 @@ def check_onnx(
     from dubito.deploy.edge.data import read
     from dubito.models.artifact.artifact import load
 
+    permit_network(network)
     model = load(against)
     report = check(out, model, against.stat().st_size, None if data is None else read(data, model))
     if as_json:

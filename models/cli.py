@@ -27,7 +27,28 @@ Method = Annotated[
         "with --samples, sampling."
     ),
 ]
+Network = Annotated[
+    str | None,
+    typer.Option(
+        "--network",
+        metavar="MODULE:FACTORY",
+        help="For an artifact whose network cannot be written as data: the class or function that makes it, as in "
+        "package.module:factory. Its code runs.",
+    ),
+]
 Artifact = Annotated[Path, typer.Argument(metavar="FILE", help="An artifact (.safetensors).")]
+
+
+def permit_network(name: str | None) -> None:
+    """Let this code build networks; it may stand in the current folder."""
+    if name is not None:
+        import sys
+
+        from dubito.models.conversion.architectures import permit
+
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        permit(name)
 
 
 def chosen_method(name: str | None) -> "Predictive | None":
@@ -118,7 +139,7 @@ def count(
 
 
 @app.command()
-def inspect(file: Artifact, as_json: AsJson = False) -> None:
+def inspect(file: Artifact, network: Network = None, as_json: AsJson = False) -> None:
     """Check an artifact and show its layers, sizes, calibration, metrics and provenance.
 
     Try: dubito inspect model.safetensors
@@ -126,9 +147,11 @@ def inspect(file: Artifact, as_json: AsJson = False) -> None:
     from dubito.models.artifact.artifact import examine, rebuild
     from dubito.models.report import report, show
 
+    permit_network(network)
     manifest, tensors = examine(file)
-    network = None if manifest.architecture.name == "custom" else rebuild(file, manifest, tensors).network
-    contents = report(manifest, network, file.stat().st_size, tensors)
+    unknown = manifest.traced is None and manifest.architecture.name == "custom" and network is None
+    built = None if unknown else rebuild(file, manifest, tensors).network
+    contents = report(manifest, built, file.stat().st_size, tensors)
     if as_json:
         print(json.dumps(contents))
     else:
@@ -150,6 +173,7 @@ def predict(
     group: Annotated[
         str | None, typer.Option(help="Of a model calibrated by group: the group that all inputs belong to.")
     ] = None,
+    network: Network = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict, and say how far each answer can be trusted.
@@ -164,6 +188,7 @@ def predict(
     from dubito.models.predictions.answers import answers, check_group
 
     way = chosen_method(method)
+    permit_network(network)
     model = load(file)
     check_group(model.card.calibration, group)
     named = [(name, x) for path in inputs for name, x in _read(path, model)]

@@ -22,10 +22,11 @@ from dubito.models.fields import Members, PositiveFinite, Share, Size, Strict
 from dubito.models.names import Measure, listed
 from dubito.models.posteriors.dictionary import entry_classes
 from dubito.models.posteriors.entry import Entry
+from dubito.models.traced import Traced
 
 # 2: a calibration with `sets`, `classes` or `groups`, which readers of format 1 do not know
 # 3: a calibration with `auroc`, or thresholds of `energy` or `knn`; a bank of features
-# 4: pictures with a `fitting`
+# 4: pictures with a `fitting`; a traced network
 FORMATS = (1, 2, 3, 4)
 LARGEST_INPUT = 1 << 26  # numbers
 LARGEST_BANK = 1 << 26  # numbers
@@ -137,7 +138,7 @@ class FeatureBankEntry(Strict):
 
 
 class Architecture(Strict):
-    """`custom` names no builder: such an artifact is loaded into a network that the caller brings."""
+    """`custom` names no builder: such a network is traced, or the caller brings it."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     arguments: dict[str, JsonValue] = {}
@@ -353,8 +354,10 @@ class Card(Strict):
 Format = Literal[1, 2, 3, 4]
 
 
-def format_of(card: Card, bank: FeatureBankEntry | None = None) -> Format:
-    """The oldest format whose readers understand the card and the bank."""
+def format_of(card: Card, bank: FeatureBankEntry | None = None, traced: Traced | None = None) -> Format:
+    """The oldest format whose readers understand the card, the bank and the network."""
+    if traced is not None:
+        return 4
     calibration = card.calibration
     if card.input is not None and card.input.image is not None and card.input.image.fitting is not None:
         return 4
@@ -367,6 +370,7 @@ def format_of(card: Card, bank: FeatureBankEntry | None = None) -> Format:
 class Manifest(Strict):
     format: Format
     architecture: Architecture
+    traced: Traced | None = None  # the network itself, where no name stands for it
     task: Task
     layers: dict[str, Layer]  # by module name; layers not named here are deterministic
     members: dict[str, Members] = {}  # modules kept in one copy per ensemble member
@@ -396,7 +400,7 @@ class Manifest(Strict):
 
     @model_validator(mode="after")
     def _formats(self) -> "Manifest":
-        if self.format < (needed := format_of(self.card, self.feature_bank)):
+        if self.format < (needed := format_of(self.card, self.feature_bank, self.traced)):
             raise ValueError(f"the format is {self.format}, but it has keys of format {needed}")
         if self.feature_bank is not None and self.task.kind == "regression":
             raise ValueError("a bank of features belongs to classification")
@@ -407,8 +411,9 @@ class Manifest(Strict):
 
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What readers of formats 1 and 2 do not know is left out where it says nothing."""
-        return {key: value for key, value in write(self).items() if key != "feature_bank" or value is not None}
+        """What readers of earlier formats do not know is left out where it says nothing."""
+        newer = ("feature_bank", "traced")
+        return {key: value for key, value in write(self).items() if key not in newer or value is not None}
 
     @model_validator(mode="after")
     def _named(self) -> "Manifest":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dubito.models.conversion.architectures import build
+from dubito.models.artifact.described import bare_by
 from dubito.models.manifest import Calibration, Manifest, Plain
 from dubito.models.network.joint import JOINT
 from dubito.models.network.layers import BayesianLayer
@@ -64,7 +64,7 @@ def report(
     deterministic = None
     if network is not None:
         with torch.device("meta"):
-            deterministic = count(build(manifest.architecture.name, **manifest.architecture.arguments))
+            deterministic = count(bare_by(manifest))
     layers = []
     for name, entry in manifest.layers.items():
         row: dict[str, Any] = {"name": name, "method": entry.method, **entry.row()}
@@ -84,6 +84,7 @@ def report(
     return {
         "format": manifest.format,
         "architecture": manifest.architecture.model_dump(mode="json"),
+        "traced": None if manifest.traced is None else len(manifest.traced.calls),
         "task": manifest.task.kind,
         "noise": _noise(manifest, network),
         "parameters": None if network is None else count(network),
@@ -152,10 +153,11 @@ def show(contents: dict[str, Any], entries: Mapping[str, Entry]) -> None:
         console.print(clean(text))
 
     arguments = ", ".join(f"{k}={v}" for k, v in contents["architecture"]["arguments"].items())
-    say(f"{contents['architecture']['name']}({arguments}), {contents['task']}, format {contents['format']}")
+    traced = "" if contents["traced"] is None else f", a network of its own with {contents['traced']:,} calls"
+    say(f"{contents['architecture']['name']}({arguments}){traced}, {contents['task']}, format {contents['format']}")
     size = f"{contents['bytes']:,} bytes in {contents['precision']}; BatchNorm {contents['batchnorm']}"
     if contents["parameters"] is None:
-        say(f"{size}; a network of your own: load it with load(path, network=the nn.Module you converted)")
+        say(f"{size}; it says nothing of its network: give the factory that makes it with --network MODULE:FACTORY")
     else:
         ratio = contents["parameters"] / contents["deterministic"]
         say(f"{contents['parameters']:,} parameters, {ratio:.1%} of the plain network's; {size}")

@@ -23,6 +23,15 @@ def serve(
     device: Annotated[
         Literal["auto", "cpu", "cuda"] | None, typer.Option(help="Where models run.", show_default="auto")
     ] = None,
+    network: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE:FACTORY",
+            help="For artifacts whose network cannot be written as data: the class or function that makes it, as in "
+            "package.module:factory. Its code runs. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     settings: Annotated[
         Path | None, typer.Option(help="A TOML file of settings; DUBITO_SETTINGS names one too.")
     ] = None,
@@ -40,10 +49,11 @@ def serve(
 
     Try: dubito serve model.safetensors --port 8000
     """
+    from dubito.models.cli import permit_network
     from dubito.models.embedded import NAMES, embedded
     from dubito.service.settings import SettingError, as_toml, read_settings
 
-    flags: dict[str, object] = {"models": paths, "host": host, "port": port, "device": device}
+    flags: dict[str, object] = {"models": paths, "host": host, "port": port, "device": device, "networks": network}
     for word in change or []:
         key, equals, value = word.partition("=")
         if not equals or not key:
@@ -57,6 +67,8 @@ def serve(
         return
     from dubito.service.run import serve as run
 
+    for name in effective.networks:
+        permit_network(name)
     raise typer.Exit(run(effective, lambda text: print(text, flush=True)))
 
 

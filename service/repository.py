@@ -149,7 +149,9 @@ class Repository:
             except Exception as error:
                 where = {"model": name, "version": source.version, "path": str(source.path)}
                 log.error(
-                    "cannot load model", extra=where | {"error": str(error)}, exc_info=not isinstance(error, DubitoError)
+                    "cannot load model",
+                    extra=where | {"error": str(error)},
+                    exc_info=not isinstance(error, DubitoError),
                 )
                 self.failed[name, source.version] = _shown(source, error)
                 if isinstance(error, DubitoError):

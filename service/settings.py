@@ -29,6 +29,13 @@ class Settings(BaseSettings):
     models: Annotated[
         tuple[Path, ...], Field(description="Artifacts, or model repositories: root/name/version/model.safetensors.")
     ] = ()
+    networks: Annotated[
+        tuple[str, ...],
+        Field(
+            description="Classes or functions (package.module:factory) that may be called to make the networks of "
+            "artifacts that name them. Their code runs."
+        ),
+    ] = ()
     expected: Annotated[
         tuple[str, ...],
         Field(description="Models that must answer before the server is ready; empty: all that are found."),
@@ -123,7 +130,7 @@ class Settings(BaseSettings):
         Field(description="Lowest level that is logged; requests are logged at info."),
     ] = "info"
 
-    @field_validator("models", "expected", "cors_origins", "buckets", mode="before")
+    @field_validator("models", "networks", "expected", "cors_origins", "buckets", mode="before")
     @classmethod
     def _listed(cls, value: object) -> object:
         """A list from the text of an environment variable: separated by commas, or JSON."""

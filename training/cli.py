@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dubito.models.cli import Artifact, AsJson, Method, Samples, chosen_method
+from dubito.models.cli import Artifact, AsJson, Method, Network, Samples, chosen_method, permit_network
 from dubito.models.names import LAPLACE, MEASURES, listed
 from dubito.training.names import DATA, PARTS, recipes
 
@@ -76,6 +76,17 @@ def train(
             help="The artifact to write; without it, NAME.safetensors here, after the recipe or your data.",
         ),
     ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            "--network",
+            metavar="MODULE:FACTORY",
+            help="Train a network of your own: the class or function that makes it, as in package.module:factory. It "
+            "gets those of the arguments classes, outputs, inputs, channels and size that it takes, and "
+            "network.arguments of the recipe. Its code runs.",
+            show_default=False,
+        ),
+    ] = None,
     data_root: DataRoot = None,
     download: Download = False,
     device: Device = "auto",
@@ -95,6 +106,9 @@ def train(
     from dubito.training.config import read_recipe
     from dubito.training.recipe import train as follow
 
+    permit_network(network)
+    if network is not None:
+        changes = [f"network.architecture={json.dumps(network)}", "network.arguments={}", *(changes or [])]
     chosen = read_recipe(recipe, changes)
     out = Path(f"{_stem(recipe)}.safetensors") if out is None else out
     with _stopping():
@@ -114,6 +128,7 @@ def prune(
     lr: Annotated[
         float, typer.Option(help="Adam's learning rate in fine-tuning; it falls to zero along a cosine.")
     ] = 1e-3,
+    network: Network = None,
     data_root: DataRoot = None,
     download: Download = False,
     device: Device = "auto",
@@ -126,6 +141,7 @@ def prune(
     """
     from dubito.training.prune import prune as pruned
 
+    permit_network(network)
     with _stopping():
         model = pruned(
             file,
@@ -183,6 +199,16 @@ def laplace(
             help="Of the numbers in the artifact: float32, float16, bfloat16 or int8; without it, as in FILE."
         ),
     ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            "--network",
+            metavar="MODULE:FACTORY",
+            help="What makes the network of FILE, a state dict or an artifact: a class or function of your own, as in "
+            "package.module:factory. Its code runs.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Seed = 0,
     data_root: DataRoot = None,
     download: Download = False,
@@ -199,12 +225,16 @@ def laplace(
     """
     from pydantic import ValidationError
 
+    from dubito.models.artifact.artifact import is_artifact
     from dubito.models.errors import InputError
     from dubito.models.manifest import Image
     from dubito.training.config import Calibrate, Laplace
     from dubito.training.posthoc import from_artifact, from_weights
 
     _writable(out)
+    permit_network(network)
+    if network is not None and arch is None and not is_artifact(file):
+        arch = network
     try:
         settings = Laplace(size=size, select=select, prior_precision=prior_precision)  # type: ignore[arg-type]
         image = None if mean is None and std is None else Image(mean=tuple(mean or ()), std=tuple(std or ()))
@@ -291,6 +321,7 @@ def calibrate(
             max=1 << 16,
         ),
     ] = 512,
+    network: Network = None,
     seed: Seed = 0,
     data_root: DataRoot = None,
     download: Download = False,
@@ -330,6 +361,7 @@ def calibrate(
         known = {"sets": "aps, raps or probability", "per": "class or group", "measure": ", ".join(MEASURES)}
         expected = known.get(name, "a share between 0 and 1")
         raise InputError(f"--{name} is {first['input']}; expected {expected}.") from None
+    permit_network(network)
     model = load(file)
     data_set = read_for(model.manifest, data, data_root, download=download)
     name, held = part_of(data_set, model.card, part, default="calibration")
@@ -443,6 +475,7 @@ def evaluate(
     report: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write DIR/index.html, one page with plots.")
     ] = None,
+    network: Network = None,
     data_root: DataRoot = None,
     download: Download = False,
     device: Device = "auto",
@@ -469,6 +502,7 @@ def evaluate(
     predictive = chosen_method(method)
     if predictive == "probit" and samples is not None:
         raise InputError("--method is probit, which takes no draws; leave --samples out.")
+    permit_network(network)
     model = load(file)
     rival = None if against is None else load(against)
     if rival is not None and rival.manifest.task.kind != model.manifest.task.kind:

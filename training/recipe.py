@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, load, save
-from dubito.models.conversion.architectures import Standardise, sizes_of
+from dubito.models.conversion.architectures import Standardise, check_permitted, sizes_of
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Card, Classification, Input, Provenance, Regression, Task
 from dubito.models.network.network import BayesianNetwork
@@ -198,6 +198,7 @@ def build_network(recipe: Recipe, parts: Parts, declared: Input) -> nn.Module:
     sizes: dict[str, Any] = {"classes": outputs, "outputs": outputs, "inputs": parts.train.x[0].numel()}
     if len(declared.shape) == 3:
         sizes |= {"channels": declared.shape[0], "size": list(declared.shape[1:])}
+    check_permitted(recipe.network.architecture)
     taken = sizes_of(recipe.network.architecture)
     arguments = {k: v for k, v in sizes.items() if k in taken} | recipe.network.arguments
     net = build(recipe.network.architecture, **arguments)

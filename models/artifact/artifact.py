@@ -7,7 +7,6 @@ import os
 import platform
 import secrets
 import stat
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
@@ -22,13 +21,11 @@ from safetensors.torch import load as parse
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
+from dubito.models.artifact.described import bare_by, check_input, describe_network, set_masks, skeleton_of
 from dubito.models.artifact.encoding import MASK, SCALE, decode, decode_whole, encode
-from dubito.models.conversion.architectures import architecture_of, build, input_of, on_meta, remember
-from dubito.models.conversion.conversion import assemble
+from dubito.models.conversion.architectures import architecture_of, input_of, on_meta
 from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError
-from dubito.models.manifest import FORMATS, Architecture, Card, Hierarchy, Layer, Manifest, Precision, format_of
-from dubito.models.network.feature_bank import FeatureBank
-from dubito.models.network.joint import JOINT
+from dubito.models.manifest import FORMATS, Card, Hierarchy, Manifest, Precision, format_of
 from dubito.models.network.layers import MemberLayer
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.network.normalisation import ScaleShift, fold_batchnorm
@@ -76,7 +73,9 @@ def save(
         if homes[name] == name and name not in masks:
             keep = masks.get(name.rpartition(".")[0] + ".keep")
             tensors |= encode(name, tensor, keep, precision)
-    manifest = _manifest(network, card, precision)
+    manifest, unsaved = _manifest(network, card, precision)
+    for name, tensor in unsaved.items():
+        tensors |= encode(name, tensor, None, precision)
     manifest = manifest.model_copy(update={"sha256": digest(manifest.model_dump(mode="json"), tensors)})
     # one key: the library writes several in no fixed order, and the same model should give the same bytes
     content = serialise(tensors, {KEY: manifest.model_dump_json()})
@@ -87,7 +86,7 @@ def save(
 def load(path: str | Path, network: nn.Module | None = None) -> Model:
     """Read an artifact, believing nothing: one ArtifactError says what is wrong with a file that cannot be trusted.
 
-    `network` is for artifacts of networks that have no name here: the same nn.Module that was converted.
+    `network` is for artifacts that say nothing of their network: the same nn.Module that was converted.
     """
     return rebuild(path, *examine(path), network)
 
@@ -118,6 +117,16 @@ def examine(path: str | Path) -> tuple[Manifest, dict[str, Tensor]]:
     return manifest, tensors
 
 
+def is_artifact(path: str | Path) -> bool:
+    """Whether the file has a manifest of ours; one that cannot be read has none."""
+    try:
+        with Path(path).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return length <= LONGEST_HEADER and KEY in json.loads(file.read(length)).get("__metadata__", {})
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError):
+        return False
+
+
 def digest(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over the manifest's JSON (but for this number) and every tensor's name, type, shape and bytes.
 
@@ -132,7 +141,8 @@ def digest(stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> Manifest:
+def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> tuple[Manifest, dict[str, Tensor]]:
+    """And the tensors of a traced network that its state does not hold."""
     layers = {name: layer.entry.model_copy(update=layer.q.update()) for name, layer in network.layers.items()}
     members = {name: len(m.copies) for name, m in network.net.named_modules() if isinstance(m, MemberLayer)}
     hierarchy = None
@@ -144,10 +154,11 @@ def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> Man
     joint: dict[str, Any] = {} if network.joint is None else {network.joint.key: network.joint.entry}
     versions = {"dubito": version("dubito"), "torch": torch.__version__, "python": platform.python_version()}
     provenance = card.provenance.model_copy(update={"versions": {**versions, **card.provenance.versions}})
+    known = architecture_of(network.net)
     try:
         manifest = Manifest(
             format=format_of(card, bank),
-            architecture=_name(network, layers, members, hierarchy),
+            architecture=known,
             task=network.task,
             layers=layers,
             members=members,
@@ -159,34 +170,11 @@ def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> Man
             sha256="0" * 64,
             **joint,
         )
+        manifest, unsaved = describe_network(network, manifest)
         # as `load` will read it: a card may hold what no file can, such as a metric that is NaN
-        return Manifest.model_validate_json(manifest.model_dump_json(warnings=False))
+        return Manifest.model_validate_json(manifest.model_dump_json(warnings=False)), unsaved
     except (ValidationError, PydanticSerializationError) as error:
         raise ArtifactError(f"the manifest cannot be saved: {_complaint(error)}.") from None
-
-
-def _name(
-    network: BayesianNetwork, layers: dict[str, Layer], members: dict[str, int], hierarchy: Hierarchy | None
-) -> Architecture:
-    """The architecture that the network was built as, if it still is that: a changed head would not come back."""
-    known = architecture_of(network.net)
-    if known.name == "custom":
-        return known
-    with torch.device("meta"):
-        again = assemble(build(known.name, **known.arguments), layers, members, hierarchy, network.task, "prior")
-    if any(isinstance(m, ScaleShift) for m in network.modules()):
-        again = fold_batchnorm(again)
-    again.set_joint(network.joint)
-    again.feature_bank = network.feature_bank
-    shapes = [{k: v.shape for k, v in n.state_dict().items() if not k.endswith(".keep")} for n in (network, again)]
-    if shapes[0] == shapes[1] and repr(network.net) == repr(again.net):
-        return known
-    warnings.warn(
-        f"the network was changed after build({known.name!r}), so the artifact is saved without that name; "
-        "load it with load(path, network=the nn.Module you converted).",
-        stacklevel=4,
-    )
-    return Architecture(name="custom")
 
 
 def _complaint(error: ValidationError | PydanticSerializationError) -> str:
@@ -285,23 +273,21 @@ def _parse_tensors(content: bytes) -> dict[str, Tensor]:
 
 def _restore(manifest: Manifest, tensors: Mapping[str, Tensor], given: nn.Module | None) -> BayesianNetwork:
     """Everything is checked against a network without storage before anything of the claimed size is allocated."""
-    name, arguments = manifest.architecture.name, manifest.architecture.arguments
-    if given is None and name == "custom":
-        raise ArtifactError(
-            "its network has no name here; load it with load(path, network=the nn.Module you converted)."
-        )
     try:
         with torch.device("meta"):
-            bare = _without_storage(given) if given is not None else build(name, **arguments)
+            bare = _without_storage(given) if given is not None else bare_by(manifest)
+            if given is None:
+                check_input(bare, manifest)
             _check_copies(bare, manifest, tensors)
-            skeleton = _skeleton(bare, manifest)
+            skeleton = skeleton_of(bare, manifest)
         state, masks = _decode_all(skeleton, tensors)
-        if given is not None or not on_meta(name):  # such a network may hold tensors that no state dict names
-            network = _skeleton(given if given is not None else build(name, **arguments), manifest)
-            network.load_state_dict(state)
-        else:
-            network = skeleton
+        if given is None and (manifest.traced is not None or on_meta(manifest.architecture.name)):
+            network, homes = skeleton, _homes(skeleton)
             network.load_state_dict(state, assign=True)
+            _tie(network, homes)
+        else:  # such a network may hold tensors that no state dict names
+            network = skeleton_of(given if given is not None else bare_by(manifest), manifest)
+            network.load_state_dict(state)
     except (ArchitectureError, ConversionError) as error:
         raise ArtifactError(str(error)) from None
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
@@ -309,10 +295,7 @@ def _restore(manifest: Manifest, tensors: Mapping[str, Tensor], given: nn.Module
         raise ArtifactError(f"its manifest describes no network that can be built: {reason}.") from None
     if network.joint is not None:
         network.joint.check(network.net)
-    for place, keep in masks.items():
-        part = network.get_submodule(place)
-        assert isinstance(part, Free | Positive)
-        part.keep = keep.to(next(part.parameters()).device)
+    set_masks(network, masks)
     return network
 
 
@@ -329,6 +312,16 @@ def _homes(network: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(t), name) for name, t in network.state_dict(keep_vars=True).items()}
 
 
+def _tie(network: nn.Module, homes: Mapping[str, str]) -> None:
+    """Let a tensor that has several names be one again."""
+    for name, home in homes.items():
+        if name != home:
+            (above, _, last), (first_above, _, first) = name.rpartition("."), home.rpartition(".")
+            owner, first_owner = network.get_submodule(above), network.get_submodule(first_above)
+            if last in owner._parameters and first in first_owner._parameters:
+                owner._parameters[last] = first_owner._parameters[first]
+
+
 def _check_copies(bare: nn.Module, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     """Modules take memory even without storage: no more copies than the file can fill."""
     parts = dict(bare.named_modules())
@@ -337,16 +330,6 @@ def _check_copies(bare: nn.Module, manifest: Manifest, tensors: Mapping[str, Ten
             raise ArtifactError(f"its manifest copies {name!r} for each member, which is no single layer.")
     if (copies := sum(manifest.members.values())) > len(tensors):
         raise ArtifactError(f"its manifest claims {copies:,} copies of layers in {len(tensors):,} tensors.")
-
-
-def _skeleton(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
-    network = assemble(bare, manifest.layers, manifest.members, manifest.hierarchy, manifest.task, "prior")
-    remember(network.net, manifest.architecture)
-    if manifest.joint is not None:
-        network.set_joint(JOINT[manifest.joint.method].blank(manifest.joint))
-    if manifest.feature_bank is not None:
-        network.set_feature_bank(FeatureBank.blank(manifest.feature_bank))
-    return fold_batchnorm(network) if manifest.batchnorm == "folded" else network
 
 
 def _decode_all(

@@ -1,6 +1,7 @@
 """Networks by name: ours, torchvision's classifiers, and plug-ins of other packages."""
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -145,13 +146,21 @@ OURS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+FACTORIES: dict[str, Callable[..., nn.Module]] = {}  # that may be called: named on the command line, or by `permit`
+
+
 def names() -> list[str]:
     """Every name that can be built here, torchvision's as one pattern."""
     return [*OURS, "torchvision/NAME", *(e.name for e in entry_points(group=GROUP))]
 
 
 def build(name: str, **arguments: JsonValue) -> nn.Module:
-    """A fresh network; it remembers its name and arguments, so that an artifact can rebuild it."""
+    """A fresh network; it remembers its name and arguments, so that an artifact can rebuild it.
+
+    `package.module:factory` names a class or a function of one's own, which is imported and called.
+    """
+    if is_factory(name):
+        permit(name)
     builder = _builder(name)
     arguments = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
     _check(name, builder, arguments)
@@ -165,6 +174,40 @@ def build(name: str, **arguments: JsonValue) -> nn.Module:
         raise ArchitectureError(f"the plug-in {name!r} returned {type(net).__name__}; expected a torch nn.Module.")
     remember(net, Architecture(name=name, arguments=arguments))
     return net
+
+
+def permit(name: str) -> None:
+    """Let `package.module:factory` be called to build networks: its code runs because somebody here named it."""
+    module, _, factory = name.partition(":")
+    if not module or not factory:
+        raise ArchitectureError(f"the network is {name!r}; expected package.module:factory.")
+    if name in FACTORIES:
+        return
+    try:
+        made = getattr(importlib.import_module(module), factory)
+    except Exception as error:  # whatever the module's code comes up with
+        raise ArchitectureError(f"the network {name!r} cannot be imported: {error!r}.") from error
+    if not callable(made):
+        raise ArchitectureError(f"the network {name!r} is {type(made).__name__}; expected a class or a function.")
+    FACTORIES[name] = made
+
+
+def check_permitted(name: str) -> None:
+    """A file may name code, and does not make it run."""
+    if is_factory(name) and name not in FACTORIES:
+        raise ArchitectureError(
+            f"its network is made by {name}, whose code runs only where you name it: give --network {name}, or call "
+            f"build({name!r}, ...) first."
+        )
+
+
+def is_factory(name: str) -> bool:
+    return ":" in name
+
+
+def only_factory() -> str | None:
+    """The one that was permitted, if it is one."""
+    return next(iter(FACTORIES)) if len(FACTORIES) == 1 else None
 
 
 def sizes_of(name: str) -> frozenset[str]:
@@ -213,6 +256,9 @@ def input_of(architecture: Architecture) -> Input | None:
 def _builder(name: str) -> Callable[..., nn.Module]:
     if name in OURS:
         return OURS[name]
+    if is_factory(name):
+        check_permitted(name)
+        return FACTORIES[name]
     if name.startswith("torchvision/"):
 
         def torchvision_classifier(classes: int = 1000) -> nn.Module:
@@ -223,7 +269,7 @@ def _builder(name: str) -> Callable[..., nn.Module]:
         plugin: Callable[..., nn.Module] = entry.load()
         return plugin
     raise ArchitectureError(
-        f"no architecture {name!r}; there are: {', '.join(names())}. "
+        f"no architecture {name!r}; there are: {', '.join(names())}, and package.module:factory for your own. "
         f"A package can add its own under the entry point group {GROUP!r}."
     )
 

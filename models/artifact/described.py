@@ -1,0 +1,150 @@
+"""Which network an artifact is of: one that has a name here, one that is traced, or one that a factory makes."""
+
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from dubito.models.conversion.architectures import build, check_permitted, is_factory, only_factory, remember
+from dubito.models.conversion.conversion import assemble
+from dubito.models.errors import ArtifactError
+from dubito.models.manifest import Architecture, Manifest
+from dubito.models.network.feature_bank import FeatureBank
+from dubito.models.network.joint import JOINT
+from dubito.models.network.layers import Structure
+from dubito.models.network.network import BayesianNetwork, Draws
+from dubito.models.network.normalisation import fold_batchnorm
+from dubito.models.numerics.parameters import Free, Positive
+from dubito.models.predictions.prediction import evaluating
+from dubito.models.traced import Traced
+from dubito.models.tracing.rebuild import TracedNetwork, rebuild, try_out
+from dubito.models.tracing.trace import TraceError, trace
+
+COPY = re.compile(r"\.copies\.\d+")  # the place of one member's own module in a name
+
+
+def bare_by(manifest: Manifest) -> nn.Module:
+    """The plain network that a manifest describes; call it where tensors have no storage."""
+    name, arguments = manifest.architecture.name, manifest.architecture.arguments
+    if manifest.traced is not None:
+        return rebuild(manifest.traced)
+    if name == "custom" and (only := only_factory()) is not None:
+        name = only
+    if name == "custom":
+        raise ArtifactError(
+            "it says nothing of its network: give the factory that makes it with --network package.module:factory, "
+            "or load it with load(path, network=the nn.Module you converted)."
+        )
+    check_permitted(name)
+    return build(name, **arguments)
+
+
+def check_input(bare: nn.Module, manifest: Manifest) -> None:
+    """That a traced network takes the inputs that the manifest declares, before it has storage."""
+    declared = manifest.card.input
+    if manifest.traced is None or declared is None:
+        return
+    if manifest.traced.input not in (None, declared.shape):
+        came = f"takes inputs of shape {manifest.traced.input}, but it declares {declared.shape}"
+        raise ArtifactError(f"its network {came}.")
+    try_out(bare, declared.shape)
+
+
+def skeleton_of(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
+    network = assemble(bare, manifest.layers, manifest.members, manifest.hierarchy, manifest.task, "prior")
+    remember(network.net, manifest.architecture)
+    if manifest.joint is not None:
+        network.set_joint(JOINT[manifest.joint.method].blank(manifest.joint))
+    if manifest.feature_bank is not None:
+        network.set_feature_bank(FeatureBank.blank(manifest.feature_bank))
+    return fold_batchnorm(network) if manifest.batchnorm == "folded" else network
+
+
+def set_masks(network: BayesianNetwork, masks: dict[str, Tensor]) -> None:
+    """Of pruned tensors, by the place of the tensor."""
+    for place, keep in masks.items():
+        part = network.get_submodule(place)
+        assert isinstance(part, Free | Positive)
+        part.keep = keep.to(next(part.parameters()).device)
+
+
+def describe_network(network: BayesianNetwork, manifest: Manifest) -> tuple[Manifest, dict[str, Tensor]]:
+    """The manifest with what rebuilds the network, and the tensors of it that the network's state does not hold."""
+    known, net = manifest.architecture, network.net
+    before = net.calls.described if isinstance(net, TracedNetwork) else None
+    if before is not None and _is_still(network, _with(manifest, known, before)):
+        return _with(manifest, known, before), {}
+    if before is None and known.name != "custom" and not is_factory(known.name) and _is_still(network, manifest):
+        return manifest, {}
+    declared = manifest.card.input
+    shape = before.input if before is not None and declared is None else None if declared is None else declared.shape
+    try:
+        traced, constants = trace(net, shape)
+    except TraceError as error:
+        if is_factory(known.name) and _is_still(network, manifest):
+            return manifest, {}
+        raise ArtifactError(str(error)) from None
+    manifest = _with(manifest, known if is_factory(known.name) else Architecture(name="custom"), traced)
+    return manifest, _prove(network, manifest, constants, shape)
+
+
+def _with(manifest: Manifest, architecture: Architecture, traced: Traced) -> Manifest:
+    return manifest.model_copy(update={"format": 4, "architecture": architecture, "traced": traced})
+
+
+def _is_still(network: BayesianNetwork, manifest: Manifest) -> bool:
+    """Whether it is the network that the manifest describes: a changed head would not come back."""
+    with torch.device("meta"):
+        again = skeleton_of(bare_by(manifest), manifest)
+    shapes = [{k: v.shape for k, v in n.state_dict().items() if not k.endswith(".keep")} for n in (network, again)]
+    return shapes[0] == shapes[1] and repr(network.net) == repr(again.net)
+
+
+def _prove(
+    network: BayesianNetwork, manifest: Manifest, constants: dict[str, Tensor], shape: tuple[int, ...] | None
+) -> dict[str, Tensor]:
+    """Rebuild the traced network from its description, and compare the answers; the tensors that it needed besides."""
+    assert manifest.traced is not None
+    with torch.device("meta"):
+        bare = rebuild(manifest.traced)
+        if shape is not None:
+            try_out(bare, shape)
+        again = skeleton_of(bare, manifest)
+    state, buffers = network.state_dict(), dict(network.named_buffers())
+    masks = {name.removesuffix(".keep"): t for name, t in state.items() if name.endswith(".keep")}
+    state = {name: t for name, t in state.items() if not name.endswith(".keep")}
+    unsaved: dict[str, Tensor] = {}
+    for name in again.state_dict().keys() - state.keys():
+        held = buffers.get(name)
+        unsaved[name] = constants[COPY.sub("", name.removeprefix("net."))] if held is None else held
+    if shape is None:
+        return unsaved
+    device = next(iter(state.values())).device
+    again.load_state_dict(state | {name: t.to(device) for name, t in unsaved.items()}, assign=True)
+    set_masks(again, masks)
+    if not _answer_alike(network, again, shape, device):
+        raise ArtifactError(
+            "the network cannot be written as data: its forward method answers differently when it is followed step "
+            "by step. It may draw random numbers, keep a state, or ask for the type of its input."
+        )
+    return unsaved
+
+
+@torch.no_grad()
+def _answer_alike(one: BayesianNetwork, other: BayesianNetwork, shape: tuple[int, ...], device: torch.device) -> bool:
+    """By the answers of the posterior mean to two random inputs: numbers in [0, 1), or indices where it takes those."""
+    factors = one.factors()
+    structures = [replace(factors, structure=Structure.of(net.net)) for net in (one, other)]
+    x = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(device, factors.dtype)
+    with evaluating(one), evaluating(other):
+        for given in (x, x.round().long()):
+            try:
+                expected = one.run(given, structures[0], Draws(1, None, 0), {})
+            except Exception as error:  # whatever the network's code comes up with
+                failed = error
+                continue
+            answer = other.run(given, structures[1], Draws(1, None, 0), {})
+            return torch.allclose(answer, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+    reason = (str(failed) or type(failed).__name__).splitlines()[0].rstrip(".")
+    raise ArtifactError(f"the network fails on inputs of shape {shape}: {reason}.")

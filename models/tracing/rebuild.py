@@ -1,0 +1,301 @@
+"""From a description to a network: every name is looked up in a list, every size checked before it is allocated."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dubito.models.errors import ArtifactError
+from dubito.models.network.layers import layer_by_layer
+from dubito.models.traced import Call, Forward, OwnTensor, TorchModule, Traced
+from dubito.models.tracing.arguments import InputDevice, Ref, decode, short
+from dubito.models.tracing.modules import construct
+from dubito.models.tracing.operators import ATTRIBUTES, FUNCTIONS, METHODS, MOST_PIECES, PIECES
+
+ROWS = 2  # of the trial
+LARGEST_RESULT = 1 << 28  # numbers of any result for one input
+PART = re.compile(r"(?!__)[A-Za-z0-9_-]{1,100}")
+
+
+def rebuild(traced: Traced) -> nn.Module:
+    """Call it where tensors have no storage."""
+    root: Part = TracedNetwork(traced)
+    if isinstance(whole := traced.parts.get(""), TorchModule):
+        return construct(whole)
+    for name, entry in traced.parts.items():
+        _place(root, name, entry)
+    for name, first in traced.same.items():
+        _repeat(root, name, first)
+    _check_calls(root, traced)
+    return root
+
+
+def _place(root: "Part", name: str, entry: TorchModule | Forward | OwnTensor) -> None:
+    owner, last = _owner(root, name)
+    if isinstance(entry, OwnTensor):
+        _hold(owner, last, entry)
+        return
+    if isinstance(entry, TorchModule):
+        owner.add_module(last, construct(entry))
+        return
+    inner = TracedNetwork(entry)
+    for own, tensor in entry.tensors.items():
+        if "." in own:
+            raise ArtifactError(f"its network has a tensor {short(own)} inside {short(name)}; expected a plain name.")
+        _hold(inner, _free(inner, own), tensor)
+    _check_calls(inner, entry)
+    owner.add_module(last, inner)
+
+
+def _owner(root: "Part", name: str) -> tuple["Part", str]:
+    """The part that holds this name, made where it is not there yet, and the last word of the name."""
+    *above, last = name.split(".")
+    for word in above:
+        inner = root._modules.get(word)
+        if inner is None:
+            root.add_module(_free(root, word), inner := Part())
+        if type(inner) is not Part:
+            raise ArtifactError(f"its network has {short(name)} inside a module that has no other modules.")
+        root = inner
+    return root, _free(root, last)
+
+
+def _free(part: nn.Module, word: str) -> str:
+    """A name that stands for nothing yet: not `__class__`, and no attribute of torch's modules."""
+    if not PART.fullmatch(word) or hasattr(part, word):
+        raise ArtifactError(f"a part of its network is called {short(word)}, which is taken or no plain name.")
+    return word
+
+
+def _hold(part: nn.Module, name: str, entry: OwnTensor) -> None:
+    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    if entry.parameter and entry.dtype == "float32":
+        part.register_parameter(name, nn.Parameter(tensor))
+    else:
+        part.register_buffer(name, tensor)
+
+
+def _repeat(root: "Part", name: str, first: str) -> None:
+    owner, word = _walk(root, first)
+    held = None if owner is None else {**owner._modules, **owner._parameters, **owner._buffers}.get(word)
+    if held is None:
+        raise ArtifactError(f"its network has {short(name)}, the same as {short(first)}, which is not there.")
+    if isinstance(held, nn.Module):
+        part, last = _owner(root, name)
+        part.add_module(last, held)
+        return
+    module, last = _walk(root, name)
+    kind = {} if module is None else module._parameters if isinstance(held, nn.Parameter) else module._buffers
+    there = kind.get(last)
+    if there is None or there.shape != held.shape or there.dtype != held.dtype:
+        raise ArtifactError(f"its network has no tensor {short(name)} that could be the same as {short(first)}.")
+    kind[last] = held  # type: ignore[assignment]
+
+
+def _walk(root: nn.Module, name: str) -> tuple[nn.Module | None, str]:
+    """The module that holds this name, None where there is none, and the last word of the name."""
+    *above, last = name.split(".")
+    module: nn.Module | None = root
+    for word in above:
+        module = None if module is None else module._modules.get(word)
+    return module, last
+
+
+def _check_calls(net: nn.Module, forward: Forward | Traced) -> None:
+    """Modules and tensors that are named are there."""
+    modules, tensors = {name for name, _ in net.named_modules()} - {""}, net.state_dict().keys()
+    for call in forward.calls:
+        known = modules if call.do == "module" else tensors if call.do == "tensor" else None
+        if known is not None and call.of not in known:
+            raise ArtifactError(f"its network calls for the {call.do} {short(call.of)}, which it does not have.")
+
+
+def try_out(net: nn.Module, shape: tuple[int, ...]) -> None:
+    """Run the network without storage on inputs of this shape: it fits together, and no result is beyond reason."""
+    failed: Exception | None = None
+    for dtype in (torch.float32, torch.int64):  # numbers, or indices
+        try:
+            with torch.no_grad(), torch.device("meta"), layer_by_layer(True), _Sizes():
+                out = net(torch.empty(ROWS, *shape, dtype=dtype))
+            if isinstance(out, Tensor) and out.dim() > 0 and len(out) == ROWS:
+                return
+            came = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(f"it answers {ROWS} of them with {came}; expected one row for each")
+        except Exception as error:  # torch has many kinds
+            failed = failed or error
+    reason = (str(failed) or type(failed).__name__).splitlines()[0].rstrip(".")
+    raise ArtifactError(f"its network cannot take inputs of shape {shape}: {reason}.")
+
+
+class _Sizes(TorchFunctionMode):
+    """Refuses results that no network needs: of more numbers for each row, or in more pieces."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (name := getattr(func, "__name__", "")) in PIECES and (n := _pieces(name, *args, **kwargs)) > MOST_PIECES:
+            raise ValueError(f"a tensor cut into {n:,} pieces")
+        out = func(*args, **kwargs)
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and tensor.numel() > ROWS * LARGEST_RESULT:
+                raise ValueError(f"a result of {tensor.numel() // ROWS:,} numbers for one input")
+        return out
+
+
+def _pieces(name: str, x: Tensor, *args: Any, **named: Any) -> int:
+    """How many tensors such a call gives."""
+    axis: int
+    if name == "unbind":
+        axis = named.get("dim", args[0] if args else 0)
+        return x.shape[axis]
+    axis = named.pop("dim", args[1] if len(args) > 1 else 0)
+    how = args[0] if args else next(iter(named.values()))
+    if isinstance(how, tuple | list):
+        return len(how) + 1
+    return x.shape[axis] // max(1, how) if name == "split" else int(how)
+
+
+class Part(nn.Module):
+    """Holds modules and tensors under their names, and computes nothing."""
+
+
+class TracedNetwork(Part):
+    """Runs calls in order; each was looked up in the lists of `operators.py` when it was built."""
+
+    def __init__(self, forward: Forward | Traced) -> None:
+        super().__init__()
+        self.calls = Calls(forward)
+
+    def forward(self, x: Tensor) -> Any:
+        values: list[Any] = [x, *[None] * len(self.calls.steps)]
+        for number, step in enumerate(self.calls.steps, 1):
+            values[number] = step.run(self, step, values)
+            for done in step.last_used:
+                values[done] = None
+        return _fill(self.calls.output, values)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.calls.steps)} calls"
+
+
+@dataclass(frozen=True)
+class _Step:
+    run: Callable[["TracedNetwork", "_Step", list[Any]], Any]
+    path: tuple[str, ...]  # of a module or a tensor
+    function: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    last_used: tuple[int, ...]  # results that no later step needs
+
+
+class Calls:
+    """Never changed, so that copies of a network share it."""
+
+    def __init__(self, forward: Forward | Traced) -> None:
+        self.described = forward if isinstance(forward, Traced) else None
+        needs: list[tuple[Any, Any]] = []
+        for number, call in enumerate(forward.calls, 1):
+            args = tuple(decode(value, number) for value in call.args)
+            named = {_keyword(key): decode(value, number) for key, value in call.named.items()}
+            needs.append((args, named))
+        self.output = decode(forward.output, len(forward.calls) + 1)
+        last = dict[int, int]()
+        for number, used in enumerate([*needs, self.output], 1):
+            last |= dict.fromkeys(_refs(used), number)
+        ends: dict[int, list[int]] = {}
+        for result, number in last.items():
+            if result:  # the input says which device a new tensor belongs on
+                ends.setdefault(number, []).append(result)
+        self.steps = tuple(
+            _step(call, *used, tuple(ends.get(number, ())))
+            for number, (call, used) in enumerate(zip(forward.calls, needs, strict=True), 1)
+        )
+
+    def __deepcopy__(self, memo: object) -> "Calls":
+        return self
+
+
+def _keyword(name: str) -> str:
+    if not name.isidentifier() or name.startswith("_") or len(name) > 40:
+        raise ArtifactError(f"a call of its network has an argument {short(name)}; expected a plain name.")
+    return name
+
+
+def _refs(used: Any) -> list[int]:
+    match used:
+        case Ref():
+            return [used]
+        case tuple() | list():
+            return [ref for one in used for ref in _refs(one)]
+        case dict():
+            return [ref for one in used.values() for ref in _refs(one)]
+        case slice():
+            return _refs((used.start, used.stop, used.step))
+    return []
+
+
+def _step(call: Call, args: tuple[Any, ...], named: dict[str, Any], last_used: tuple[int, ...]) -> _Step:
+    match call.do:
+        case "module":
+            return _Step(_run_module, tuple(call.of.split(".")), None, args, named, last_used)
+        case "tensor":
+            return _Step(_run_tensor, tuple(call.of.split(".")), None, args, named, last_used)
+        case "function" if call.of in FUNCTIONS:
+            return _Step(_run_function, (), FUNCTIONS[call.of], args, named, last_used)
+        case "method" if call.of in METHODS and args:
+            return _Step(_run_function, (), _method(call.of), args, named, last_used)
+        case "attribute" if call.of in ATTRIBUTES and len(args) == 1 and not named:
+            return _Step(_run_function, (), attrgetter(call.of), args, named, last_used)
+    raise ArtifactError(
+        f"its network calls the {call.do} {short(call.of)}, which this version of dubito does not run. "
+        "Update dubito, or serve the network by its class with --network."
+    )
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(of: Any, *args: Any, **named: Any) -> Any:
+        return getattr(of, name)(*args, **named)  # `name` is one of METHODS
+
+    return call
+
+
+def _run_module(net: TracedNetwork, step: _Step, values: list[Any]) -> Any:
+    module: nn.Module = net
+    for part in step.path:
+        module = module._modules[part]  # type: ignore[assignment]
+    return module(*_fill(step.args, values), **_fill(step.named, values))
+
+
+def _run_tensor(net: TracedNetwork, step: _Step, values: list[Any]) -> Any:
+    module: nn.Module = net
+    *above, last = step.path
+    for part in above:
+        module = module._modules[part]  # type: ignore[assignment]
+    return getattr(module, last)  # named in the state of the network
+
+
+def _run_function(net: TracedNetwork, step: _Step, values: list[Any]) -> Any:
+    assert step.function is not None
+    return step.function(*_fill(step.args, values), **_fill(step.named, values))
+
+
+def _fill(template: Any, values: Sequence[Any]) -> Any:
+    """The arguments with the results that they refer to."""
+    kind = type(template)
+    if kind is Ref:
+        return values[template]
+    if kind is tuple:
+        return tuple([_fill(one, values) for one in template])
+    if kind is dict:
+        return {key: _fill(one, values) for key, one in template.items()}
+    if kind is list:
+        return [_fill(one, values) for one in template]
+    if kind is slice:
+        return slice(_fill(template.start, values), _fill(template.stop, values), _fill(template.step, values))
+    return values[0].device if kind is InputDevice else template

@@ -1,0 +1,403 @@
+"""Networks of one's own: written as data, rebuilt without their class, with the same answers to the bit."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dubito.models import bayesianize, build, load, predict, save
+from dubito.models.errors import ArtifactError
+from dubito.models.manifest import Card, Input
+from dubito.models.names import METHODS
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.tracing.operators import MODULES
+from dubito.models.tracing.rebuild import TracedNetwork
+from dubito.service.engine.fusion import fuse
+from tests import forked
+from tests.small_models import stored
+
+# networks such as people write
+
+
+class Scale(nn.Module):
+    """A module with a tensor and no other modules, as LayerScale."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.rand(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        y += x
+        return F.relu(y, inplace=True)
+
+
+class Own(nn.Module):
+    """Loops, branches on sizes, in-place operators, buffers, constants, arguments with defaults."""
+
+    def __init__(self, classes: int = 5) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.blocks = nn.ModuleList(Block(4) for _ in range(2))
+        self.register_buffer("mean", torch.tensor([0.1, 0.2, 0.3]))
+        self.register_buffer("grid", torch.linspace(0, 1, 8), persistent=False)
+        self.shift = torch.tensor(0.25)  # no buffer: a plain attribute
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor, extra: Tensor | None = None, scale: float = 0.5) -> Tensor:
+        B, C, H, _ = x.shape
+        assert C == 3
+        if H % 2 == 1:
+            raise ValueError("an even height is needed")
+        x = (x - self.get_buffer("mean").view(1, -1, 1, 1)) * scale + self.shift
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        if extra is not None:
+            x = x + extra
+        weights = torch.arange(H, device=x.device).float() * self.grid[:H]
+        edge = torch.zeros(B, 4, dtype=x.dtype, device=x.device)
+        edge[:, 1:3] = x[:, 1:3, 0, -1]
+        rows = (x * weights[None, None, :, None]).mean((-2, -1))
+        return self.head(torch.cat([rows, edge], dim=-1))
+
+
+class Attention(nn.Module):
+    """A small transformer: class token, position embedding, torch's attention and LayerScale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(1, 8, 4, stride=4)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.position = nn.Parameter(torch.randn(1, 5, 8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.scale = Scale(8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1) + self.position
+        y, _ = self.attention(x, x, x, need_weights=False)
+        q = k = v = self.norm(x + self.scale(y))
+        x = x + F.scaled_dot_product_attention(q, k, v)
+        return self.head(x[:, 0])
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 6, num_layers=2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, (hidden, _) = self.lstm(x)
+        return self.head(out.mean(1) + hidden[-1])
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embedding.weight  # tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x.long()).mean(1))
+
+
+def tied() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Sequential(nn.GELU("tanh"), nn.Linear(4, 2)))
+
+
+OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "own": (Own, (3, 8, 8)),
+    "attention": (Attention, (1, 8, 8)),
+    "encoder": (Encoder, (5, 8)),
+    "recurrent": (Recurrent, (5, 8)),
+    "words": (Words, (7,)),
+    "one layer": (lambda: nn.Linear(4, 2), (4,)),
+    "tied": (tied, (4,)),
+}
+each = pytest.mark.parametrize("name", OWN)
+
+
+def made(name: str, method: str = "deterministic", **options: Any) -> tuple[BayesianNetwork, tuple[int, ...], Tensor]:
+    torch.manual_seed(0)
+    make, shape = OWN[name]
+    net = make()
+    with torch.no_grad():
+        for module in net.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_mean = torch.randn(module.num_features)
+                module.running_var = torch.rand(module.num_features) + 0.5
+    x = torch.randint(0, 10, (3, *shape)).float() if name == "words" else torch.randn(3, *shape)
+    network = bayesianize(net.eval(), method, unsupported="leave", **options)
+    return network.eval(), shape, x
+
+
+@each
+def test_a_plain_network_comes_back_to_the_bit(name: str, tmp_path: Path) -> None:
+    network, shape, x = made(name)
+    model = stored(network, tmp_path / "m", input=Input(shape=shape))
+    with torch.no_grad():
+        assert torch.equal(model.network.net(x), network.net(x))
+    assert [n for n, _ in model.network.named_parameters()] == [n for n, _ in network.named_parameters()]
+    assert model.manifest.format == 4
+    assert not any(type(m) in (Own, Block, Attention, Scale, Encoder, Words) for m in model.network.modules())
+
+
+METHOD_OPTIONS: dict[str, dict[str, Any]] = {"fcg-w": {"covariance_limit": 10**6}}
+
+
+@pytest.mark.parametrize("name", ["own", "attention", "encoder"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_comes_back_to_the_bit_and_converts_the_rebuilt_network_alike(
+    name: str, method: str, tmp_path: Path
+) -> None:
+    options = {"inducing": 2, "members": 2} | METHOD_OPTIONS.get(method, {})
+    network, shape, x = made(name, method, **options)
+    plain, *_ = made(name)
+    before = predict(network, network.factors(), x, 5, 3, keep_outputs=True).outputs
+    after = stored(network, tmp_path / "m", input=Input(shape=shape)).predict(x, 5, 3, keep_outputs=True).outputs
+    rebuilt = stored(plain, tmp_path / "plain", input=Input(shape=shape)).network.net
+    torch.manual_seed(1)
+    one = bayesianize(plain.net, method, unsupported="leave", **options).eval()
+    torch.manual_seed(1)
+    other = bayesianize(rebuilt, method, unsupported="leave", **options).eval()
+    assert list(one.layers) == list(other.layers)
+    outputs = [predict(n, n.factors(), x, 5, 3, keep_outputs=True).outputs for n in (one, other)]
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before, after)
+    assert outputs[0] is not None
+    assert outputs[1] is not None
+    assert torch.equal(outputs[0], outputs[1])
+
+
+@each
+def test_a_rebuilt_network_gives_the_same_file(name: str, tmp_path: Path) -> None:
+    network, shape, _ = made(name)
+    model = stored(network, tmp_path / "first", input=Input(shape=shape))
+    save(model, tmp_path / "second")
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+
+
+def test_a_rebuilt_network_with_another_head_is_traced_again(tmp_path: Path) -> None:
+    network, shape, x = made("own")
+    model = stored(network, tmp_path / "first", input=Input(shape=shape))
+    model.network.net.head = nn.Linear(8, 2)
+    again = stored(model.network, tmp_path / "second", input=Input(shape=shape))
+    with torch.no_grad():
+        assert torch.equal(again.network.net(x), model.network.net(x))
+    assert again.network.net(x).shape == (3, 2)
+
+
+def test_folded_batchnorms_and_copies_of_members_come_back(tmp_path: Path) -> None:
+    for options in ({"batchnorm": "fold"}, {"batchnorm": "keep"}):
+        network, shape, x = made("own", "ensemble-w", members=3)
+        save(network, tmp_path / "m", card=Card(input=Input(shape=shape)), **options)  # type: ignore[arg-type]
+        before = predict(network, network.factors(), x, 3, 0, keep_outputs=True).outputs
+        model = load(tmp_path / "m")
+        after = model.predict(x, 3, 0, keep_outputs=True).outputs
+        assert before is not None
+        assert after is not None
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+        save(model, tmp_path / "again")
+        assert (tmp_path / "again").read_bytes() == (tmp_path / "m").read_bytes()
+
+
+def test_the_engine_fuses_a_rebuilt_network(tmp_path: Path) -> None:
+    network, shape, _ = made("own", "ffg-u", inducing=2)
+    model = stored(network, tmp_path / "m", input=Input(shape=shape))
+    fused = fuse(model.network.net, torch.device("cpu"))
+    assert sum(type(m).__name__ == "Unit" for m in fused.modules()) == 4  # the stem, two blocks and the head
+
+
+def test_a_rebuilt_network_can_be_trained(tmp_path: Path) -> None:
+    network, shape, x = made("own", "ffg-u", inducing=2)
+    again = stored(network, tmp_path / "m", input=Input(shape=shape)).network.train()
+    loss = again.sample(x, 2).square().mean() + again.kl()
+    loss.backward()
+    assert all(p.grad is not None for p in again.parameters() if p.requires_grad)
+
+
+def test_every_module_of_the_list_can_be_read_off_and_built(tmp_path: Path) -> None:
+    """Those whose arguments follow from defaults and one or two sizes."""
+    from dubito.models.tracing.modules import construct, describe, parameters_of
+
+    sizes = {"num_groups": 2, "num_channels": 4, "kernel_size": 3, "groups": 2, "output_size": 2, "padding": 1}
+    sizes |= {"upscale_factor": 2, "downscale_factor": 2, "num_heads": 2, "embed_dim": 4, "d_model": 4, "nhead": 2}
+    sizes |= {"unflattened_size": (2, 2), "dim": 1, "norm_type": 2.0, "threshold": 0.1, "value": 2.0, "size": 4}
+    checked = 0
+    for kind, cls in MODULES.items():
+        if kind in ("TransformerEncoder", "ScaleShift"):
+            continue
+        needed = [name for name, default in parameters_of(kind).items() if type(default) is object]
+        module = cls(**{name: sizes.get(name, 4) for name in needed})
+        entry = describe(module)
+        assert entry is not None, kind
+        assert repr(construct(entry)) == repr(module)
+        checked += 1
+    assert checked > 90
+
+
+# what cannot be written as data
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 0:
+            return self.a(x)
+        return self.b(x)
+
+
+class ByRows(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if len(x) > 2 else self.b(x)
+
+
+class Random(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(F.dropout(x, 0.5))
+
+
+class Asking(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if isinstance(x, Tensor) else self.b(x)
+
+
+class Several(Branching):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return self.a(x), self.b(x)
+
+
+class Two(Branching):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return self.a(x) + self.b(y)
+
+
+class Counting(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.bias.add_(1)
+        return self.a(x)
+
+
+class Exotic(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(torch.linalg.inv(x))
+
+
+REFUSED: dict[str, tuple[type[nn.Module], str]] = {
+    "values": (Branching, r"test_tracing.py, line \d+, in forward: `if x.mean\(\) > 0:`: it needs the numbers"),
+    "rows": (
+        ByRows,
+        r"`return self.a\(x\) if len\(x\) > 2 else self.b\(x\)`: it needs the number of inputs in a batch",
+    ),
+    "random numbers": (Random, "answers differently when it is followed step by step. It may draw random numbers"),
+    "types": (Asking, "answers differently .* ask for the type of its input"),
+    "several outputs": (Several, "forward method returns tuple; expected one tensor"),
+    "several inputs": (Two, "missing 1 required positional argument: 'y'"),
+    "state": (Counting, r"line \d+, in forward: `self.a.bias.add_\(1\)`: it changes 'a.bias' in place"),
+    "other functions": (
+        Exotic,
+        r"`return self.a\(torch.linalg.inv\(x\)\)`: the function 'linalg_inv' is not on the list",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_network_that_cannot_be_traced_is_refused_with_its_line(case: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make, reason = REFUSED[case]
+    network = bayesianize(make(), "deterministic")
+    with pytest.raises(ArtifactError, match=reason) as caught:
+        save(network, tmp_path / "m", card=Card(input=Input(shape=(4,))))
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_branches_on_sizes_need_a_shape(tmp_path: Path) -> None:
+    network, *_ = made("own")
+    with pytest.raises(ArtifactError, match="the shape of an input is known: save"):
+        save(network, tmp_path / "m")
+
+
+def test_what_was_traced_for_one_shape_declares_that_shape(tmp_path: Path) -> None:
+    network, shape, _ = made("own")
+    assert save(network, tmp_path / "m", card=Card(input=Input(shape=shape))).traced.input == shape  # type: ignore[union-attr]
+    network, shape, _ = made("attention")
+    assert save(network, tmp_path / "m", card=Card(input=Input(shape=shape))).traced.input is None  # type: ignore[union-attr]
+
+
+def test_an_input_that_does_not_fit_is_noticed_at_save(tmp_path: Path) -> None:
+    network, *_ = made("attention")
+    with pytest.raises(ArtifactError, match=r"cannot take inputs of shape \(1, 9, 4\)"):
+        save(network, tmp_path / "m", card=Card(input=Input(shape=(1, 9, 4))))
+
+
+# elsewhere
+
+ELSEWHERE = """
+import sys, torch
+from dubito.models import load
+model = load(sys.argv[1])
+torch.manual_seed(0)
+out = model.predict(torch.randn(3, 3, 8, 8), 4, 1, keep_outputs=True).outputs
+print([v.hex() for v in out.flatten().tolist()])
+print(sorted(m for m in sys.modules if m.startswith(("tests.models", "torchvision", "timm"))))
+"""
+
+
+def test_it_loads_where_its_class_is_not(tmp_path: Path) -> None:
+    network, shape, _ = made("own", "ffg-u", inducing=2)
+    save(network, tmp_path / "m", card=Card(input=Input(shape=shape)))
+    torch.manual_seed(0)
+    x = torch.randn(3, 3, 8, 8)
+    expected = predict(network, network.factors(), x, 4, 1, keep_outputs=True).outputs
+    assert expected is not None
+    said = forked.run(tmp_path / "m", code=ELSEWHERE)
+    assert said.stdout.splitlines() == [str([v.hex() for v in expected.flatten().tolist()]), "[]"], said.stderr
+
+
+def test_named_networks_are_saved_by_their_names_as_before(tmp_path: Path) -> None:
+    manifest = save(bayesianize(build("mlp", inputs=4, hidden=[3], outputs=2), "ffg-w"), tmp_path / "m")
+    assert (manifest.format, manifest.architecture.name, manifest.traced) == (1, "mlp", None)
+
+
+def test_a_traced_network_is_its_calls(tmp_path: Path) -> None:
+    network, shape, _ = made("attention")
+    net = stored(network, tmp_path / "m", input=Input(shape=shape)).network.net
+    assert isinstance(net, TracedNetwork)
+    assert not math.isnan(len(net.calls.steps))
