@@ -26,7 +26,7 @@ FOLDER_IMPORTS = {  # the other folders of its room that a folder imports
     "models/posteriors": {"models/numerics"},
     "models/network": {"models/numerics", "models/posteriors"},
     "models/predictions": {"models/numerics", "models/network"},
-    "models/conversion": {"models/posteriors", "models/network", "models/predictions"},
+    "models/conversion": {"models/numerics", "models/posteriors", "models/network", "models/predictions"},
     "models/artifact": {"models/numerics", "models/network", "models/predictions", "models/conversion"},
     "service/engine": set(),
     "service/web": {"service/engine"},
