@@ -197,7 +197,7 @@ class Input(Strict):
 
 
 class Auto(Strict):
-    """What holds where each input got the draws that its answer needed to settle, by this tolerance and limit."""
+    """Thresholds and quantile for `samples="auto"` with this tolerance and limit."""
 
     tolerance: Share
     max_samples: Annotated[int, Field(gt=0)]
@@ -206,7 +206,7 @@ class Auto(Strict):
 
 
 class Closed(Strict):
-    """What holds for the closed-form predictive, which takes no draws."""
+    """Thresholds and quantile for the closed-form predictive, which takes no draws."""
 
     measure: Measure
     thresholds: dict[Measure, FiniteFloat]
@@ -304,7 +304,7 @@ class Calibration(Strict):
 
     @property
     def measures(self) -> set[Measure]:
-        """All that have thresholds."""
+        """Measures that have thresholds."""
         others = [part.thresholds for part in (self.auto, self.closed) if part is not None]
         return set(self.thresholds).union(*others)
 
@@ -394,7 +394,7 @@ class Manifest(Strict):
 
     @property
     def methods(self) -> list[str]:
-        """By name, each once."""
+        """Names of the methods of its layers, each once."""
         plain = "deterministic" if self.joint is None else self.joint.method
         return sorted({layer.method for layer in self.layers.values()}) or [plain]
 

@@ -26,109 +26,91 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, enable_decoding=False)
 
-    models: Annotated[
-        tuple[Path, ...], Field(description="Artifacts, or model repositories: root/name/version/model.safetensors.")
-    ] = ()
-    networks: Annotated[
-        tuple[str, ...],
-        Field(
-            description="Classes or functions (package.module:factory) that may be called to make the networks of "
-            "artifacts that name them. Their code runs."
-        ),
-    ] = ()
-    expected: Annotated[
-        tuple[str, ...],
-        Field(description="Models that must answer before the server is ready; empty: all that are found."),
-    ] = ()
-    host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
-    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="Where models run.")] = "auto"
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Field(
-            description="Type of activations; auto: bfloat16 on a GPU that has it natively, else float32. "
-            "Where the device computes wrongly in it, float32 is taken."
-        ),
-    ] = "auto"
-
-    memory_bytes: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="Limit on the memory of models, draws and passes; larger passes are split. "
-            "0: 80 % of a GPU's memory, no limit on a CPU.",
-        ),
-    ] = 0
-
-    samples: Annotated[int, Field(ge=0, description="Default number of posterior draws K.")] = 20
-    max_samples: Annotated[PositiveInt, Field(description="Most draws that a request may ask for.")] = 1024
-    max_requests: Annotated[PositiveInt, Field(description="Predictions under way at once; more get 429.")] = 2048
-    max_rows: Annotated[PositiveInt, Field(description="Most inputs of a request.")] = 4096
-    max_values: Annotated[
-        PositiveInt, Field(description="Most numbers (inputs × draws × outputs) of a reply that lists its draws.")
-    ] = 1 << 20
-    buckets: Annotated[
-        tuple[PositiveInt, ...],
-        Field(min_length=1, description="Batches are padded to these sizes; each runs once at the start."),
-    ] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-    sample_mode: Annotated[
-        Literal["fresh", "bank"],
-        Field(description="Draws for requests without a seed: fresh ones, or from a bank drawn ahead of time."),
-    ] = "fresh"
-    bank_sets: Annotated[PositiveInt, Field(description="Seeds in the bank of each model.")] = 8
-    bank_samples: Annotated[
-        PositiveInt, Field(description="Draws of each of these seeds; requests for more get fresh ones.")
-    ] = 128
-    bank_seconds: Annotated[PositiveFloat, Field(description="Longest time for which a seed of the bank is used.")] = (
-        60.0
+    models: tuple[Path, ...] = Field(
+        default=(), description="Artifacts, or model repositories: root/name/version/model.safetensors."
     )
-    plan_seconds: Annotated[
-        Seconds,
-        Field(description="Time to measure the executions of a model's layers; plans are kept. 0: not measured."),
-    ] = 5.0
-    batch_work: Annotated[PositiveInt, Field(description="Rows × draws of a batch; larger requests are split.")] = (
-        1 << 13
+    networks: tuple[str, ...] = Field(
+        default=(),
+        description="Classes or functions (package.module:factory) that may be called to make the networks of artifacts "
+        "that name them. Their code runs.",
     )
-    queue_work: Annotated[
-        PositiveInt, Field(description="Rows × draws that a model may have under way; beyond it requests get 429.")
-    ] = 1 << 17
-    deadline_ms: Annotated[PositiveInt, Field(description="Default deadline of a request: queue and compute.")] = 30_000
-    max_deadline_ms: Annotated[PositiveInt, Field(description="Longest deadline that a request may ask for.")] = 300_000
-    stuck_seconds: Annotated[PositiveFloat, Field(description="A batch that takes longer makes /healthz say 503.")] = (
-        120.0
+    expected: tuple[str, ...] = Field(
+        default=(), description="Models that must answer before the server is ready; empty: all that are found."
+    )
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where models run.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Type of activations; auto: bfloat16 on a GPU that has it natively, else float32. "
+        "Where the device computes wrongly in it, float32 is taken.",
     )
 
-    body_bytes: Annotated[PositiveInt, Field(description="Largest body, before and after decompression.")] = 32 << 20
-    body_seconds: Annotated[PositiveFloat, Field(description="Longest time for a body to arrive.")] = 30.0
-    image_pixels: Annotated[
-        PositiveInt, Field(description="Most pixels of a picture, checked before it is decoded.")
-    ] = 1 << 24
-    api_keys: Annotated[
-        dict[str, Hash],
-        Field(description="Name and SHA-256 of each key (`dubito key` makes one); empty: no key is needed."),
-    ] = {}
-    rate_per_second: Annotated[
-        PositiveFloat | None,
-        Field(description="Limit for each key, or for each address where there are no keys; null: none."),
-    ] = None
-    burst: Annotated[
-        PositiveInt, Field(description="Requests that may come at once before the rate limit applies.")
-    ] = 100
-    cors_origins: Annotated[
-        tuple[str, ...], Field(description="Origins whose pages may call the server; empty: none.")
-    ] = ()
-    repository_api: Annotated[bool, Field(description="Whether models can be loaded and unloaded over HTTP.")] = True
+    memory_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Limit on the memory of models, draws and passes; larger passes are split. "
+        "0: 80 % of a GPU's memory, no limit on a CPU.",
+    )
 
-    linger_seconds: Annotated[
-        Seconds, Field(description="After SIGTERM: time for which /readyz says 503 before the port closes.")
-    ] = 0.5
-    drain_seconds: Annotated[
-        PositiveFloat, Field(description="After that: longest time to answer accepted requests.")
-    ] = 30.0
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Field(description="Lowest level that is logged; requests are logged at info."),
-    ] = "info"
+    samples: int = Field(default=20, ge=0, description="Default number of posterior draws K.")
+    max_samples: PositiveInt = Field(default=1024, description="Most draws that a request may ask for.")
+    max_requests: PositiveInt = Field(default=2048, description="Predictions under way at once; more get 429.")
+    max_rows: PositiveInt = Field(default=4096, description="Most inputs of a request.")
+    max_values: PositiveInt = Field(
+        default=1 << 20, description="Most numbers (inputs × draws × outputs) of a reply that lists its draws."
+    )
+    buckets: tuple[PositiveInt, ...] = Field(
+        default=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64),
+        min_length=1,
+        description="Batches are padded to these sizes; each runs once at the start.",
+    )
+    sample_mode: Literal["fresh", "bank"] = Field(
+        default="fresh",
+        description="Draws for requests without a seed: fresh ones, or from a bank drawn ahead of time.",
+    )
+    bank_sets: PositiveInt = Field(default=8, description="Seeds in the bank of each model.")
+    bank_samples: PositiveInt = Field(
+        default=128, description="Draws of each of these seeds; requests for more get fresh ones."
+    )
+    bank_seconds: PositiveFloat = Field(default=60.0, description="Longest time for which a seed of the bank is used.")
+    plan_seconds: Seconds = Field(
+        default=5.0, description="Time to measure the executions of a model's layers; plans are kept. 0: not measured."
+    )
+    batch_work: PositiveInt = Field(default=1 << 13, description="Rows × draws of a batch; larger requests are split.")
+    queue_work: PositiveInt = Field(
+        default=1 << 17, description="Rows × draws that a model may have under way; beyond it requests get 429."
+    )
+    deadline_ms: PositiveInt = Field(default=30_000, description="Default deadline of a request: queue and compute.")
+    max_deadline_ms: PositiveInt = Field(default=300_000, description="Longest deadline that a request may ask for.")
+    stuck_seconds: PositiveFloat = Field(default=120.0, description="A batch that takes longer makes /healthz say 503.")
+
+    body_bytes: PositiveInt = Field(default=32 << 20, description="Largest body, before and after decompression.")
+    body_seconds: PositiveFloat = Field(default=30.0, description="Longest time for a body to arrive.")
+    image_pixels: PositiveInt = Field(
+        default=1 << 24, description="Most pixels of a picture, checked before it is decoded."
+    )
+    api_keys: dict[str, Hash] = Field(
+        default={}, description="Name and SHA-256 of each key (`dubito key` makes one); empty: no key is needed."
+    )
+    rate_per_second: PositiveFloat | None = Field(
+        default=None, description="Limit for each key, or for each address where there are no keys; null: none."
+    )
+    burst: PositiveInt = Field(default=100, description="Requests that may come at once before the rate limit applies.")
+    cors_origins: tuple[str, ...] = Field(
+        default=(), description="Origins whose pages may call the server; empty: none."
+    )
+    repository_api: bool = Field(default=True, description="Whether models can be loaded and unloaded over HTTP.")
+
+    linger_seconds: Seconds = Field(
+        default=0.5, description="After SIGTERM: time for which /readyz says 503 before the port closes."
+    )
+    drain_seconds: PositiveFloat = Field(
+        default=30.0, description="After that: longest time to answer accepted requests."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level that is logged; requests are logged at info."
+    )
 
     @field_validator("models", "networks", "expected", "cors_origins", "buckets", mode="before")
     @classmethod

@@ -17,7 +17,7 @@ from dubito.deploy.edge.blocks import BlockDraws
 from dubito.deploy.edge.draws import DenseDraws, Drawn, Sampler, array
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.features import features_in, nearest
-from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, NumberType, copy_of, shape_of
+from dubito.deploy.edge.graph import OPSET, OURS, Array, Graph, NumberType, copy_of, layer_of, shape_of
 from dubito.deploy.edge.inducing import ExportedLaw, laws, with_law
 from dubito.deploy.edge.linear import linear_samples, trace_open
 from dubito.deploy.edge.quantise import quantised
@@ -135,7 +135,7 @@ class _Writer:
         for node in graph.node:
             for name in node.input:
                 self.readers.setdefault(name, []).append(node)
-        self.calls = Counter(_name(node) for node in graph.node if node.domain == OURS)
+        self.calls = Counter(layer_of(node) for node in graph.node if node.domain == OURS)
         self.value: dict[str, str] = {}  # name in the graph of each traced value
         self.once: set[str] = set()  # traced values that all draws share: they have B rows
         self.fixed: set[str] = set()  # traced values that do not depend on the input
@@ -276,7 +276,7 @@ class _Writer:
         (out,) = node.output
         match node.op_type:
             case "Layer":
-                name = _name(node)
+                name = layer_of(node)
                 layer = self.layers[name]
                 follower = self._affine_behind(out, name)
                 scale, shift = (np.ones(layer.geometry.shape[0]), None) if follower is None else self._affine(follower)
@@ -310,17 +310,17 @@ class _Writer:
         if len(readers) != 1 or readers[0].domain != OURS or readers[0].op_type != "Affine":
             return None
         by_channel = isinstance(self.layers[name].geometry, Conv) or len(self.shapes[value]) == 2
-        once = self.calls[name] == 1 and len(self.affines[_name(readers[0])]) == 1
+        once = self.calls[name] == 1 and len(self.affines[layer_of(readers[0])]) == 1
         return readers[0] if by_channel and once else None
 
     def _affine(self, node: onnx.NodeProto) -> tuple[Array, Array]:
         """Scale and shift of a folded BatchNorm."""
-        (one,) = self.affines[_name(node)]
+        (one,) = self.affines[layer_of(node)]
         return array(one.scale), array(one.shift)
 
     def _affine_alone(self, node: onnx.NodeProto) -> None:
         (value,), (out,) = node.input, node.output
-        each, sizes = self.affines[_name(node)], self.shapes[value][1:]
+        each, sizes = self.affines[layer_of(node)], self.shapes[value][1:]
         if len(each) == 1:
             scale, shift = (self.g.constant(by_channel(v, len(sizes))) for v in self._affine(node))
             self.value[out] = self.g.add(self.g.mul(self.value[value], scale), shift)
@@ -379,12 +379,6 @@ class _Writer:
 
     def _tiled(self, value: str, rank: int) -> str:
         return self.g.op("Tile", value, self.g.constant([self.K] + [1] * (rank - 1)))
-
-
-def _name(node: onnx.NodeProto) -> str:
-    name: str
-    (name,) = (a.s.decode() for a in node.attribute if a.name == "name")
-    return name
 
 
 def _model(writer: _Writer, inputs: list[onnx.ValueInfoProto], outputs: dict[str, int]) -> onnx.ModelProto:

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from dubito.deploy.edge.errors import ExportError
-from dubito.deploy.edge.graph import EXACT, OURS, Array, Graph
+from dubito.deploy.edge.graph import EXACT, OURS, Array, Graph, layer_of
 from dubito.models.network.network import BayesianNetwork
 
 
@@ -15,10 +15,10 @@ def features_in(traced: onnx.GraphProto, network: BayesianNetwork) -> str:
     assert network.feature_bank is not None
     layer = network.feature_bank.entry.layer
     for node in traced.node:
-        if node.domain == OURS and node.op_type == "Layer" and _called(node) == layer:
+        if node.domain == OURS and node.op_type == "Layer" and layer_of(node) == layer:
             return str(node.input[0])
     # a plain layer is a product with its weights, which may be transposed first
-    weights = {name for name in _values(traced) if name.endswith(f"{layer}.weight")}
+    weights = {v.name for v in (*traced.initializer, *traced.input) if v.name.endswith(f"{layer}.weight")}
     for node in traced.node:
         if node.op_type == "Transpose" and node.input[0] in weights:
             weights.add(node.output[0])
@@ -28,14 +28,6 @@ def features_in(traced: onnx.GraphProto, network: BayesianNetwork) -> str:
         f"the OOD measure is knn, and the exported network does not show the features before layer {layer!r}. "
         "Calibrate it by another measure, such as --measure energy, and export that."
     )
-
-
-def _values(traced: onnx.GraphProto) -> list[str]:
-    return [*(tensor.name for tensor in traced.initializer), *(value.name for value in traced.input)]
-
-
-def _called(node: onnx.NodeProto) -> str:
-    return next(str(a.s.decode()) for a in node.attribute if a.name == "name")
 
 
 def nearest(g: Graph, z: str, levels: NDArray[np.int8], scale: Array) -> str:

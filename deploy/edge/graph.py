@@ -139,6 +139,11 @@ def copy_of(node: onnx.NodeProto) -> onnx.NodeProto:
     return copied
 
 
+def layer_of(node: onnx.NodeProto) -> str:
+    """Name of the layer that a node of our domain stands for."""
+    return next(str(a.s.decode()) for a in node.attribute if a.name == "name")
+
+
 def shape_of(value: onnx.ValueInfoProto) -> tuple[int, ...]:
     """Shape, with −1 for axes that depend on the inputs."""
     return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)

@@ -1,4 +1,4 @@
-"""Samples of WHVI layers in a graph."""
+"""Draws of WHVI layers in a graph."""
 
 from torch import Tensor
 

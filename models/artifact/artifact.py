@@ -84,7 +84,7 @@ def save(
 
 
 def load(path: str | Path, network: nn.Module | None = None) -> Model:
-    """Read an artifact, believing nothing: one ArtifactError says what is wrong with a file that cannot be trusted.
+    """Read and check an artifact: an ArtifactError says what is wrong with a file that cannot be trusted.
 
     `network` is for artifacts that say nothing of their network: the same nn.Module that was converted.
     """

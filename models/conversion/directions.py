@@ -1,7 +1,7 @@
-"""Leading directions of a layer's inputs outside the span of B_c: what brings way 3's noise close to the exact law.
+"""Leading directions of a layer's inputs outside the span of B_c, which bring the factored law close to the exact one.
 
-Outside that span way 3 gives all inputs one shared noise; each direction added here has noise of its own, and the
-directions that carry most of the inputs' energy matter most.
+Outside that span the factored law gives all inputs one shared noise. Each direction added here has noise of its own;
+those that carry most of the inputs' energy matter most.
 """
 
 from collections.abc import Callable

@@ -17,7 +17,7 @@ Overrides = Mapping[str | type[nn.Module], Override]
 
 
 def known_options() -> dict[str, Option]:
-    """Of all methods."""
+    """The options of all methods, by name."""
     return {name: option for entry in entry_classes().values() for name, option in entry.options.items()}
 
 

@@ -53,7 +53,7 @@ class FeatureBank(nn.Module):
 
     @classmethod
     def of(cls, points: Tensor, layer: str) -> "FeatureBank":
-        """Of points (E, N, d)."""
+        """A bank of the points (E, N, d)."""
         scale = points.abs().amax(-1).clamp(min=1e-12) / LEVELS
         levels = (points / scale[..., None]).round().to(torch.int8)
         E, N, d = points.shape
@@ -61,7 +61,7 @@ class FeatureBank(nn.Module):
 
     @classmethod
     def blank(cls, entry: FeatureBankEntry) -> "FeatureBank":
-        """Of the right size, for what is about to be loaded."""
+        """A bank of the right size, into which tensors can be loaded."""
         shape = (entry.members, entry.points, entry.features)
         return cls(torch.empty(shape, dtype=torch.int8), torch.empty(shape[0] * shape[1]), entry)
 

@@ -29,7 +29,7 @@ class AllFeatures(Value):
 
 
 def watch(layer: nn.Module) -> None:
-    """From now on, passes keep the layer's inputs where they read something off them; copies of it are watched too."""
+    """Add the hook that records a layer's inputs in passes with a reading; copies of the layer have it too."""
     if not watched(layer):
         layer.register_forward_pre_hook(keep_features)
 

@@ -1,4 +1,4 @@
-"""How a weight matrix acts on activations: linear layers and convolutions, K samples folded into the batch.
+"""How a weight matrix acts on activations: linear layers and convolutions, K draws folded into the batch.
 
 W is d_out × d_in, a convolution's (c_out, c_in/groups, *kernel) kernel flattened; with a bias, W's last column is the
 bias and every input patch carries a last entry 1, at padded borders too.
@@ -17,8 +17,9 @@ from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Operand
 
 FEW, MANY = 8, 32  # up to so few filters, from so many channels on, folding beats a CPU's convolution
 
-# dense weights sample by sample, all in one call, all on patches laid out beside each other; or never formed; or, with
-# what follows the layer, by a GPU's kernels: weights never formed in one or in two of them, or dense
+# loop: dense weights, draw by draw; batch: all draws in one call; unfold: one product of all patches and weights;
+# factored: W is never formed. By GPU kernels that include the operators after the layer: fused and parted form no W, in
+# one kernel or two, grouped has dense weights
 Execution = Literal["loop", "batch", "unfold", "factored", "fused", "parted", "grouped"]
 
 
@@ -38,7 +39,7 @@ class Linear:
         return F.linear(x, *_apart(W)) if self.bias else F.linear(x, W)
 
     def batched(self, x: Tensor, W: Tensor) -> Tensor:
-        """x (K·B, ..., inputs) with sample k's weights for its own rows."""
+        """x (K·B, ..., inputs) with draw k's weights for its own rows."""
         rows = x.reshape(len(W), -1, self.inputs)
         weights = upright(W[..., : self.inputs].mT)
         out = torch.baddbmm(W[:, None, :, -1], rows, weights) if self.bias else rows @ weights
@@ -95,7 +96,7 @@ class Conv:
         return self._conv(self._pad(x), kernel, bias, self.groups)
 
     def batched(self, x: Tensor, W: Tensor) -> Tensor:
-        """One grouped convolution: the K samples' channels side by side."""
+        """One grouped convolution: the K draws' channels side by side."""
         K = len(W)
         x = self._pad(x)
         beside = x.view(K, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)  # (B, K·c_in, ...)
@@ -238,7 +239,7 @@ def squared_norm(x: Tensor, axis: int) -> Tensor:
 def apply(
     geometry: Geometry, x: Tensor, operand: Operand, K: int, execution: Execution, channels_last: bool = False
 ) -> Tensor:
-    """The K samples of one layer on activations (K·B, ...), whose rows k·B … (k+1)·B − 1 belong to sample k.
+    """The K draws of one layer on activations (K·B, ...), whose rows k·B … (k+1)·B − 1 belong to draw k.
 
     What comes out lies in memory as torch's own layers would leave it, so that a later `view` works; with
     `channels_last` it may keep the faster layout.
@@ -274,7 +275,7 @@ def _dense(geometry: Geometry, x: Tensor, W: Tensor, K: int, execution: Executio
 
 
 def _unfolded(geometry: Geometry, x: Tensor, W: Tensor) -> Tensor:
-    """Every patch, times its sample's matrix."""
+    """Every patch, times its draw's matrix."""
     c = geometry.columns(x)
     out = _mix(c, W[..., : c.shape[-1]], len(W), geometry.groups)
     if geometry.bias:
@@ -309,7 +310,7 @@ def _outside(geometry: Geometry, x: Tensor, parts: list[Tensor]) -> Tensor:
 
 
 def _mix(c: Tensor, G: Tensor, K: int, groups: int) -> Tensor:
-    """Sample k's matrix on its rows of c: (K·B, ..., g, r) and (K, d_out, r) -> (K·B, ..., g, d_out/g), g groups."""
+    """Draw k's matrix on its rows of c: (K·B, ..., g, r) and (K, d_out, r) -> (K·B, ..., g, d_out/g), g groups."""
     G = G.to(c.dtype)
     if groups == 1:
         out = c.reshape(K, -1, c.shape[-1]) @ upright(G.mT)

@@ -310,7 +310,7 @@ def _planes(layer: nn.Module, x: Tensor) -> Iterator[Tensor]:
         yield x[(slice(None), slice(None), *cut)]
 
 
-# what must hold
+# checks
 
 
 @contextmanager
@@ -336,7 +336,7 @@ def _check_apart(net: nn.Module) -> None:
 
 
 def taped(net: nn.Module, x: Tensor, names: Sequence[str], learned: Learned) -> Tape:
-    """A tape whose layers tell the truth, which is looked at once per network, shape and parameters.
+    """A tape; its layers' gradients are checked once per network, shape of the inputs, and parameters.
 
     A network that turns (B, T, d) to (T, B, d) gives rows to the wrong inputs where T = B, and one that uses a layer's
     weight a second time, past the layer, has a gradient that the layer knows nothing of; nothing else would show it.

@@ -1,4 +1,4 @@
-"""Bayesian layers, and the run that tells them which K samples they are.
+"""Bayesian layers, and the value that takes the K draws of a pass to them.
 
 A layer holds a geometry and a posterior, and no draws: what a forward pass uses (the factors, the normals and the
 plan) is a value that its caller owns. The value reaches the layers, which stand anywhere inside somebody else's
@@ -28,19 +28,19 @@ class Reading(Protocol):
         """Number of columns."""
 
     def __call__(self, features: Tensor, K: int, member: Callable[[int], Tensor]) -> Tensor:
-        """Features (K·B, d) of K samples, in order -> (K·B, columns) in float32; `member` as in `Run`."""
+        """Features (K·B, d) of K draws, in order -> (K·B, columns) in float32; `member` as in `Run`."""
 
     def to(self, device: torch.device) -> Self: ...
 
 
 @dataclass(frozen=True)
 class Run:
-    """One forward pass of K samples folded into the batch."""
+    """One forward pass of K draws folded into the batch."""
 
     K: int
     operands: Mapping[nn.Module, Callable[[], Operand]]  # made when a layer is reached
     plan: Mapping[nn.Module, Execution]
-    member: Callable[[int], Tensor]  # number of members -> each sample's member (K,)
+    member: Callable[[int], Tensor]  # number of members -> each draw's member (K,)
     structure: "Structure"
     B: int = 1  # inputs
     channels_last: bool = False
@@ -132,17 +132,13 @@ SIZES = {
         "in_channels": "inputs",
         "out_channels": "outputs",
         "kernel_size": "kernel",
-        "stride": "stride",
-        "padding": "padding",
-        "dilation": "dilation",
-        "groups": "groups",
-        "padding_mode": "padding_mode",
+        **{name: name for name in ("stride", "padding", "dilation", "groups", "padding_mode")},
     },
 }
 
 
 class FoldError(InputError):
-    """Samples cannot ride in the batch axis of this network; one at a time they still may."""
+    """Draws cannot share a pass of this network, which mixes rows of the batch; one at a time they may still run."""
 
 
 class NoWeightError(ConversionError, AttributeError):

@@ -22,7 +22,7 @@ class Learned:
     taped: set[Hashable] = field(default_factory=set)  # shapes and parameters whose Jacobian was checked
     changing: Any = field(default_factory=RLock)  # held by a pass that swaps the network's weights or hooks its layers
     trained: bool = True  # False once `never_train` was called: modes and noise no longer change
-    noise: tuple[Tensor, Tensor | None] | None = None  # of regression targets: σ and gain on the host, then
+    noise: tuple[Tensor, Tensor | None] | None = None  # σ and gain of a regression on the host, set by `never_train`
     _users: int = 0  # threads inside `evaluating`
     _training: list[nn.Module] = field(default_factory=list)  # modules that the last of them puts back into training
     _mode: Any = field(default_factory=Lock)

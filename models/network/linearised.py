@@ -147,7 +147,7 @@ class Subnetwork(JointPosterior):
 
     @classmethod
     def blank(cls, entry: SubnetworkEntry) -> "Subnetwork":
-        """Of the right size, for what is about to be loaded."""
+        """One of the right size, into which tensors can be loaded."""
         S = entry.size
         return cls(torch.empty(S, dtype=torch.int32), torch.empty(S * (S + 1) // 2), entry)
 

@@ -25,8 +25,8 @@ from dubito.models.numerics.streams import begin
 from dubito.models.posteriors.blocks import Blocks
 from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Factors, Group, Operand, Posterior
 
-Plan = Mapping[str, Execution]  # how each layer computes its K samples, by its name
-Planner = Callable[[int, int], Plan]  # for B inputs and K samples
+Plan = Mapping[str, Execution]  # how each layer computes its K draws, by its name
+Planner = Callable[[int, int], Plan]  # for B inputs and K draws
 Stock = Mapping[nn.Module, Operand]  # weights drawn ahead, by layer
 
 
@@ -59,12 +59,12 @@ class NetworkFactors:
 
     @cached_property
     def normals(self) -> int:
-        """Standard normals that one sample of the whole network needs."""
+        """Standard normals that one draw of the whole network needs."""
         return sum(self.sizes)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """How a sample's normals are shared out: the hierarchy's first, then each layer's."""
+        """Numbers of normals of one draw: the hierarchy's first, then each layer's."""
         above = self.hierarchy.normals if self.hierarchy is not None else 0
         return [above, *(f.normals for f in self.layers.values())]
 
@@ -75,7 +75,7 @@ class NetworkFactors:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """How many standard normals each layer needs for a sample."""
+        """How many standard normals each layer needs for a draw."""
         return dict(zip(self.layers, self.sizes[1:], strict=True))
 
     @cached_property
@@ -86,7 +86,7 @@ class NetworkFactors:
 
     @cached_property
     def random(self) -> bool:
-        """False for a network whose every sample is the same."""
+        """False for a network whose every draw is the same."""
         return self.normals > 0 or self.members > 1
 
     @property
@@ -100,7 +100,7 @@ class NetworkFactors:
         return torch.cat([network.go(block, run) for block in x.split(rows)], 1)
 
     def shared(self, network: "BayesianNetwork", x: Tensor, most: int, in_blocks: "InBlocks") -> "Shared | None":
-        """Gives outputs from what was computed here once for all draws of a request, of which there are `most`."""
+        """Outputs as a function of draws, by what all `most` draws of a request share; None if they share nothing."""
         return None
 
     def readings(self, network: "BayesianNetwork", x: Tensor) -> Tensor:
@@ -146,24 +146,24 @@ class NetworkFactors:
 
 @dataclass(frozen=True)
 class Draws:
-    """What fixes K samples: a row of standard normals each, and a place in the order of the ensemble's members."""
+    """What fixes K draws: a row of standard normals each, and a place in the order of the ensemble's members."""
 
     K: int
     noise: Tensor | None  # (K, normals); None: the posterior mean, or they come from elsewhere, as said below
     seed: int  # orders the members
-    start: int = 0  # how many samples came before these
+    start: int = 0  # how many draws came before these
     keys: Tensor | None = None  # training: numbers whose order is that of the members, instead of the seed's
-    stock: Stock | None = None  # what the seed's first samples come to, drawn ahead
+    stock: Stock | None = None  # weights of the seed's first draws, made ahead
     by_graph: bool = False  # a CUDA graph makes the normals itself, from the seed: `noise` is None
-    key: Tensor | None = None  # (seed, first sample) on a GPU that makes normals by their number: instead of `noise`
+    key: Tensor | None = None  # (seed, first draw) on a GPU that makes normals by their number: instead of `noise`
 
     @property
     def random(self) -> bool:
-        """False: the posterior mean is meant."""
+        """False: the draws are the posterior mean."""
         return self.by_graph or any(given is not None for given in (self.noise, self.key, self.stock))
 
     def share(self, offset: int, n: int) -> Tensor | None:
-        """The n normals of each sample that start at `offset`; None for the posterior mean."""
+        """The n normals of each draw that start at `offset`; None for the posterior mean."""
         if self.key is None:
             return None if self.noise is None else self.noise[:, offset : offset + n]
         from dubito.models.numerics.normals_kernel import fill
@@ -171,13 +171,13 @@ class Draws:
         return fill(torch.empty(self.K, n, device=self.key.device), self.key, offset)
 
     def part(self, offset: int, k: int) -> "Draws":
-        """The k samples that start at `offset`."""
+        """The k draws that start at `offset`."""
         noise = None if self.noise is None else self.noise[offset : offset + k]
         key = None if self.key is None else self.key + torch.tensor([0, offset], device=self.key.device)
         return replace(self, K=k, noise=noise, start=self.start + offset, key=key)
 
     def member(self, E: int) -> Tensor:
-        """Each sample's member of E: a seeded order, cycled; the mean takes them in turn."""
+        """Each draw's member of E: a seeded order, cycled; the mean takes them in turn."""
         device = "cpu" if self.keys is None else self.keys.device
         place = torch.arange(self.start, self.start + self.K, device=device) % E
         if not self.random:
@@ -329,7 +329,7 @@ class BayesianNetwork(nn.Module):
         return max([0, *(len(m.copies) for m in self.net.modules() if isinstance(m, MemberLayer))])
 
     def run(self, x: Tensor, factors: NetworkFactors, draws: Draws, plan: Plan) -> Tensor:
-        """K samples on B inputs, one pass with the samples folded into the batch: (B, ...) -> (K, B, ...)."""
+        """K draws on B inputs, one pass with the draws folded into the batch: (B, ...) -> (K, B, ...)."""
         return self._go(x, self.arrange(factors, draws, plan))
 
     def arrange(self, factors: NetworkFactors, draws: Draws, plan: Plan, keep: bool = False) -> Run:
@@ -420,7 +420,7 @@ def _among(all_: Callable[[], Sequence[Operand]], i: int) -> Operand:
 
 
 def _draw(f: Factors, place: int, n: int, draws: Draws, V: Tensor | None) -> Operand:
-    """By n normals of each sample, which begin at a place."""
+    """Draws by n normals each, which begin at `place`."""
     member = draws.member(f.members) if f.members else None
     noise = draws.share(place, n)
     f = _with_V(f, V)

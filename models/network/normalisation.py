@@ -8,12 +8,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dubito.models.network.network import BayesianNetwork
 
-FOLDABLE = (  # and no subclasses, which may do more than normalise
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-)
+# and no subclasses, which may do more than normalise
+FOLDABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class ScaleShift(nn.Module):
@@ -38,7 +34,7 @@ def fold_batchnorm(network: BayesianNetwork) -> BayesianNetwork:
 
 
 def folds(network: BayesianNetwork) -> dict[int, object]:
-    """For `deepcopy`: what stands in the copy where a BatchNorm stood; empty where a posterior is over its weights."""
+    """For `deepcopy`: what replaces each BatchNorm in the copy; empty where a posterior is over its weights."""
     memo: dict[int, object] = {}
     if network.joint is not None and network.joint.over_weights:
         return memo

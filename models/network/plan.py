@@ -1,4 +1,4 @@
-"""How each layer computes its K samples: dense weights one by one, all in one call, or never formed.
+"""How each layer computes its K draws: dense weights one by one, all in one call, or never formed.
 
 By counting here; the service measures.
 """

@@ -90,7 +90,7 @@ class Blocks:
         return y if self.bias is None else y + self.bias[:, None].to(x.dtype)
 
     def part(self, offset: int, k: int) -> "Blocks":
-        """The k samples that start at `offset`."""
+        """The k draws that start at `offset`."""
         g, bias = (t if t is None or len(t) == 1 else t[offset : offset + k] for t in (self.g, self.bias))
         assert g is not None
         return replace(self, g=g, bias=bias)

@@ -1,4 +1,4 @@
-"""MC dropout as a posterior over W: q(W) = W diag(z)/(1 − rate), z Bernoulli, one z per sample."""
+"""MC dropout as a posterior over W: q(W) = W diag(z)/(1 − rate), z Bernoulli, one z per draw."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ class DropoutFactors(Factors):
         return Dense(self.W[None])
 
     def draw(self, noise: Tensor, member: Tensor | None) -> Dense | Dropped:
-        """A sample is one function of the input: its mask is the same for every row and location."""
+        """A draw is one function of the input: its mask is the same for every row and location."""
         if self.by_row:
             return Dropped(self.W[None], self.rate)
         d_out, d_in = self.W.shape

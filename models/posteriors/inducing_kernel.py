@@ -1,6 +1,6 @@
 """Draws of many layers by one kernel, from no more than a seed: `inducing_together.py` in triton.
 
-One program draws one sample of one layer. Everything but G stays on chip; the noise of the factored law waits in G for
+One program makes one draw of one layer. Everything but G stays on chip; the noise of the factored law waits in G for
 what depends on all of it.
 """
 
@@ -187,7 +187,7 @@ def draw_whole(
     key: Tensor, K: int, table: Tensor, centre: Tensor, spread: Tensor, Q_r: Tensor, Q_c: Tensor, p: Tensor, q: Tensor,
     sigma: Tensor, scale: Tensor, B_r: Tensor, B_c: Tensor, numbers: int, wide: bool,
 ) -> Tensor:  # fmt: skip
-    """W, each layer's (K, d_in, d_out) after the other's, `numbers` for each sample; `table` has for each layer the
+    """W, each layer's (K, d_in, d_out) after the other's, `numbers` for each draw; `table` has for each layer the
     place of its first normal, d_out, d_in, and the sums of d_out, of d_in and of their products before it."""
     N, M_out, M_in = centre.shape
     r_out, r_in = B_r.shape[1], B_c.shape[1]

@@ -33,7 +33,7 @@ class Rows:
 class FactoredGroup:
     """FFG-U layers of one M, all without λ-noise or all with noise in factors, in the order of their d_out.
 
-    Everything is drawn transposed, Gᵀ = σ √q ∘ Q_cᵀ Vᵀ A_rᵀ and its noise, so that the K samples are rows of a product.
+    Everything is drawn transposed, Gᵀ = σ √q ∘ Q_cᵀ Vᵀ A_rᵀ and its noise, so that the K draws are rows of a product.
     """
 
     names: tuple[str, ...]
@@ -49,10 +49,10 @@ class FactoredGroup:
     rows: tuple[Rows, ...]
     B_r: Tensor  # (Σ d_out, r_out)  of all layers, which those of `rows` are views of
     beyond: bool  # something is left outside the span of B
-    table: Tensor | None  # for a kernel that draws from a seed: see there; None: there is none for these sizes
+    table: Tensor | None  # for the kernel that draws from a seed (`_table`); None: there is none for these sizes
 
     def draw_by(self, key: Tensor, K: int) -> list[Factored]:
-        """K samples from where the key stands, (seed, first sample), by one kernel."""
+        """K draws from where the key stands, (seed, first draw), by one kernel."""
         from dubito.models.posteriors.inducing_kernel import ALIGNED, draw_projected
 
         assert self.table is not None
@@ -70,7 +70,7 @@ class FactoredGroup:
         ]
 
     def draw(self, noise: Sequence[Tensor]) -> list[Factored]:
-        """Each layer's (K, normals) -> its K samples."""
+        """Each layer's (K, normals) -> its K draws."""
         N, M_out, M_in = self.centre.shape
         K, r_in, r_out = len(noise[0]), self.Q_c.shape[2], self.Q_r.shape[2]
         for_V = torch.stack([z[:, : M_out * M_in] for z in noise]).view(N, K, M_out, M_in)
@@ -128,7 +128,7 @@ class DenseGroup:
     table: Tensor  # see the kernel
 
     def draw(self, noise: Sequence[Tensor]) -> list[Operand]:
-        """Each layer's (K, normals) -> its K samples, one layer after the other."""
+        """Each layer's (K, normals) -> its K draws, one layer after the other."""
         return [f.draw(z.to(f.dtype), None) for f, z in zip(self.layers, noise, strict=True)]
 
     def draw_by(self, key: Tensor, K: int) -> list[Operand]:
@@ -165,7 +165,7 @@ def gather(factors: Mapping[str, InducingFactors], places: Mapping[str, int]) ->
 def _within(
     f: InducingFactors, group: FactoredGroup | DenseGroup, i: int, B_r: Tensor, B: Tensor | None = None
 ) -> InducingFactors:
-    """The layer with the group's memory for its own."""
+    """The layer's factors as views of the group's memory."""
     B = f.B if B is None else B
     matheron = replace(f.matheron, B_r=B_r, Q_r=group.Q_r[i], Q_c=group.Q_c[i], B_c=B[:, : len(f.matheron.q)])
     return replace(f, matheron=matheron, q_V=FrozenMeanField(group.centre[i], group.spread[i]), B=B)
@@ -180,7 +180,7 @@ def _size(f: InducingFactors) -> tuple[object, ...]:
 
 
 def _stacked(those: Sequence[InducingFactors]) -> dict[str, Tensor]:
-    """What every group has of its layers' V's."""
+    """q(V) and the rotations of the layers, stacked."""
     laws, matheron = [f.q_V for f in those if isinstance(f.q_V, FrozenMeanField)], [f.matheron for f in those]
     return {
         "centre": torch.stack([q.centre for q in laws]),
@@ -191,7 +191,7 @@ def _stacked(those: Sequence[InducingFactors]) -> dict[str, Tensor]:
 
 
 def stack_dense(names: tuple[str, ...], those: Sequence[InducingFactors], places: list[int]) -> DenseGroup:
-    """Layers, and where the normals of each begin."""
+    """A group of layers whose draws are dense; `places`: where the normals of each begin."""
     matheron, like = [f.matheron for f in those], those[0].B
     B_r, B_c = (torch.cat([getattr(m, side) for m in matheron]) for side in ("B_r", "B_c"))
     outputs, inputs = [f.shape[0] for f in those], [f.shape[1] for f in those]
@@ -215,7 +215,7 @@ def stack_dense(names: tuple[str, ...], those: Sequence[InducingFactors], places
 
 
 def before(sizes: list[int]) -> list[int]:
-    """The sum of those before each."""
+    """For each size, the sum of those before it."""
     return [0, *accumulate(sizes)][:-1]
 
 
@@ -265,5 +265,5 @@ def _by_kernel(those: Sequence[InducingFactors], places: list[int]) -> bool:
 
 
 def _table(outputs: list[int], places: list[int], device: torch.device) -> Tensor:
-    """What the kernel wants to know of each layer."""
+    """For the kernel, by layer: where its normals begin, d_out, and the sum of d_out before it."""
     return torch.tensor(list(zip(places, outputs, before(outputs), strict=True)), dtype=torch.int32, device=device)

@@ -18,7 +18,7 @@ class Dense:
     W: Tensor  # (K or 1, d_out, d_in)
 
     def part(self, offset: int, k: int) -> "Dense":
-        """The k samples that start at `offset`."""
+        """The k draws that start at `offset`."""
         return Dense(self.W[offset : offset + k]) if len(self.W) > 1 else self
 
 
@@ -26,7 +26,7 @@ class Dense:
 class Factored:
     """K weight matrices that need never be formed: W x = G Bᵀx + e ‖x − B Bᵀx‖."""
 
-    B: Tensor  # (d_in, r)       orthonormal columns, shared by the K samples
+    B: Tensor  # (d_in, r)       orthonormal columns, shared by the K draws
     G: Tensor  # (K, d_out, r)
     e: Tensor | None  # (K, d_out)  None: nothing outside the span of B
 
@@ -35,7 +35,7 @@ class Factored:
         return self.G @ self.B.T.to(self.G.dtype)
 
     def part(self, offset: int, k: int) -> "Factored":
-        """The k samples that start at `offset`."""
+        """The k draws that start at `offset`."""
         return Factored(self.B, self.G[offset : offset + k], None if self.e is None else self.e[offset : offset + k])
 
 
@@ -68,7 +68,7 @@ class Value:
         return self._each(lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True))
 
     def narrow(self, dtype: torch.dtype) -> Self:
-        """What activations meet in their own type; what draws are made of stays in float32 or better."""
+        """With the tensors that activations are multiplied by in their dtype; draws stay in float32 or better."""
         return self
 
     @property
@@ -143,28 +143,28 @@ class Distribution(Protocol):
 
 
 class Factors(Value, ABC):
-    """What a layer's K samples are drawn from: a value that its caller computes once and owns."""
+    """What a layer's K draws are made from: a value that its caller computes once and owns."""
 
     @property
     @abstractmethod
     def normals(self) -> int:
-        """Standard normals that one sample needs."""
+        """Standard normals that one draw needs."""
 
     @property
     def members(self) -> int:
-        """Number of point masses that samples cycle through; 0 for a continuous distribution."""
+        """Number of point masses that draws cycle through; 0 for a continuous distribution."""
         return 0
 
     @abstractmethod
     def mean(self, member: Tensor | None) -> Operand:
-        """The posterior mean as one sample; for an ensemble, the mean given each of the members asked for."""
+        """The posterior mean as one draw; for an ensemble, the mean given each of the members asked for."""
 
     @abstractmethod
     def draw(self, noise: Tensor, member: Tensor | None) -> Operand:
-        """K samples from (K, normals) standard normals."""
+        """K draws from (K, normals) standard normals."""
 
     def draw_each(self, noise: Tensor, member: Tensor | None) -> Sequence[Operand]:
-        """Samples of each of the layers that `train_together` made one value of."""
+        """Draws of each of the layers that `train_together` joined into this value."""
         return [self.draw(noise, member)]
 
     def given(self, V: Tensor) -> Self:
@@ -172,7 +172,7 @@ class Factors(Value, ABC):
         return self
 
     def factored_is_cheaper(self, groups: int) -> bool:
-        """Whether samples act on inputs with the fewest multiplications without W being formed."""
+        """Whether draws act on inputs with the fewest multiplications without W being formed."""
         return False
 
     def tap_by_tap(self, channels: int) -> Self | None:
@@ -190,10 +190,10 @@ class Group(Protocol):
     def table(self) -> Tensor | None: ...
 
     def draw(self, noise: Sequence[Tensor]) -> Sequence[Operand]:
-        """Each layer's (K, normals) -> each layer's samples."""
+        """Each layer's (K, normals) -> each layer's draws."""
 
     def draw_by(self, key: Tensor, K: int) -> Sequence[Operand]:
-        """The same from (seed, first sample), where there is a table."""
+        """The same from (seed, first draw), where there is a table."""
 
 
 class Posterior(nn.Module, ABC):
@@ -204,7 +204,7 @@ class Posterior(nn.Module, ABC):
 
     @property
     def noise_in_W(self) -> bool:
-        """Whether its draws alone say how much W varies."""
+        """Whether the draws of this layer alone show how much W varies."""
         return True
 
     @property
@@ -214,11 +214,11 @@ class Posterior(nn.Module, ABC):
 
     @abstractmethod
     def trainable(self) -> Factors:
-        """For one training step: differentiable."""
+        """Factors for one training step, differentiable."""
 
     @torch.no_grad()
     def factors(self) -> Factors:
-        """For serving: the same law without gradients, kept by the caller."""
+        """Factors for serving: the same distribution without gradients, kept by the caller."""
         return self.trainable().settle()
 
     @abstractmethod

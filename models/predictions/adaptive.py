@@ -62,7 +62,7 @@ def predict_settled(
 def answer_each(job: Job, most: Counts, tolerance: Reals) -> tuple[Classified | Regressed, Counts]:
     """Each input with its own limit of draws (B,) and its own tolerance (B,), 0 where it takes all of them.
 
-    Inputs share the draws of one seed: sample k is the same function for all that get as far. Returns the answers and
+    Inputs share the draws of one seed: draw k is the same function for all that get as far. Returns the answers and
     the draws that each input took. The device adds up the draws of a pass; all the rest is the host's, and by numpy,
     since it is about few numbers.
     """
@@ -73,7 +73,7 @@ def answer_each(job: Job, most: Counts, tolerance: Reals) -> tuple[Classified | 
         while len(left):
             k = min(job.samples_at_once(len(left)), int(most[left].min()) - start)
             if (tolerance[left] > 0).any():
-                k = min(k, CHUNK - start % CHUNK)  # answers are looked at after each chunk, whoever else is here
+                k = min(k, CHUNK - start % CHUNK)  # answers are checked after each chunk, whatever else is in the batch
             draws = job.draws(start, k, len(left))
             k = draws.K
             job.watch.lap("sample")

@@ -35,7 +35,7 @@ def answers(prediction: Prediction, card: Card, group: str | None = None) -> lis
 
 @dataclass(frozen=True)
 class Rule:
-    """What decides about one input: each is None where it was not calibrated."""
+    """Threshold and quantile that are applied to one input; None where they were not calibrated."""
 
     ood: tuple[Measure, int, float] | None  # scores of the measure above the threshold are flagged; for K draws
     quantile: float | None  # conformal scores within it fit
@@ -51,7 +51,7 @@ class Rulebook:
         self._known: dict[tuple[int, bool, str | None], Rule] = {}
 
     def of(self, prediction: Prediction, group: str | None = None) -> list[Rule]:
-        """By the draws that each input got."""
+        """The rule of each input, by its number of draws."""
         settled = prediction.settled
         if prediction.method == "probit":
             return [closed_rule(self.calibration, group)] * len(next(iter(vars(prediction.summary).values())))

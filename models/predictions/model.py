@@ -36,7 +36,7 @@ class Model:
 
     @property
     def method(self) -> Predictive:
-        """How it answers who does not say how: as calibrated; in closed form where it was not and there is one."""
+        """Predictive of requests that choose none: as calibrated, else the closed form where there is one."""
         if self.card.calibration is not None:
             return self.card.calibration.method
         return "probit" if self.manifest.closed_form else "sampling"

@@ -1,4 +1,4 @@
-"""K posterior samples of a network, summed up: what every way of asking for a prediction comes down to."""
+"""Predictions: K posterior draws of a network on some inputs, in one pass or several, and their summary."""
 
 import math
 import secrets
@@ -35,7 +35,7 @@ from dubito.models.predictions.uncertainty import (
     wide,
 )
 
-Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K samples does
+Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K draws fits the device's memory
 
 
 class CudaGraph(Protocol):
@@ -53,19 +53,19 @@ NOISE = 1 << 26  # normals held at a time: 256 MB
 
 
 class Passes(TypedDict, total=False):
-    """How a request is worked off."""
+    """Options of the passes that answer a request."""
 
     plan: Plan | Planner | None  # None: the fewest multiplications
-    max_rows: int | None  # of one pass: inputs times samples; None: by the size of an input
+    max_rows: int | None  # of one pass: inputs times draws; None: by the size of an input
     temperature: float
     buckets: Sequence[int]  # batches are padded to the next of these sizes, so that few shapes are ever met
     watch: Stopwatch | None
-    fits: Fits | None  # into the device's memory; None: that is tried
+    fits: Fits | None  # None: passes that run out of memory are divided
 
 
 @dataclass(frozen=True)
 class Settled:
-    """How `samples="auto"` went."""
+    """Outcome of `samples="auto"`."""
 
     samples: Tensor  # (B,) draws of each input
     tolerance: float
@@ -93,9 +93,9 @@ def predict(
     keep_outputs: bool = False,
     **passes: Unpack[Passes],
 ) -> Prediction:
-    """The same K draws for every input of the call; sample k is one function of the input.
+    """The same K draws for every input of the call; draw k is one function of the input.
 
-    `samples=0` answers with the posterior mean, an ensemble with each member once. Samples and inputs are worked off
+    `samples=0` answers with the posterior mean, an ensemble with each member once. Draws and inputs are worked off
     in passes of at most `max_rows` rows, so memory does not grow with either; a seed fixes the draws whatever the
     passes.
     """
@@ -148,7 +148,7 @@ def bucket_of(buckets: Sequence[int], rows: int) -> int:
 
 
 def no_graph(B: int, K: int) -> None:
-    """Every pass is run as it comes."""
+    """No pass was captured."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Job:
     buckets: Sequence[int]
     watch: Stopwatch
     most: int = 1  # draws that any input may take
-    stock: Stock | None = None  # the seed's first samples, drawn ahead: `most` or more
+    stock: Stock | None = None  # the seed's first draws, drawn ahead: `most` or more
     graph_for: GraphFor = no_graph
     fits: Fits | None = None
 
@@ -226,7 +226,7 @@ class Job:
         return self.given.to(self.device, self.dtype)
 
     def draws(self, start: int, k: int, rows: int) -> Draws:
-        """The seed's k samples from `start` on, for so many inputs; to be asked for in order.
+        """The seed's k draws from `start` on, for so many inputs; to be asked for in order.
 
         Fewer where there is no memory for all.
         """
@@ -252,7 +252,7 @@ class Job:
         return K
 
     def _rows_at_once(self, B: int, K: int) -> int:
-        """Rows (of K samples each of some of the B inputs) of one pass: `max_rows`, or as many as fit."""
+        """Rows (of K draws each of some of the B inputs) of one pass: `max_rows`, or as many as fit."""
         at_once = most = min(B, max(1, self.max_rows // K))
         while at_once > 1 and self.fits is not None and not self.fits(at_once, K):
             at_once = max((size for size in self.buckets if size < at_once), default=at_once // 2)
@@ -295,7 +295,7 @@ class Job:
         return sums
 
     def _padded(self, rows: Tensor | None) -> tuple[Tensor, int]:
-        """Inputs up to the next bucket, and how many of them are meant."""
+        """Inputs padded to the next bucket, and their number without the padding."""
         x = self.x if rows is None else self.x[rows.to(self.x.device)]
         more = self._bucket(len(x)) - len(x)
         return (torch.cat([x, x[:1].expand(more, *x.shape[1:])]) if more else x), len(x)
@@ -324,7 +324,7 @@ class Job:
             try:
                 return self._folded(x, draws)
             except FoldError:
-                network.learned.folds = False  # one sample at a time, then: slower, and right
+                network.learned.folds = False  # one draw at a time, then: slower, and right
         return torch.cat([self._folded(x, draws.part(k, 1)) for k in range(draws.K)])
 
     def _folded(self, x: Tensor, draws: Draws) -> Tensor:
@@ -352,9 +352,9 @@ class Job:
         return torch.cat([self._forward(x, part, max(1, max_rows // 2)) for part in halves])
 
     def _check_folding(self, x: Tensor, draws: Draws, outputs: Tensor) -> None:
-        """Once per network and shape: is the last sample of a folded pass what it is alone?
+        """Once per network and shape: is the last draw of a folded pass what it is alone?
 
-        A network that turns (B, T, d) to (T, B, d) would give rows to the wrong samples, with nothing else to show it.
+        A network that turns (B, T, d) to (T, B, d) would give rows to the wrong draws, with nothing else to show it.
         """
         last = draws.part(draws.K - 1, 1)
         alone = self.factors.outputs(self.network, x[-1:], last, self.plan, 1)[0, 0].float()
@@ -441,7 +441,7 @@ def _rows(factors: NetworkFactors, x: Tensor, device: torch.device) -> int:
 
 
 def _in_halves(compute: Callable[[Tensor], tuple[Tensor, Tensor]], x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Of `rows` inputs at a time, or of fewer where memory is short."""
+    """Computed for `rows` inputs at a time, or for fewer where memory is short."""
     try:
         blocks = [compute(block) for block in x.split(rows)]
     except torch.OutOfMemoryError:
@@ -475,7 +475,7 @@ def finite(summary: Classified | Regressed) -> Classified | Regressed:
 
 
 def sums_of(network: BayesianNetwork, read: Reading | None = None) -> Callable[[Tensor], Tensor]:
-    """What of a pass's outputs (K, B, ...) further passes are added to."""
+    """The function that sums a pass's outputs (K, B, ...) over its draws, so that passes can be added."""
     if network.task.kind == "classification":
         return lambda outputs: class_sums(*with_distances(outputs, read))
     return partial(value_sums, D=network.task.outputs, gain=network.gain)
@@ -500,7 +500,7 @@ def tally_for(network: BayesianNetwork) -> ClassTally | ValueTally:
 
 
 def units_of(network: BayesianNetwork) -> ValueTally | None:
-    """Of a regression, on the host."""
+    """An empty tally with the noise and units of a regression, on the host; None for classification."""
     if network.task.kind == "classification":
         return None
     if network.learned.noise is None:

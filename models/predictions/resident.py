@@ -33,7 +33,7 @@ def _without_posteriors(network: BayesianNetwork) -> BayesianNetwork:
 
 
 def bytes_of(value: object, seen: set[int] | None = None) -> int:
-    """Of all tensors in a value, each storage once."""
+    """Bytes of all tensors in a value, each storage counted once."""
     seen = set() if seen is None else seen
     total = 0
     for tensor in _tensors(value):

@@ -55,7 +55,7 @@ def entropy(log_p: Tensor) -> Tensor:
 
 
 def classified(p: Reals, expected: Reals, energy: Reals, distance: Reals | None = None) -> Classified:
-    """From means over draws: probabilities (B, C), the rest (B,). By numpy: of few numbers it is soon done."""
+    """From means over draws: probabilities (B, C), the rest (B,). By numpy, which is faster for few numbers."""
     total = 0.0 - (p * np.log(np.where(p > 0, p, 1.0))).sum(-1)  # not −0
     knowledge = total - expected  # ≥ 0 by Jensen, but for rounding
     knowledge[knowledge < ROUNDING] = 0.0

@@ -6,26 +6,14 @@ from typing import Any, Literal
 
 from dubito.models.manifest import Predictive
 from dubito.models.predictions.adaptive import AT_MOST, TOLERANCE
+from dubito.models.predictions.answers import CERTAINTIES
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
 from dubito.service.web.oip import PARAMETERS
 
 RETURNS = (  # `probabilities` and `samples` are large, and returned only on request; the rest is always returned
-    "probabilities",
-    "samples",
-    "label",
-    "class",
-    "max_probability",
-    "entropy",
-    "expected_entropy",
-    "mutual_information",
-    "targets",
-    "prediction_set",
-    "ood",
-    "mean",
-    "epistemic_variance",
-    "aleatoric_variance",
-    "interval",
+    *("probabilities", "samples", "label", "class", *CERTAINTIES, "targets", "prediction_set", "ood"),
+    *("mean", "epistemic_variance", "aleatoric_variance", "interval"),
 )
 DRAWN = ("samples", "max_samples", "tolerance")  # any of these options implies sampling
 KNOWN = (*PARAMETERS, "return", "version")

@@ -12,7 +12,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from dubito.models.predictions.answers import Columns, check_group, rows_of
+from dubito.models.predictions.answers import CERTAINTIES, Columns, check_group, rows_of
 from dubito.models.predictions.model import Model
 from dubito.service.engine.engine import PredictRequest, PredictResult
 from dubito.service.problems import Late, Problem
@@ -288,8 +288,7 @@ def declared_outputs(model: Model) -> Mapping[str, tuple[str, list[int]]]:
 def _declared(kind: str, width: int, calibrated: bool) -> Mapping[str, tuple[str, list[int]]]:
     if kind == "classification":
         outputs = {"probabilities": ("FP32", [-1, width]), "class": ("INT64", [-1])}
-        names = ("max_probability", "entropy", "expected_entropy", "mutual_information")
-        outputs |= {name: ("FP32", [-1]) for name in names}
+        outputs |= {name: ("FP32", [-1]) for name in CERTAINTIES}
         if calibrated:
             outputs["prediction_set"] = ("BOOL", [-1, width])
     else:
