@@ -31,7 +31,7 @@ class Settings(BaseSettings):
     ] = ()
     expected: Annotated[
         tuple[str, ...],
-        Field(description="Models that must answer before the server is ready; empty: all that are found."),
+        Field(description="Models that must answer before the server is ready; empty: all that it could load."),
     ] = ()
     host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000

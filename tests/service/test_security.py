@@ -15,8 +15,8 @@ import pytest
 
 from dubito.models.embedded import embedded
 from dubito.models.errors import ArtifactError
-from dubito.service.sources import find
 from dubito.service.settings import Settings
+from dubito.service.sources import find
 from dubito.service.web.security import Guard, hash_key
 from tests import forked
 
