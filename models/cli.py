@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,9 +16,22 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode=None)
 
+
+def _number_or_auto(text: str) -> str:
+    if text != "auto" and not (text.isascii() and text.isdigit()):
+        raise typer.BadParameter(f"{text!r}; expected a whole number, 0 or more, or auto.")
+    return text
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")]
 Samples = Annotated[
-    int | None, typer.Option(help="Number of posterior draws K; 0: the posterior mean.", min=0, show_default="20")
+    str | None,
+    typer.Option(
+        metavar="K",
+        parser=_number_or_auto,
+        help="Number of posterior draws; 0: the posterior mean; auto: as many as each answer needs to settle.",
+        show_default="20",
+    ),
 ]
 Method = Annotated[
     str | None,
@@ -58,6 +71,13 @@ def chosen_method(name: str | None) -> "Predictive | None":
         case None | "probit" | "sampling":
             return name
     raise InputError(f"--method is {name!r}; expected probit or sampling.")
+
+
+def chosen_samples(text: str | None) -> 'int | Literal["auto"] | None':
+    match text:
+        case None | "auto":
+            return text
+    return int(text)
 
 
 @app.command()
@@ -192,7 +212,7 @@ def predict(
     model = load(file)
     check_group(model.card.calibration, group)
     named = [(name, x) for path in inputs for name, x in _read(path, model)]
-    prediction = model.predict(torch.stack([x for _, x in named]), samples, seed, method=way)
+    prediction = model.predict(torch.stack([x for _, x in named]), chosen_samples(samples), seed, method=way)
     answer_rows = answers(prediction, model.card, group)
     rows = [{"input": name, **row} for (name, _), row in zip(named, answer_rows, strict=True)]
     if as_json:
@@ -271,11 +291,14 @@ def _table(rows: list[dict[str, Any]], samples: int, seed: int, method: str) -> 
     from dubito.models.report import clean
 
     classes, calibrated = "label" in rows[0], rows[0]["ood"] is not None
-    title = f"K = {samples}, seed {seed}" if samples else "posterior mean"
+    each = "samples" in rows[0]  # with auto, inputs differ in their draws
+    title = f"K = {'auto' if each else samples}, seed {seed}" if samples else "posterior mean"
     table = Table(title="closed form" if method == "probit" else title)
     names = ["label", "probability", "entropy", "mutual information"]
     if not classes:
         names = [clean(", ".join(rows[0].get("targets", ["mean"]))), "std from weights", "std from noise"]
+    if each:
+        names = ["K", *names]
     if calibrated:
         names += ["prediction set" if classes else "interval", "OOD"]
     table.add_column("input", overflow="fold")
@@ -294,7 +317,7 @@ def _table(rows: list[dict[str, Any]], samples: int, seed: int, method: str) -> 
             else:
                 fitting = _several(*row["interval"] or [])
             cells += [clean(fitting), "yes" if row["ood"]["flag"] else "no"]
-        table.add_row(row["input"], *cells)
+        table.add_row(row["input"], *([str(row["samples"])] if each else []), *cells)
     console = Console(markup=False, emoji=False)  # labels and paths are not markup
     console.print(table)
     if not calibrated:

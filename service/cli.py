@@ -95,10 +95,15 @@ app.add_typer(bench, name="bench")
 
 @bench.command("http")
 def bench_http(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A server: http://localhost:8000.")],
+    words: Annotated[list[str], typer.Argument(metavar="URL", help="A server: http://localhost:8000.")],
     model: Annotated[str | None, typer.Option(help="Name of the model to ask.", show_default="the first")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests a second.", show_default="50")] = None,
-    rates: Annotated[str | None, typer.Option(help="Several rates, one after the other: 50,100,200.")] = None,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATES", help="Several rates, one after the other: 50,100,200 or 50 100 200.", show_default=False
+        ),
+    ] = None,
     seconds: Annotated[float, typer.Option(help="Duration of each rate, in seconds.")] = 10.0,
     samples: Annotated[
         str | None, typer.Option(help="Number of posterior draws K, or auto.", show_default="the server's")
@@ -121,6 +126,7 @@ def bench_http(
 
     from dubito.service import load
 
+    url, rates = load.address_in(words, rates)
     wanted = load.rates_of(rate, rates)
     arrivals = [load.poisson(one, seconds) for one in wanted]
     if plot is not None:

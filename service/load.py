@@ -319,9 +319,26 @@ def rates_of(rate: float | None, rates: str | None) -> list[float]:
     if rates is None:
         return [50.0 if rate is None else rate]
     try:
-        return list(dict.fromkeys(float(word) for word in rates.split(",")))
+        return list(dict.fromkeys(float(word) for word in rates.replace(",", " ").split()))
     except ValueError:
-        raise LoadError(f"rates are {rates!r}; expected numbers with commas, such as 50,100,200.") from None
+        raise LoadError(f"rates are {rates!r}; expected numbers such as 50,100,200.") from None
+
+
+def address_in(words: list[str], rates: str | None) -> tuple[str, str | None]:
+    """The server's address, and the rates with the numbers that stand apart: `--rates 10 20 40` gives two of them."""
+    addresses = [word for word in words if not _number(word)]
+    numbers = [word for word in words if _number(word)]
+    if len(addresses) != 1 or (numbers and rates is None):
+        came = ", ".join(words)
+        raise LoadError(f"{came} came; expected one address, such as http://localhost:8000, and rates after --rates.")
+    return addresses[0], " ".join([rates, *numbers]) if rates is not None else None
+
+
+def _number(word: str) -> bool:
+    with suppress(ValueError):
+        float(word)
+        return True
+    return False
 
 
 def put_each(target: Target, plans: Mapping[float, Floats]) -> list[Load]:

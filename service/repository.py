@@ -147,14 +147,11 @@ class Repository:
             try:
                 engine, declared, known = await asyncio.to_thread(self._prepare, source)
             except Exception as error:
-                where = {"model": name, "version": source.version, "path": str(source.path)}
-                log.error(
-                    "cannot load model",
-                    extra=where | {"error": str(error)},
-                    exc_info=not isinstance(error, DubitoError),
-                )
+                ours = isinstance(error, DubitoError)
+                fields = {"model": name, "version": source.version, "path": str(source.path), "error": str(error)}
+                log.error("cannot load model", extra=fields, exc_info=not ours)
                 self.failed[name, source.version] = _shown(source, error)
-                if isinstance(error, DubitoError):
+                if ours:
                     raise
                 raise ArtifactError(f"{source.path} cannot be loaded: {type(error).__name__}.") from error
             self.failed.pop((name, source.version), None)

@@ -31,11 +31,11 @@ class Settings(BaseSettings):
     )
     networks: tuple[str, ...] = Field(
         default=(),
-        description="Classes or functions (package.module:factory) that may be called to make the networks of artifacts "
-        "that name them. Their code runs.",
+        description="Classes or functions (package.module:factory) that may be called to make the networks of "
+        "artifacts that name them. Their code runs.",
     )
     expected: tuple[str, ...] = Field(
-        default=(), description="Models that must answer before the server is ready; empty: all that are found."
+        default=(), description="Models that must answer before the server is ready; empty: all that it could load."
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")

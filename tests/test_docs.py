@@ -165,7 +165,7 @@ def test_examples_of_help_texts_parse() -> None:
             check(shlex.split(line), f"{name} --help")
 
 
-@pytest.mark.parametrize("line", ["dubito bench http URL --rates 10 20 40", "dubito train digits --set fit.epoch=1"])
+@pytest.mark.parametrize("line", ["dubito bench http URL --speed 40", "dubito train digits --set fit.epoch=1"])
 def test_a_wrong_command_is_seen(tmp_path: Path, line: str) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"Try `{line}`.\n")

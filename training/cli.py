@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dubito.models.cli import Artifact, AsJson, Method, Network, Samples, chosen_method, permit_network
+from dubito.models.cli import Artifact, AsJson, Method, Network, Samples, chosen_method, chosen_samples, permit_network
 from dubito.models.names import LAPLACE, MEASURES, listed
 from dubito.training.names import DATA, PARTS, recipes
 
@@ -503,6 +503,8 @@ def evaluate(
     if predictive == "probit" and samples is not None:
         raise InputError("--method is probit, which takes no draws; leave --samples out.")
     permit_network(network)
+    if (fixed := chosen_samples(samples)) == "auto":
+        raise InputError("--samples is auto; expected a number: the figures of auto are in the table beside it anyway.")
     model = load(file)
     rival = None if against is None else load(against)
     if rival is not None and rival.manifest.task.kind != model.manifest.task.kind:
@@ -524,7 +526,7 @@ def evaluate(
     model = model.to(chosen_device(device))
     if predictive is None and samples is not None:  # --samples implies sampling
         predictive = "sampling"
-    K = 20 if samples is None else samples
+    K = 20 if fixed is None else fixed
     evaluation = measure_all(model, examples, outside, shift=shift, samples=K, seed=seed, method=predictive)
     if model.card.plain is not None:
         plain = model.card.plain

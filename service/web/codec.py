@@ -45,15 +45,18 @@ class Codec:
             case _ if kind.startswith("image/"):
                 return self.from_picture(body)[None]
         known = "application/json, application/x-npy, image/png, image/jpeg or multipart/form-data"
-        raise Problem(415, f"Content-Type is {kind[:60]!r}; expected {known}.")
+        curl = " (curl sends JSON with --json)" if kind == "application/x-www-form-urlencoded" else ""
+        raise Problem(415, f"Content-Type is {kind[:60]!r}; expected {known}{curl}.")
 
     def from_lists(self, value: object) -> Inputs:
         """Nested lists (B, ...), or one input without the batch axis."""
         try:
             array = np.array(value, dtype=np.float32)
         except (ValueError, TypeError, OverflowError):
+            tensors = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+            elsewhere = " Tensors with name and datatype go to /v2/models/NAME/infer." if tensors else ""
             raise Problem(
-                400, f"inputs are no array of numbers; expected nested lists of shape {self.shape}."
+                400, f"inputs are no array of numbers; expected nested lists of shape {self.shape}.{elsewhere}"
             ) from None
         return self.from_array(array)
 

@@ -125,10 +125,14 @@ def length_of(stated: bytes, size: int) -> int:
 def _entries(request: dict[str, Any], key: str) -> list[dict[str, Any]]:
     entries = request.get(key)
     if not isinstance(entries, list):
-        raise Problem(400, f"{key} is missing or no list; expected a list of tensors.")
+        others = ", ".join(repr(name[:40]) for name in list(request)[:4] if name != key)
+        instead = f" The request has {others}." if others and key not in request else ""
+        raise Problem(400, f"{key} is missing or no list; expected a list of tensors.{instead}")
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            raise Problem(400, f"an entry of {key} is no object with a name.")
+            form = f'{{"name": "{INPUT}", "shape": [...], "datatype": "FP32", "data": [...]}}'
+            lists = "; plain nested lists go to /v1/models/NAME/predict" if isinstance(entry, list) else ""
+            raise Problem(400, f"an entry of {key} is no object with a name; expected {form}{lists}.")
     return entries
 
 
@@ -150,7 +154,8 @@ def _flag(value: object, name: str) -> bool | None:
 def _spec(entry: dict[str, Any]) -> Spec:
     name, shape, kind = entry["name"][:40], entry.get("shape"), entry.get("datatype")
     if not isinstance(kind, str) or (kind not in TYPES and kind != "BYTES"):
-        raise Problem(400, f"input {name!r} has datatype {str(kind)[:40]!r}; expected {', '.join(TYPES)} or BYTES.")
+        came = "no datatype" if kind is None else f"datatype {str(kind)[:40]!r}"
+        raise Problem(400, f"input {name!r} has {came}; expected {', '.join(TYPES)} or BYTES.")
     if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and 0 <= n < LARGEST for n in shape):
         raise Problem(400, f"input {name!r} has no shape; expected a list of sizes.")
     if 0 in shape:

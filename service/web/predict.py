@@ -33,8 +33,8 @@ from dubito.service.web.http import (
     query_of,
     read_body,
 )
-from dubito.service.web.oip import DRAWS, PARAMETERS
-from dubito.service.web.options import PredictOptions, read_options, shown
+from dubito.service.web.oip import DRAWS
+from dubito.service.web.options import KNOWN, PARAMETERS, PredictOptions, read_options, shown
 
 V1 = re.compile(r"/v1/models/([^/]+)/predict")
 V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
@@ -90,14 +90,14 @@ class Predictor:
         content_type = context.headers.get(b"content-type", oip.JSON.encode()).decode("latin-1")
         kind = content_type.partition(";")[0].strip().lower()
         fields = json_object(body, "; expected one with `inputs` or `images`") if kind == oip.JSON else {}
+        if kind == oip.JSON and ("inputs" in fields) == ("images" in fields):
+            raise Problem(400, _no_inputs(fields))
         given = {**query_of(context.scope), **{k: v for k, v in fields.items() if k not in ("inputs", "images")}}
         options = read_options(given, self.settings) if given else self.usual
 
         def read(codec: Codec) -> Inputs:
             if kind != oip.JSON:
                 return codec.from_body(kind, body, content_type)
-            if ("inputs" in fields) == ("images" in fields):
-                raise Problem(400, "expected `inputs` (nested lists) or `images` (base64), and not both.")
             return codec.from_lists(fields["inputs"]) if "inputs" in fields else codec.from_base64(fields["images"])
 
         light = len(body) <= HEAVY and ("inputs" in fields or kind in NPY)
@@ -248,6 +248,14 @@ class Predictor:
                 413,
                 f"the draws of this request are {count:,} numbers; at most {self.settings.max_values:,} are listed.",
             )
+
+
+def _no_inputs(fields: Mapping[str, object]) -> str:
+    """The body has neither inputs nor images, or both: name what came instead."""
+    other = next((key for key in fields if key not in KNOWN and key not in ("inputs", "images")), None)
+    came = "the body has both `inputs` and `images`" if "inputs" in fields else "the body has no `inputs`"
+    instead = "" if other is None or "inputs" in fields else f", but a key {other[:40]!r}"
+    return f"{came}{instead}; expected `inputs` (nested lists) or `images` (base64), and not both."
 
 
 def _milliseconds(microseconds: object) -> int:

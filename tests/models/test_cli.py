@@ -19,6 +19,7 @@ from torch import nn
 from dubito.cli import main
 from dubito.models import bayesianize, build, load, save
 from dubito.models.conversion.architectures import input_of
+from dubito.models.images import prepare
 from dubito.models.manifest import Architecture, Calibration, Card, Input, Regression
 from dubito.models.numerics.parameters import count
 from dubito.models.predictions.answers import answers
@@ -388,6 +389,23 @@ def test_no_samples_is_the_posterior_mean(dubito: Run, folder: Path, tmp_path: P
     Image.fromarray(COLOUR).save(tmp_path / "x.png")
     ensemble = dubito("predict", folder / "colours", tmp_path / "x.png", "--samples", "0", "--json").json
     assert ensemble["predictions"][0]["mutual_information"] > 0  # of an ensemble, each member once
+
+
+def test_samples_auto_is_what_the_model_does_with_auto(dubito: Run, folder: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", BATCH)
+    command = ["predict", folder / "digits", tmp_path / "x.npy", "--samples", "auto", "--seed", "3"]
+    said = dubito(*command, "--json").json
+    model = load(folder / "digits")
+    declared = model.card.input
+    assert declared is not None
+    x = torch.stack([prepare(torch.from_numpy(pixels), declared) for pixels in BATCH])
+    prediction = model.predict(x, "auto", 3)
+    assert prediction.settled is not None
+    assert [row["samples"] for row in said["predictions"]] == prediction.settled.samples.tolist()
+    for row, expected in zip(said["predictions"], answers(prediction, model.card), strict=True):
+        assert row["probabilities"] == pytest.approx(expected["probabilities"], abs=1e-6)
+    shown = dubito(*command).out
+    assert "K = auto, seed 3" in shown
 
 
 def test_several_inputs_share_their_draws(dubito: Run, folder: Path, tmp_path: Path) -> None:

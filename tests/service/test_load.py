@@ -234,12 +234,24 @@ def test_ctrl_c_shows_what_there_is(live: Live) -> None:
 
 
 @pytest.mark.parametrize(
+    "words", ["URL --rates 10,20,40", "URL --rates 10 20 40", "--rates 10 20 40 URL", "--rates 10 URL 20 40"]
+)
+def test_rates_with_commas_or_without(live: Live, words: str) -> None:
+    asked = ["bench", "http", *words.replace("URL", live.url).split(), "--seconds", "0.2", "--json"]
+    answer = CliRunner().invoke(app, asked)
+    assert answer.exit_code == 0, answer.output
+    assert [run["rate"] for run in json.loads(answer.stdout)["runs"]] == [10, 20, 40]
+
+
+@pytest.mark.parametrize(
     ("words", "kind", "said"),
     [
         (["--rate", "0"], LoadError, "rate is 0; expected a number above 0"),
         (["--rate", "nan"], LoadError, "rate is nan"),
         (["--rates", "5,x"], LoadError, "rates are '5,x'; expected numbers"),
         (["--rates", "5", "--rate", "5"], LoadError, "expected one of them"),
+        (["20", "40"], LoadError, "expected one address, such as http://localhost:8000, and rates after --rates"),
+        (["http://localhost:1", "--rates", "5"], LoadError, "expected one address"),
         (["--seconds", "-1"], LoadError, "seconds is -1"),
         (["--rate", "1e6", "--seconds", "1e6"], LoadError, "more than 5,000,000"),
         (["--rate", "0.001", "--seconds", "0.001"], LoadError, "none came due"),

@@ -380,7 +380,7 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"version": 1}, 400, r"version is 1; expected a string such as"),
     ({"version": "2"}, 404, r"this model is not served in that version; it is in version 1"),
     ({"sample": 3}, 400, r"there is no option 'sample'; there are: samples, seed"),
-    ({"images": [""]}, 400, r"expected `inputs` .* or `images` .*, and not both"),
+    ({"images": [""]}, 400, r"the body has both `inputs` and `images`; expected `inputs` .*, and not both"),
     ({"inputs": [[0, 0, 0]]}, 400, r"inputs have shape \(1, 3\); expected \(B, 4\), at least one row"),
     ({"inputs": []}, 400, r"inputs have shape \(0,\); expected \(B, 4\)"),
     ({"inputs": [[0, 0, 0, "x"]]}, 400, r"inputs are no array of numbers; expected nested lists of shape \(B, 4\)"),
@@ -391,6 +391,33 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"inputs": [[0, 0, 0, None]]}, 400, r"input 0 holds NaN"),
     ({"inputs": [[0] * 4, [0, 0, 0, 1e39]]}, 400, r"input 1 holds NaN, infinity or a number too large for float32"),
 ]  # fmt: skip
+
+
+KEYS = [
+    ("v1/models/plants/predict", {"instances": [[0.0] * 4]}, r"no `inputs`, but a key 'instances'; expected `inputs`"),
+    ("v1/models/plants/predict", {"Inputs": [[0.0] * 4], "seed": 1}, r"but a key 'Inputs'; expected `inputs`"),
+    ("v1/models/plants/predict", {"image": "", "samples": 3}, r"but a key 'image'; expected .* or `images`"),
+    ("v1/models/plants/predict", {"samples": 3}, r"^the body has no `inputs`; expected `inputs`"),
+    ("v1/models/plants/predict", {"inputs": [{"name": "input"}]}, r"Tensors with name .* go to /v2/models/NAME/infer"),
+    ("v2/models/plants/infer", {"instances": []}, r"inputs is missing or no list; .* The request has 'instances'"),
+    ("v2/models/plants/infer", {"inputs": [[0.0] * 4]}, r"expected {\"name\": .* lists go to /v1/models/NAME/predict"),
+    ("v2/models/plants/infer", {"inputs": [{"name": "input", "dtype": "FP32"}]}, r"'input' has no datatype; expected"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "said"), KEYS, ids=[str(body)[:40] for _, body, _ in KEYS])
+def test_a_wrong_key_is_told_the_right_one(place: Place, path: str, body: dict[str, Any], said: str) -> None:
+    reply = place.http.post(f"/{path}", json=body)
+    assert reply.status_code == 400
+    assert re.search(said, reply.json().get("detail") or reply.json()["error"])
+
+
+def test_the_form_that_curl_sends_is_told_of_json(place: Place) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    reply = place.http.post("/v1/models/plants/predict", content=b'{"inputs": [[0, 0, 0, 0]]}', headers=form)
+    assert reply.status_code == 415
+    assert "expected application/json" in reply.json()["detail"]
+    assert "--json" in reply.json()["detail"]
 
 
 @pytest.mark.parametrize(("options", "status", "said"), WRONG, ids=[str(options)[:40] for options, _, _ in WRONG])
