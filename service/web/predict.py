@@ -33,8 +33,8 @@ from dubito.service.web.http import (
     query_of,
     read_body,
 )
-from dubito.service.web.oip import DRAWS
-from dubito.service.web.options import KNOWN, PARAMETERS, PredictOptions, read_options, shown
+from dubito.service.web.oip import DRAWS, PARAMETERS
+from dubito.service.web.options import KNOWN, PredictOptions, read_options, shown
 
 V1 = re.compile(r"/v1/models/([^/]+)/predict")
 V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
