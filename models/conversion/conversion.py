@@ -14,6 +14,7 @@ from dubito.models.conversion.options import Options, Overrides, check_used, nam
 from dubito.models.conversion.start import CONVERTIBLE, Start, geometry_of, origin_of, weight_of
 from dubito.models.errors import ConversionError
 from dubito.models.manifest import Hierarchy, Layer, Task
+from dubito.models.names import some
 from dubito.models.network.features import watched
 from dubito.models.network.geometry import Linear
 from dubito.models.network.layers import BayesianLayer, MemberLayer
@@ -174,14 +175,10 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
             )
     if refused and unsupported == "error":
         raise ConversionError(
-            f"cannot convert {_some(list(refused.values()))}: only plain Linear, Conv1d, Conv2d and Conv3d layers can "
+            f"cannot convert {some(list(refused.values()))}: only plain Linear, Conv1d, Conv2d and Conv3d layers can "
             'be made Bayesian. Pass unsupported="leave" to keep these deterministic.'
         )
     return convertible
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _hooked(module: nn.Module) -> bool:
