@@ -1,6 +1,7 @@
 """Networks of one's own: written as data, rebuilt without their class, with the same answers to the bit."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,8 @@ class Attention(nn.Module):
         x = self.embed(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1) + self.position
         y, _ = self.attention(x, x, x, need_weights=False)
-        q = k = v = self.norm(x + self.scale(y))
-        x = x + F.scaled_dot_product_attention(q, k, v)
+        q = k = v = self.norm(x + self.scale(y)).unsqueeze(1)
+        x = x + F.scaled_dot_product_attention(q, k, v).squeeze(1)
         return self.head(x[:, 0])
 
 
@@ -409,3 +410,11 @@ def test_a_traced_network_is_its_calls(tmp_path: Path) -> None:
     net = stored(network, tmp_path / "m", input=Input(shape=shape)).network.net
     assert isinstance(net, TracedNetwork)
     assert not math.isnan(len(net.calls.steps))
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "networks.md").read_text()
+    code = re.findall(r"^```python\n(.*?)^```", page, flags=re.S | re.M)[0]
+    ended = forked.begin(code, [], tmp_path, tmp_path).end()
+    assert ended.returncode == 0, ended.stderr
+    assert load(tmp_path / "mine.safetensors").card.labels == ("cat", "dog")
