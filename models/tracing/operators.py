@@ -66,7 +66,7 @@ METHODS = frozenset(
         "type_as unbind unflatten unfold unsqueeze unsqueeze_ var view view_as where zero_"
     )
 )
-ATTRIBUTES = frozenset(("shape", "dtype", "device", "ndim", "T", "mT", "data", "real", "imag"))
+ATTRIBUTES = frozenset(("shape", "dtype", "device", "ndim", "T", "mT", "data", "real", "imag", "values", "indices"))
 PIECES = frozenset(("split", "split_with_sizes", "tensor_split", "chunk", "unbind"))
 
 

@@ -195,7 +195,7 @@ class _Tracer(fx.Tracer):
         """The calls of its forward method, and which result it returns."""
         self.entries = {part: describe(part) for part in module.modules()}  # while torch's modules are as ever
         try:
-            with _recorded_factories(self), torch.no_grad():
+            with _recorded_factories(self), _recorded_len(self, module), torch.no_grad():
                 graph = self.trace(module)
         except Exception as error:  # whatever the network's code, or torch inside it, comes up with
             raise TraceError(_where(error)) from None
@@ -380,6 +380,27 @@ def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(torch, name, function)
+
+
+@contextmanager
+def _recorded_len(tracer: _Tracer, net: nn.Module) -> Iterator[None]:
+    """`len(x)` in the network's own files gives the number of rows as a result; Python's must give a plain number."""
+
+    def length(value: Any) -> Any:
+        if not isinstance(value, fx.Proxy) or tracer.evaluating:
+            return len(value)
+        hints = value.node.meta["hints"]
+        return value.shape[0] if hints is None or isinstance(hints[0], Tensor) else tracer.settle(value, len)
+
+    scopes = [getattr(type(module).forward, "__globals__", {}) for module in net.modules()]
+    own = {id(scope): scope for scope in scopes if "len" not in scope and _is_own(scope.get("__file__", ""))}
+    for scope in own.values():
+        scope["len"] = length
+    try:
+        yield
+    finally:
+        for scope in own.values():
+            del scope["len"]
 
 
 def _is_own(file: str) -> bool:

@@ -38,7 +38,7 @@ class Scale(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.rand(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return x * self.gamma
 
 
@@ -52,7 +52,7 @@ class Small(nn.Module):
         self.token = nn.Parameter(torch.rand(1, 4))
         self.last = nn.Sequential(nn.ReLU(), nn.Linear(4, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.scale(self.first(x.reshape(x.shape[0], -1)))
         y = F.gelu(y) + self.token.expand(x.shape[0], -1)
         return self.last(torch.cat([y[:, :2], y[..., 2:]], dim=1))
@@ -127,7 +127,7 @@ def deeper(net: dict[str, Any], tensors: object) -> None:
     net["output"] = {"#": len(net["calls"])}
 
 
-def powers(net: dict[str, Any], tensors: object) -> None:
+def powers(net: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """A whole number that is squared until it fills the memory."""
     net["calls"].append({"do": "attribute", "of": "ndim", "args": [{"#": 0}]})
     for number in range(len(net["calls"]), len(net["calls"]) + 60):
@@ -396,7 +396,7 @@ def test_no_network_raises_anything_else(place: Path, changes: list[tuple[float,
 def test_no_calls_of_the_list_raise_anything_else(place: Path, calls: list[tuple[str, str, list[Any]]]) -> None:
     """Calls of what is on the list, with arguments that make no sense, most of them on the results before."""
 
-    def change(net: dict[str, Any], tensors: object) -> None:
+    def change(net: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for do, of, args in calls:
             call(do, of, {"#": len(net["calls"])}, *args)(net, tensors)
 

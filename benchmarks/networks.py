@@ -1,0 +1,262 @@
+"""Classifiers of torchvision and timm as artifacts that carry their own network: what works for which.
+
+    python -m benchmarks.networks [--only NAME ...] [--keep rows.jsonl]
+
+Each network has random weights and two classes. It is saved traced, not by a name; loaded by a process that has neither
+timm nor torchvision, whose outputs are compared to the bit; converted by every method; given a Laplace posterior over
+its last layer; loaded by a running server, which is asked for a prediction; and exported to ONNX, whose outputs are
+compared with the artifact's. Networks of timm are left out where timm is not installed. Pictures are as small as a
+network allows. With --keep, rows are kept in a file, and those that are there are not measured again.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import torch
+from rich.console import Console
+from torch import nn
+
+from benchmarks._measure import keep_row, kept_rows, machine
+from benchmarks._server import running
+from dubito.models import bayesianize, load, save
+from dubito.models.errors import DubitoError
+from dubito.models.manifest import Card, Image, Input
+from dubito.models.names import METHODS
+from dubito.models.network.network import BayesianNetwork
+from dubito.models.numerics.parameters import count
+from dubito.training.config import Laplace
+from dubito.training.data.data import Examples
+from dubito.training.laplace import linearise
+
+TORCHVISION: dict[str, tuple[int, dict[str, Any]]] = {  # name -> side of a picture, arguments
+    "alexnet": (64, {}),
+    "vgg11_bn": (32, {}),
+    "squeezenet1_1": (64, {}),
+    "googlenet": (64, {"aux_logits": False, "init_weights": True}),
+    "inception_v3": (96, {"aux_logits": False, "init_weights": True}),
+    "resnet18": (64, {}),
+    "resnet50": (64, {}),
+    "resnext50_32x4d": (64, {}),
+    "wide_resnet50_2": (64, {}),
+    "densenet121": (64, {}),
+    "mobilenet_v2": (64, {}),
+    "mobilenet_v3_small": (64, {}),
+    "mnasnet0_5": (64, {}),
+    "shufflenet_v2_x0_5": (64, {}),
+    "efficientnet_b0": (64, {}),
+    "regnet_y_400mf": (64, {}),
+    "convnext_tiny": (64, {}),
+    "vit_b_16": (64, {"image_size": 64}),
+    "swin_t": (64, {}),
+    "maxvit_t": (224, {}),
+}
+TIMM: dict[str, tuple[int, dict[str, Any]]] = {
+    "vit_tiny_patch16_224": (64, {"img_size": 64}),
+    "deit_tiny_patch16_224": (64, {"img_size": 64}),
+    "swin_tiny_patch4_window7_224": (224, {}),
+    "convnextv2_atto": (64, {}),
+    "mixer_s32_224": (64, {"img_size": 64}),
+    "efficientnet_lite0": (64, {}),
+    "mobilenetv4_conv_small": (64, {}),
+    "ghostnet_100": (64, {}),
+    "repvgg_a0": (64, {}),
+    "levit_128s": (224, {}),
+}
+EXAMPLES = 8  # that the curvature is summed over
+LABELS = ("no", "yes")
+ELSEWHERE = """
+import sys
+sys.modules["timm"] = sys.modules["torchvision"] = None  # importing either is an error
+import torch
+from safetensors.torch import load_file, save_file
+from dubito.models import load
+torch.set_num_threads(1)
+net = load(sys.argv[1]).network.net
+with torch.no_grad():
+    save_file({"f": net(load_file(sys.argv[2])["x"])}, sys.argv[3])
+"""
+
+
+def made(name: str) -> tuple[nn.Module, int]:
+    """The network, in evaluation mode, and the side of its pictures."""
+    library, _, short = name.partition("/")
+    torch.manual_seed(0)
+    if library == "timm":
+        import timm
+
+        side, arguments = TIMM[short]
+        return timm.create_model(short, pretrained=False, num_classes=2, **arguments).eval(), side
+    import torchvision.models
+
+    side, arguments = TORCHVISION[short]
+    return torchvision.models.get_model(short, weights=None, num_classes=2, **arguments).eval(), side
+
+
+def measure(name: str, folder: Path, url: str, repository: Path) -> dict[str, Any]:
+    net, side = made(name)
+    card = Card(
+        input=Input(shape=(3, side, side), image=Image(mean=(0.5,) * 3, std=(0.25,) * 3)),
+        labels=LABELS,
+    )
+    row: dict[str, Any] = {"network": name, "side": side, "parameters": count(net)}
+    plain = bayesianize(net, "deterministic", unsupported="leave")
+    file = folder / "plain.safetensors"
+    steps: dict[str, Callable[[], Any]] = {
+        "saved": lambda: len(save(plain, file, card=card).traced.calls),  # type: ignore[union-attr]
+        "equal": lambda: elsewhere(net, file, side, folder),
+        "methods": lambda: converted(file),
+        "laplace": lambda: with_posterior(file, repository / "m" / "1" / "model.safetensors", card, side),
+        "served": lambda: asked(url, side),
+        "onnx": lambda: exported(file, folder),
+    }
+    for step, run in steps.items():
+        start = time.perf_counter()
+        try:
+            row[step] = run()
+        except (DubitoError, RuntimeError, AssertionError, httpx.HTTPError, subprocess.SubprocessError) as error:
+            row[step] = None
+            row[f"{step}_error"] = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        row[f"{step}_seconds"] = round(time.perf_counter() - start, 1)
+    return row
+
+
+def elsewhere(net: nn.Module, file: Path, side: int, folder: Path) -> bool:
+    """Whether the outputs of a process without the network's class are the same to the bit."""
+    from safetensors.torch import load_file, save_file
+
+    given, answer = folder / "x", folder / "f"
+    x = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
+    save_file({"x": x}, given)
+    words = [sys.executable, "-c", ELSEWHERE, str(file), str(given), str(answer)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    with torch.no_grad():
+        return torch.equal(net(x), load_file(answer)["f"])
+
+
+def converted(file: Path) -> list[str]:
+    """The methods that convert the rebuilt network; layers that no method can convert stay as they are."""
+    net = load(file).network.net.to("meta")
+    methods = []
+    for method in METHODS:
+        try:
+            network = bayesianize(net, method, start="prior", unsupported="leave", inducing=8, members=2)
+        except DubitoError:
+            continue
+        if network.layers or method == "deterministic":
+            methods.append(method)
+    return methods
+
+
+def with_posterior(file: Path, out: Path, card: Card, side: int) -> int:
+    """The number of weights of the last layer, over which there is a Laplace posterior now."""
+    model = load(file)
+    rng = torch.Generator().manual_seed(2)
+    x = torch.randint(0, 256, (EXAMPLES, 3, side, side), generator=rng, dtype=torch.uint8)
+    examples = Examples(x, torch.arange(EXAMPLES) % 2)
+    settings = Laplace(select="last-layer", prior_precision=1.0)
+    assert card.input is not None
+    fitted = linearise(model.network, examples, examples, card.input, settings)
+    assert isinstance(fitted.network, BayesianNetwork)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    manifest = save(fitted.network, out, card=card)
+    assert manifest.subnetwork is not None
+    return manifest.subnetwork.size
+
+
+def asked(url: str, side: int) -> bool:
+    """Whether a running server loads it, answers, and gives it back."""
+    with httpx.Client(base_url=url, timeout=300) as client:
+        loaded = client.post("/v2/repository/models/m/load")
+        if loaded.status_code != 200:
+            raise RuntimeError(loaded.text)
+        try:
+            x = torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(3)).tolist()
+            reply = client.post("/v1/models/m/predict", json={"inputs": x})
+            if reply.status_code != 200:
+                raise RuntimeError(reply.text)
+            return reply.json()["predictions"][0]["label"] in LABELS
+        finally:
+            client.post("/v2/repository/models/m/unload")
+
+
+def exported(file: Path, folder: Path) -> float:
+    """The largest difference between the exported file's outputs and the artifact's."""
+    from dubito.deploy.edge.check import check
+    from dubito.deploy.edge.export import export
+    from dubito.deploy.edge.export import save as write
+
+    model = load(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's exporter
+        write(export(model, samples=1), folder / "m.onnx")
+    report = check(folder / "m.onnx", model, file.stat().st_size)
+    return float(report["max_difference"])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    columns = (
+        "network, picture, parameters, calls, equal to the bit, methods, Laplace on the last layer, served, GPU, ONNX"
+    )
+    head = f"| {columns.replace(', ', ' | ')} |"
+    lines = [head, "|---|---|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        missing = [m for m in METHODS if m not in (row["methods"] or ())]
+        methods = "all" if not missing else f"all but {', '.join(missing)}" if row["methods"] else "none"
+        weights = "no" if row["laplace"] is None else f"{row['laplace']:,} weights"
+        onnx = "no" if row["onnx"] is None else f"{row['onnx']:.0e}"
+        yes = {True: "yes", False: "no", None: "no"}
+        size = f"{row['side']} × {row['side']} | {row['parameters'] / 1e6:.1f} M | {row['saved'] or 'no'}"
+        lines.append(
+            f"| `{row['network']}` | {size} | {yes[row['equal']]} | {methods} | {weights} | {yes[row['served']]} | "
+            f"not run here | {onnx} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="of these networks: torchvision/resnet18 ...")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keep rows here, one JSON object on a line")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further network after so long")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    names = [f"torchvision/{name}" for name in TORCHVISION]
+    if find_spec("timm") is not None:
+        names += [f"timm/{name}" for name in TIMM]
+    rows = {row["network"]: row for row in kept_rows(args.keep)}
+    wanted = [name for name in names if name not in rows and (not args.only or name in args.only)]
+    start, console = time.monotonic(), Console(stderr=True)
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        repository, first = folder / "models", folder / "models" / "first" / "1" / "model.safetensors"
+        first.parent.mkdir(parents=True)
+        save(bayesianize(nn.Linear(2, 2), "deterministic"), first, card=Card(input=Input(shape=(2,))))
+        command = ["dubito", "serve", str(repository), "--set", "buckets=1", "--set", "plan_seconds=0"]
+        with running(command, folder / "log", "/readyz") as server:
+            for name in wanted:
+                if time.monotonic() - start > args.seconds:
+                    break
+                rows[name] = measure(name, folder, server.url, repository)
+                keep_row(args.keep, rows[name])
+                console.print(json.dumps(rows[name]), soft_wrap=True)
+    listed = [rows[name] for name in names if name in rows]
+    through = sum(bool(row["saved"] and row["equal"] and row["laplace"] and row["served"]) for row in listed)
+    print(machine())
+    print(table(listed))
+    print(f"through save, load, Laplace on the last layer and serve: {through} of {len(listed)}")
+
+
+if __name__ == "__main__":
+    main()
