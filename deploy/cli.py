@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dubito.models.cli import Artifact, Network, permit_network
+from dubito.models.extras import need
 from dubito.models.names import some
 
 app = typer.Typer(rich_markup_mode=None)
@@ -40,9 +41,9 @@ def export(
 
     Try: dubito export model.safetensors model.onnx --precision fp16
     """
-    from dubito.deploy.edge.errors import ExportError, need
+    from dubito.deploy.edge.errors import ExportError
 
-    need("onnx", "onnxruntime", "onnxscript")
+    need("edge", "onnx", "onnxruntime", "onnxscript")
     if not out.parent.is_dir():
         raise ExportError(f"cannot write {out}: there is no folder {out.parent}.")
     from dubito.deploy.edge.data import read
@@ -90,9 +91,7 @@ def check_onnx(
 
     Try: dubito check-onnx model.onnx --against model.safetensors
     """
-    from dubito.deploy.edge.errors import need
-
-    need("onnx", "onnxruntime")
+    need("edge", "onnx", "onnxruntime")
     from dubito.deploy.edge.check import check
     from dubito.deploy.edge.data import read
     from dubito.models.artifact.artifact import load

@@ -1,4 +1,4 @@
-"""Commands of the service: serve, key, bench http."""
+"""Commands of the service: serve, key, doctor, bench http."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -87,6 +87,24 @@ def key(
     secret = token_urlsafe(32)
     print(f"key (give it to {name}; it is shown only now): {secret}")
     print(f'setting: api_keys = {{ "{name}" = "{hash_key(secret)}" }}')
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
+) -> None:
+    """Check this installation: versions, devices, what is missing and how to get it.
+
+    The exit code is 0 where serving works, else 1. Try: dubito doctor
+    """
+    import json
+
+    from dubito.service.doctor import examine, lines
+
+    found = examine()
+    print(json.dumps(found) if as_json else "\n".join(lines(found)))
+    if not found["serving"]["works"]:
+        raise typer.Exit(1)
 
 
 bench = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure a running server.")

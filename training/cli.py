@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dubito.models.cli import Artifact, AsJson, Method, Network, Samples, chosen_method, chosen_samples, permit_network
+from dubito.models.extras import need
 from dubito.models.names import LAPLACE, MEASURES, listed
 from dubito.training.names import DATA, PARTS, recipes
 
@@ -520,6 +521,7 @@ def evaluate(
         data_set = read_for(model.manifest, other, data_root, download=download, labelled=False)
         outside[other] = part_of(data_set, model.card)[1]
     if report is not None:
+        need("train", "matplotlib")
         from dubito.training.evaluation.report import open_folder, write
 
         open_folder(report)  # fails before the work, not after it
