@@ -389,8 +389,8 @@ def _recorded_len(tracer: _Tracer, net: nn.Module) -> Iterator[None]:
     def length(value: Any) -> Any:
         if not isinstance(value, fx.Proxy) or tracer.evaluating:
             return len(value)
-        hints = value.node.meta["hints"]
-        return value.shape[0] if hints is None or isinstance(hints[0], Tensor) else tracer.settle(value, len)
+        hints, shape = value.node.meta["hints"], operator.attrgetter("shape")
+        return shape(value)[0] if hints is None or isinstance(hints[0], Tensor) else tracer.settle(value, len)
 
     scopes = [getattr(type(module).forward, "__globals__", {}) for module in net.modules()]
     own = {id(scope): scope for scope in scopes if "len" not in scope and _is_own(scope.get("__file__", ""))}
