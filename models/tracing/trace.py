@@ -92,11 +92,7 @@ def trace(net: nn.Module, shape: tuple[int, ...] | None) -> tuple[Traced, dict[s
         if within and name.startswith(within):
             continue
         dot = f"{name}." if name else ""
-        own = {
-            key: _entry(dot + key, t)
-            for key, t in [*module._parameters.items(), *module._buffers.items()]
-            if t is not None
-        }
+        own = {key: _entry(dot + key, t) for key, t in _held(module)}
         if name in inner:
             forward, result = inner[name].follow(module)
             constants |= {dot + key: t for key, t in inner[name].constants.items()}
