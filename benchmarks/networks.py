@@ -1,12 +1,12 @@
 """Classifiers of torchvision and timm as artifacts that carry their own network: what works for which.
 
-    python -m benchmarks.networks [--only NAME ...] [--keep rows.jsonl]
+    python -m benchmarks.networks [--only NAME ...] [--steps equal served ...] [--keep rows.jsonl]
 
 Each network has random weights and two classes. It is saved traced, not by a name; loaded by a process that has neither
 timm nor torchvision, whose outputs are compared to the bit; converted by every method; given a Laplace posterior over
 its last layer; loaded by a running server, which is asked for a prediction; and exported to ONNX, whose outputs are
 compared with the artifact's. Networks of timm are left out where timm is not installed. Pictures are as small as a
-network allows. With --keep, rows are kept in a file, and those that are there are not measured again.
+network allows. With --keep, rows are kept in a file, and what is there is not measured again.
 """
 
 import argparse
@@ -81,10 +81,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from dubito.models import load
 torch.set_num_threads(1)
-net = load(sys.argv[1]).network.net
-with torch.no_grad():
-    save_file({"f": net(load_file(sys.argv[2])["x"])}, sys.argv[3])
+for line in sys.stdin:
+    artifact, given, answer = line.split()
+    try:
+        with torch.no_grad():
+            save_file({"f": load(artifact).network.net(load_file(given)["x"])}, answer)
+        print("answered", flush=True)
+    except Exception as error:
+        print(repr(error), flush=True)
 """
+STEPS = ("saved", "equal", "methods", "laplace", "served", "onnx")
 
 
 def made(name: str) -> tuple[nn.Module, int]:
@@ -102,45 +108,48 @@ def made(name: str) -> tuple[nn.Module, int]:
     return torchvision.models.get_model(short, weights=None, num_classes=2, **arguments).eval(), side
 
 
-def measure(name: str, folder: Path, url: str, repository: Path) -> dict[str, Any]:
+def measure(name: str, row: dict[str, Any], wanted: list[str], folder: Path, url: str, child: Any) -> dict[str, Any]:
+    """The row with the steps that are wanted and not there yet."""
     net, side = made(name)
     card = Card(
         input=Input(shape=(3, side, side), image=Image(mean=(0.5,) * 3, std=(0.25,) * 3)),
         labels=LABELS,
     )
-    row: dict[str, Any] = {"network": name, "side": side, "parameters": count(net)}
+    row = {"network": name, "side": side, "parameters": count(net), **row}
     plain = bayesianize(net, "deterministic", unsupported="leave")
     file = folder / "plain.safetensors"
     steps: dict[str, Callable[[], Any]] = {
         "saved": lambda: len(save(plain, file, card=card).traced.calls),  # type: ignore[union-attr]
-        "equal": lambda: elsewhere(net, file, side, folder),
+        "equal": lambda: elsewhere(net, file, side, folder, child),
         "methods": lambda: converted(file),
-        "laplace": lambda: with_posterior(file, repository / "m" / "1" / "model.safetensors", card, side),
+        "laplace": lambda: with_posterior(file, folder / "models" / "m" / "1" / "model.safetensors", card, side),
         "served": lambda: asked(url, side),
         "onnx": lambda: exported(file, folder),
     }
     for step, run in steps.items():
+        if step != "saved" and (step in row or step not in wanted):
+            continue
         start = time.perf_counter()
         try:
             row[step] = run()
-        except (DubitoError, RuntimeError, AssertionError, httpx.HTTPError, subprocess.SubprocessError) as error:
+        except (DubitoError, RuntimeError, AssertionError, httpx.HTTPError) as error:
             row[step] = None
             row[f"{step}_error"] = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         row[f"{step}_seconds"] = round(time.perf_counter() - start, 1)
     return row
 
 
-def elsewhere(net: nn.Module, file: Path, side: int, folder: Path) -> bool:
+def elsewhere(net: nn.Module, file: Path, side: int, folder: Path, child: Any) -> bool:
     """Whether the outputs of a process without the network's class are the same to the bit."""
     from safetensors.torch import load_file, save_file
 
     given, answer = folder / "x", folder / "f"
     x = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
     save_file({"x": x}, given)
-    words = [sys.executable, "-c", ELSEWHERE, str(file), str(given), str(answer)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    child.stdin.write(f"{file} {given} {answer}\n")
+    child.stdin.flush()
+    if (said := child.stdout.readline().strip()) != "answered":
+        raise RuntimeError(said)
     with torch.no_grad():
         return torch.equal(net(x), load_file(answer)["f"])
 
@@ -212,15 +221,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     head = f"| {columns.replace(', ', ' | ')} |"
     lines = [head, "|---|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
-        missing = [m for m in METHODS if m not in (row["methods"] or ())]
-        methods = "all" if not missing else f"all but {', '.join(missing)}" if row["methods"] else "none"
-        weights = "no" if row["laplace"] is None else f"{row['laplace']:,} weights"
-        onnx = "no" if row["onnx"] is None else f"{row['onnx']:.0e}"
+        missing = [m for m in METHODS if m not in (row.get("methods") or ())]
+        methods = "all" if not missing else f"all but {', '.join(missing)}" if row.get("methods") else "none"
+        weights = "no" if row.get("laplace") is None else f"{row['laplace']:,} weights"
+        onnx = "" if "onnx" not in row else "no" if row["onnx"] is None else f"{row['onnx']:.0e}"
         yes = {True: "yes", False: "no", None: "no"}
         size = f"{row['side']} × {row['side']} | {row['parameters'] / 1e6:.1f} M | {row['saved'] or 'no'}"
+        equal, served = yes[row.get("equal")], yes[row.get("served")]
         lines.append(
-            f"| `{row['network']}` | {size} | {yes[row['equal']]} | {methods} | {weights} | {yes[row['served']]} | "
-            f"not run here | {onnx} |"
+            f"| `{row['network']}` | {size} | {equal} | {methods} | {weights} | {served} | not run here | {onnx} |"
         )
     return "\n".join(lines)
 
@@ -228,6 +237,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="of these networks: torchvision/resnet18 ...")
+    parser.add_argument(
+        "--steps", nargs="*", choices=STEPS, default=list(STEPS), help="of these steps; all need saving"
+    )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="keep rows here, one JSON object on a line")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further network after so long")
     args = parser.parse_args()
@@ -236,7 +248,9 @@ def main() -> None:
     if find_spec("timm") is not None:
         names += [f"timm/{name}" for name in TIMM]
     rows = {row["network"]: row for row in kept_rows(args.keep)}
-    wanted = [name for name in names if name not in rows and (not args.only or name in args.only)]
+    chosen = [name for name in names if not args.only or name in args.only]
+    chosen = [name for name in chosen if any(step not in rows.get(name, {}) for step in args.steps)]
+    words = [sys.executable, "-c", ELSEWHERE]
     start, console = time.monotonic(), Console(stderr=True)
     with TemporaryDirectory() as place:
         folder = Path(place)
@@ -244,15 +258,20 @@ def main() -> None:
         first.parent.mkdir(parents=True)
         save(bayesianize(nn.Linear(2, 2), "deterministic"), first, card=Card(input=Input(shape=(2,))))
         command = ["dubito", "serve", str(repository), "--set", "buckets=1", "--set", "plan_seconds=0"]
-        with running(command, folder / "log", "/readyz") as server:
-            for name in wanted:
+        with (
+            running(command, folder / "log", "/readyz") as server,
+            subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child,
+        ):
+            for name in chosen:
                 if time.monotonic() - start > args.seconds:
                     break
-                rows[name] = measure(name, folder, server.url, repository)
+                rows[name] = measure(name, rows.get(name, {}), args.steps, folder, server.url, child)
                 keep_row(args.keep, rows[name])
                 console.print(json.dumps(rows[name]), soft_wrap=True)
+            assert child.stdin is not None
+            child.stdin.close()
     listed = [rows[name] for name in names if name in rows]
-    through = sum(bool(row["saved"] and row["equal"] and row["laplace"] and row["served"]) for row in listed)
+    through = sum(all(row.get(step) for step in ("saved", "equal", "laplace", "served")) for row in listed)
     print(machine())
     print(table(listed))
     print(f"through save, load, Laplace on the last layer and serve: {through} of {len(listed)}")

@@ -181,4 +181,5 @@ MODULES: Mapping[str, type[nn.Module]] = {
     **{name: getattr(nn, name) for name in (*PLAIN, *RECURRENT, "TransformerEncoder") if hasattr(nn, name)},
     "ScaleShift": ScaleShift,  # ours: a folded BatchNorm
 }
-MOST_LAYERS = 256  # of a recurrent network or an encoder: each takes memory even without storage
+MANIFOLD = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerEncoder", *RECURRENT)  # of many modules each
+MOST_LAYERS = 1024  # of these in a network, those inside encoders counted: they take memory even without storage

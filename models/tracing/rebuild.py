@@ -15,7 +15,15 @@ from dubito.models.network.layers import layer_by_layer
 from dubito.models.traced import Call, Forward, OwnTensor, TorchModule, Traced
 from dubito.models.tracing.arguments import InputDevice, Ref, decode, short
 from dubito.models.tracing.modules import construct
-from dubito.models.tracing.operators import ATTRIBUTES, FUNCTIONS, METHODS, MOST_PIECES, PIECES
+from dubito.models.tracing.operators import (
+    ATTRIBUTES,
+    FUNCTIONS,
+    MANIFOLD,
+    METHODS,
+    MOST_LAYERS,
+    MOST_PIECES,
+    PIECES,
+)
 
 ROWS = 2  # of the trial
 LARGEST_RESULT = 1 << 28  # numbers of any result for one input
@@ -27,12 +35,22 @@ def rebuild(traced: Traced) -> nn.Module:
     root: Part = TracedNetwork(traced)
     if isinstance(whole := traced.parts.get(""), TorchModule):
         return construct(whole)
+    _check_layers(traced)
     for name, entry in traced.parts.items():
         _place(root, name, entry)
     for name, first in traced.same.items():
         _repeat(root, name, first)
     _check_calls(root, traced)
     return root
+
+
+def _check_layers(traced: Traced) -> None:
+    """Each of these layers is several modules, which take memory even without storage."""
+    entries = [entry for entry in traced.parts.values() if isinstance(entry, TorchModule) and entry.kind in MANIFOLD]
+    stated = [entry.arguments.get("num_layers", 1) for entry in entries]
+    layers = sum(number if isinstance(number, int) else 1 for number in stated)
+    if layers > MOST_LAYERS:
+        raise ArtifactError(f"its network has {layers:,} attention or recurrent layers; at most {MOST_LAYERS} fit.")
 
 
 def _place(root: "Part", name: str, entry: TorchModule | Forward | OwnTensor) -> None:
@@ -122,10 +140,11 @@ def try_out(net: nn.Module, shape: tuple[int, ...]) -> None:
         try:
             with torch.no_grad(), torch.device("meta"), layer_by_layer(True), _Sizes():
                 out = net(torch.empty(ROWS, *shape, dtype=dtype))
-            if isinstance(out, Tensor) and out.dim() > 0 and len(out) == ROWS:
+            if isinstance(out, Tensor) and out.dim() > 0 and len(out) == ROWS and out.is_floating_point():
                 return
-            came = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(f"it answers {ROWS} of them with {came}; expected one row for each")
+            kind = type(out).__name__
+            came = f"a tensor of shape {tuple(out.shape)} and {out.dtype}" if isinstance(out, Tensor) else kind
+            raise ValueError(f"it answers {ROWS} of them with {came}; expected one row of real numbers for each")
         except Exception as error:  # torch has many kinds
             failed = failed or error
     reason = (str(failed) or type(failed).__name__).splitlines()[0].rstrip(".")

@@ -92,11 +92,7 @@ def trace(net: nn.Module, shape: tuple[int, ...] | None) -> tuple[Traced, dict[s
         if within and name.startswith(within):
             continue
         dot = f"{name}." if name else ""
-        own = {
-            key: _entry(dot + key, t)
-            for key, t in [*module._parameters.items(), *module._buffers.items()]
-            if t is not None
-        }
+        own = {key: _entry(dot + key, t) for key, t in _held(module)}
         if name in inner:
             forward, result = inner[name].follow(module)
             constants |= {dot + key: t for key, t in inner[name].constants.items()}
@@ -389,8 +385,8 @@ def _recorded_len(tracer: _Tracer, net: nn.Module) -> Iterator[None]:
     def length(value: Any) -> Any:
         if not isinstance(value, fx.Proxy) or tracer.evaluating:
             return len(value)
-        hints = value.node.meta["hints"]
-        return value.shape[0] if hints is None or isinstance(hints[0], Tensor) else tracer.settle(value, len)
+        hints, shape = value.node.meta["hints"], operator.attrgetter("shape")
+        return shape(value)[0] if hints is None or isinstance(hints[0], Tensor) else tracer.settle(value, len)
 
     scopes = [getattr(type(module).forward, "__globals__", {}) for module in net.modules()]
     own = {id(scope): scope for scope in scopes if "len" not in scope and _is_own(scope.get("__file__", ""))}

@@ -204,7 +204,15 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     ),
     "a layer of a million layers": (
         part("more", {"kind": "LSTM", "arguments": {"input_size": 2, "hidden_size": 2, "num_layers": 10**6}}),
-        "has LSTM of 1000000 layers; expected 1 to 256",
+        "has 1,000,000 attention or recurrent layers; at most 1024 fit",
+    ),
+    "two thousand encoder layers": (
+        lambda n, t: n["parts"].update({f"e{i}": {"kind": "TransformerEncoderLayer"} for i in range(2000)}),
+        "has 2,000 attention or recurrent layers",
+    ),
+    "minus one layers": (
+        part("more", {"kind": "GRU", "arguments": {"input_size": 2, "hidden_size": 2, "num_layers": -1}}),
+        "has GRU of -1 layers; expected 1 to 1024",
     ),
     "a tensor of 2**60": (part("more", {"shape": [BIG, BIG, 1 << 12]}), "tensor 'net.more' is missing"),
     "a tensor without end": (part("more", {"shape": [10**12]}), WRONG + "traced.*parts"),
