@@ -95,7 +95,9 @@ def doctor(
 ) -> None:
     """Check this installation: versions, devices, what is missing and how to get it.
 
-    The exit code is 0 where serving works, else 1. Try: dubito doctor
+    The exit code is 0 where serving works, else 1.
+
+    Try: dubito doctor --json
     """
     import json
 
