@@ -111,7 +111,8 @@ class Data(Section):
 class Network(Section):
     architecture: str
     arguments: dict[str, JsonValue] = {}  # sizes that follow from the data (classes, inputs, channels …) are optional
-    weights: str | None = None  # a state dict (.safetensors) of the plain network to start from
+    weights: str | None = None  # a state dict (.safetensors, .pth, .pt, .ckpt) of the plain network to start from
+    rename: tuple[str, ...] = ()  # names in that file: OLD=NEW, as fc.1=fc
 
 
 class PosteriorOptions(Section):
@@ -196,16 +197,10 @@ class Tune(Section):
 class Laplace(Section):
     """`posterior.options` of the method subnetwork-laplace."""
 
-    size: Count | None = None  # S weights; None: 1,000, or all where there are fewer. Not for last-layer
-    select: Selection = "variance"
+    size: Count | None = None  # S weights; None: 1,000, or all where there are fewer, or the last layer's
+    select: Selection | None = None  # None: last-layer of a network with more than a million weights, else variance
     prior_precision: PositiveNumber | None = None  # None: a grid on the validation part's log-likelihood
     batch: Count = 128  # examples at a time, at most
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "Laplace":
-        if self.select == "last-layer" and self.size is not None:
-            raise ValueError(f"size is {self.size}, but select is 'last-layer', which has a size of its own")
-        return self
 
 
 class Calibrate(Section):

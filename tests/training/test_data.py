@@ -341,7 +341,7 @@ def test_a_target_column_by_name(table: Callable[..., str]) -> None:
     data = read_data(name, target="kind")
     assert (data.train.x.tolist(), data.train.y.tolist(), data.labels) == ([[1, 2], [3, 4]], [0, 1], ("cat", "dog"))
     assert (data.columns, data.targets) == (("a", "b"), ("kind",))
-    assert "has 0 columns 'species'; it has: kind, a, b" in complaint(name, target="species")
+    assert "has no column 'species'; its columns are: kind, a, b" in complaint(name, target="species")
 
 
 def test_a_group_column_by_name(table: Callable[..., str]) -> None:

@@ -55,7 +55,7 @@ def read_for(
     if regression != (data.labels is None):
         kinds = ("classes", "numbers")
         raise DataError(f"{name} has {kinds[not regression]} for targets; this model predicts {kinds[regression]}.")
-    return data if manifest.card.labels is None else _numbered(data, name, manifest.card.labels)
+    return data if manifest.card.labels is None else numbered(data, name, manifest.card.labels)
 
 
 def _ordered(data: DataSet, known: tuple[str, ...] | None) -> DataSet:
@@ -72,7 +72,7 @@ def _ordered(data: DataSet, known: tuple[str, ...] | None) -> DataSet:
     return replace(data, train=train, test=test, columns=known)
 
 
-def _numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
+def numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
     """Number the classes as the model does: by name if it knows all names, else by position if there are as many."""
     labels = data.labels
     if labels is None or labels == known:
@@ -401,7 +401,8 @@ def _csv(path: Path, regression: bool | None, target: str | None, group: str | N
     header, lines, body = _table(path)
     for wanted in (target, group):
         if wanted is not None and header.count(wanted) != 1:
-            raise DataError(f"{path} has {header.count(wanted)} columns {wanted!r}; it has: {', '.join(header)}.")
+            many = f"{header.count(wanted)} columns" if wanted in header else "no column"
+            raise DataError(f"{path} has {many} {wanted!r}; its columns are: {', '.join(header)}.")
     groups = None
     if group is not None:
         if group == (header[-1] if target is None else target):
