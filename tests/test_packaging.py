@@ -178,8 +178,10 @@ def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for top in tops(name):
             if not (site / top).is_symlink():
                 (site / top).symlink_to(Path(str(distribution(name).locate_file(top))))
-    command = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--no-deps", "--no-index"]
-    done = subprocess.run([*command, wheel], capture_output=True, text=True, timeout=120)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
+    done = subprocess.run(
+        [*pip, "install", "--no-deps", "--no-index", str(wheel)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return folder / "bin"
 
@@ -230,7 +232,7 @@ def test_pip_install_into_an_empty_environment(wheel: Path, tmp_path: Path) -> N
     """As a user does, from the package index."""
     folder = tmp_path / "empty"
     subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
-    command = [folder / "bin" / "pip", "install", "--quiet", wheel]
+    command = [str(folder / "bin" / "pip"), "install", "--quiet", str(wheel)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     (tmp_path / "work").mkdir()
@@ -239,7 +241,7 @@ def test_pip_install_into_an_empty_environment(wheel: Path, tmp_path: Path) -> N
 
 def check_environment(bin_: Path, folder: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    serve = [bin_ / "dubito", "serve", "--port", "0", "--set", "buckets=4", "--set", "plan_seconds=0"]
+    serve = [str(bin_ / "dubito"), "serve", "--port", "0", "--set", "buckets=4", "--set", "plan_seconds=0"]
     with (
         (folder / "log").open("w") as log,
         subprocess.Popen(serve, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=log, text=True) as server,
@@ -249,7 +251,7 @@ def check_environment(bin_: Path, folder: Path) -> None:
             addresses = (re.search(r"console (http://\S+)/", line) for line in server.stdout)
             address = next(filter(None, addresses), None)
             assert address is not None, (folder / "log").read_text()
-            ask = [bin_ / "python", "-c", ASK, address[1]]
+            ask = [str(bin_ / "python"), "-c", ASK, address[1]]
             answer = subprocess.run(ask, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
             assert answer.returncode == 0, answer.stderr
         finally:
