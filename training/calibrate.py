@@ -36,10 +36,11 @@ from dubito.training.evaluation.predicting import (
 from dubito.training.feature_bank import make_bank
 from dubito.training.metrics import placements
 from dubito.training.seeds import stream
-from dubito.training.terminal import remark
+from dubito.training.terminal import bar, remark
 
 PATCHES_FROM = 128  # examples on which the directions of the factored law are found
 SPOILED = 1000  # examples whose spoiled copies replace OOD data
+KINDS = 4  # of spoiling, at most
 CHOOSING = 20  # K with which a measure, a temperature or the constants of RAPS are chosen
 CLEARLY = 2.0  # standard errors by which a new measure must be better
 # inputs of one request share draws, so their errors are correlated: thresholds need many requests
@@ -91,28 +92,38 @@ def calibrate(
     if settings.method == "probit" and not model.manifest.closed_form:
         raise CalibrationError("method is 'probit'; only a subnetwork-laplace model has a closed form. Leave it out.")
     seed += OWN_DRAWS
-    T = 1.0
-    if settings.temperature:
-        assert validation is not None
-        T = best_temperature(model, validation, seed)
-        model = with_temperature(model, settings, T)
-    sets = choose_sets(model, validation, settings, seed)
-    parts = _parts_of(model, held, settings)
-    model = try_bank(model, train, settings, seed)
-    measure, auroc = choose_measure(model, held, seed, given=settings.measure)
-    measure_closed = measure
-    if model.manifest.closed_form:
-        measure_closed, _ = choose_measure(model, held, seed, "probit", given=settings.measure)
-    if "knn" not in (measure, measure_closed):
-        model = with_bank(model, None)
-    sampled = predict_grid(model, held.x, list(GRID), seed, requests=CALIBRATION_REQUESTS)
-    sampled |= predict_grid(model, held.x, [0], seed)
-    limits = {K: _limits(sampled[K], held.y, settings, sets, parts) for K in sorted(sampled)}
-    settled = predict_auto(model, held.x, seed, requests=CALIBRATION_REQUESTS)
-    of_auto = None if settled is None else _limits(settled[0], held.y, settings, sets, parts)
-    of_closed = None
-    if model.manifest.closed_form:
-        of_closed = _limits(predict_probit(model, held.x), held.y, settings, sets, parts)
+    closed = model.manifest.closed_form
+    grid, each = list(GRID), 1 if closed else CHOOSING  # passes of an example: draws of a linearised network share one
+    spoiling = (1 + KINDS) * min(len(held), SPOILED)
+    passes = each * ((1 + closed) * spoiling + (len(validation) if settings.temperature and validation else 0))
+    passes += (2 if closed else 2 * grid[-1]) * len(held)
+    with bar("calibrating", passes) as advance:
+        T = 1.0
+        if settings.temperature:
+            assert validation is not None
+            T = best_temperature(model, validation, seed)
+            model = with_temperature(model, settings, T)
+            advance(each * len(validation))
+        sets = choose_sets(model, validation, settings, seed)
+        parts = _parts_of(model, held, settings)
+        model = try_bank(model, train, settings, seed)
+        measure, auroc = choose_measure(model, held, seed, given=settings.measure)
+        advance(each * spoiling)
+        measure_closed = measure
+        if closed:
+            measure_closed, _ = choose_measure(model, held, seed, "probit", given=settings.measure)
+            advance(each * spoiling)
+        if "knn" not in (measure, measure_closed):
+            model = with_bank(model, None)
+        share = grid[-1] if closed else 1
+        sampled = predict_grid(model, held.x, grid, seed, lambda n: advance(n // share), requests=CALIBRATION_REQUESTS)
+        sampled |= predict_grid(model, held.x, [0], seed)
+        limits = {K: _limits(sampled[K], held.y, settings, sets, parts) for K in sorted(sampled)}
+        settled = predict_auto(model, held.x, seed, requests=CALIBRATION_REQUESTS)
+        of_auto = None if settled is None else _limits(settled[0], held.y, settings, sets, parts)
+        of_closed = None
+        if closed:
+            of_closed = _limits(predict_probit(model, held.x), held.y, settings, sets, parts)
     calibration = Calibration(
         false_positive_rate=settings.false_positive_rate,
         coverage=settings.coverage,

@@ -246,7 +246,7 @@ def laplace(
         int | None,
         typer.Option(
             help="S: number of weights in the posterior; without it, 1,000, or all where there are fewer; of a last "
-            "layer all up to 6,000.",
+            "layer all up to 2,000.",
             min=1,
         ),
     ] = None,

@@ -27,7 +27,7 @@ from dubito.training.terminal import bar
 
 USUAL_SIZE = 1000  # default S
 LARGE = 1_000_000  # weights of a network for which the last layer is the default: no gradient goes further down
-MOST_LAST = 6000  # weights of a last layer that are all taken: their triangle has 18 million numbers
+MOST_LAST = 2000  # weights of a last layer that are all taken: every prediction reads their 2 million numbers
 JACOBIAN = 1 << 26  # numbers of a Jacobian held at a time
 VALIDATION = 1 << 28  # numbers of the Jacobian of validation examples, which is kept for the whole grid
 COARSE = tuple(10.0**n for n in range(-4, 5))
@@ -240,7 +240,7 @@ def best_precision(
     """Prior precision with the best validation log-likelihood of the probit predictive: powers of ten, then finer."""
     f, J, y = _validation_jacobian(network, validation, declared, index, batch)
     scores: dict[float, float] = {}
-    with bar("prior precision", len(COARSE) + 2 * (FINE - 1)) as advance:
+    with bar("choosing the prior precision", len(COARSE) + 2 * (FINE - 1)) as advance:
 
         def look(precisions: Iterator[float] | tuple[float, ...]) -> None:
             for precision in precisions:
