@@ -93,7 +93,9 @@ class Request:
         return read_recipe(self.source, [*chosen, *self.changes], like=self.like)
 
     def sets(self, key: str) -> bool:
-        return any(f"{change.partition('=')[0].strip()}.".startswith(f"{key}.") for change in self.changes)
+        """Whether a change is of this key, of a part of it, or of the whole table that it is in."""
+        changed = [f"{change.partition('=')[0].strip()}." for change in self.changes]
+        return any(f"{key}.".startswith(c) or c.startswith(f"{key}.") for c in changed)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def _candidates(request: Request, facts: Facts) -> Iterator[dict[str, Any]]:
         shares = (recipe.fit.epochs / shipped.epochs,) if request.sets("fit.epochs") else SHARES
         yield from ({f"fit.{p}": max(1, int(n * share)) for p, n in phases.items()} for share in shares)
         return
-    own = request.sets("network") or recipe.network.weights is not None
+    own = request.sets("network.architecture") or request.sets("network.arguments")
     fits = [r for r in LADDER if facts.shape[0] == 3 or "channels" in sizes_of(r.architecture)]
     ladder = [Rung(recipe.network.architecture, recipe.network.arguments, 64)] if own else fits
     n = _training(recipe, facts)
@@ -317,8 +319,12 @@ def plan(
             raise RecipeError(f"--quick belongs to {', '.join(f'{k}:PATH' for k in OWN_DATA)}; set fit.epochs instead.")
         recipe = request.recipe(())
         return Plan(request.recipe(["fit.pretrain_epochs=0"]) if recipe.network.weights else recipe, "", file)
+    if request.recipe().network.weights is not None and not request.sets("network.architecture"):
+        raise RecipeError(
+            "weights came without their network: name it, such as --set network.architecture=resnet18-cifar."
+        )
     facts = look(request, data_root, download)
-    if facts.pictures and not request.source.startswith("folder:"):
+    if facts.pictures and request.recipe().task == "classification" and not request.source.startswith("folder:"):
         request = replace(request, like="folder")
     machine = timed(device)
     key = {"request": asdict(request), "facts": asdict(facts), "device": device.type}

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image as Pillow
+from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from dubito.cli import app
-from dubito.models import load
+from dubito.models import build, load
 from dubito.training import terminal
 from dubito.training.choice import LADDER, Facts, Machine, Request, choose, look, multiply_adds, plan, seconds, timed
 from dubito.training.config import Recipe, RecipeError, read_recipe
@@ -113,6 +114,12 @@ def test_a_network_with_weights_is_not_trained_first() -> None:
     recipe = chosen(replace(FOLDER, changes=changes), replace(PICTURES, shape=(3, 224, 224), resized=False))
     assert recipe.network.architecture == "torchvision/resnet18"
     assert (recipe.fit.pretrain_epochs, recipe.data.size) == (0, (224, 224))
+
+
+def test_weights_need_the_name_of_their_network(tmp_path: Path) -> None:
+    source, out = write_pictures(tmp_path / "data", 9), tmp_path / "m.safetensors"
+    with pytest.raises(RecipeError, match="weights came without their network"):
+        plan(Request(source, ("network.weights=w.safetensors",)), out, CPU_DEVICE)
 
 
 def test_grey_arrays_get_a_network_that_takes_them() -> None:
@@ -241,6 +248,24 @@ def test_quick_ends_with_a_model_that_answers(tmp_path: Path, monkeypatch: pytes
     assert [line for line in lines if re.match(r"plain \(1 of 2\): epoch 3/12 .* left$", line)]
     assert [line for line in lines if re.match(r"calibrating: \d+%, .* left$", line)]
     assert [line for line in lines if re.match(r"measuring: \d+%, .* left$", line)]
+
+
+@pytest.mark.usefixtures("few_here")
+def test_a_posterior_starts_from_weights(tmp_path: Path) -> None:
+    """The weights' network says which size its pictures have, and is measured beside the posterior."""
+    source, out, file = write_pictures(tmp_path / "data", 300), tmp_path / "m.safetensors", tmp_path / "w.safetensors"
+    net = build("cnn", classes=3, channels=3, size=[8, 12], width=4, hidden=8)
+    save_file(net.state_dict(), file)
+    network = ["--set=network.architecture=cnn", "--set=network.arguments={size=[8, 12], width=4, hidden=8}"]
+    short = ["--set=fit.epochs=4", "--set=tune.epochs=1"]
+    answer = run("train", source, "--weights", file, *network, *short, "--out", out)
+    assert answer.exit_code == 0, answer.exception
+    assert "plain (" not in answer.stderr
+    assert "chosen: sigma_max" in answer.stderr
+    model = load(out)
+    assert model.card.input is not None
+    assert model.card.input.shape == (3, 8, 12)
+    assert model.card.plain is not None
 
 
 # words
