@@ -332,7 +332,7 @@ def plan(
     chosen = choose(request, facts, machine) if chosen is None else chosen
     recipe = request.recipe(chosen)
     said = f"{facts}, {machine}: {_words(recipe)}, {about(recipe, facts, machine)}."
-    if machine.kind == "cpu":
+    if machine.kind == "cpu" and facts.pictures:
         gpu = Machine("cuda")
         better = request.recipe(choose(request, facts, gpu))
         same = _words(better) == _words(recipe)
