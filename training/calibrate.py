@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,8 @@ from dubito.training.seeds import stream
 from dubito.training.terminal import bar, remark
 
 PATCHES_FROM = 128  # examples on which the directions of the factored law are found
+KINDS = 6  # of inputs on which a measure is chosen: as they are, and five kinds of spoiled copies
 SPOILED = 1000  # examples whose spoiled copies replace OOD data
-KINDS = 4  # of spoiling, at most
 CHOOSING = 20  # K with which a measure, a temperature or the constants of RAPS are chosen
 CLEARLY = 2.0  # standard errors by which a new measure must be better
 # inputs of one request share draws, so their errors are correlated: thresholds need many requests
@@ -92,38 +92,29 @@ def calibrate(
     if settings.method == "probit" and not model.manifest.closed_form:
         raise CalibrationError("method is 'probit'; only a subnetwork-laplace model has a closed form. Leave it out.")
     seed += OWN_DRAWS
-    closed = model.manifest.closed_form
-    grid, each = list(GRID), 1 if closed else CHOOSING  # passes of an example: draws of a linearised network share one
-    spoiling = (1 + KINDS) * min(len(held), SPOILED)
-    passes = each * ((1 + closed) * spoiling + (len(validation) if settings.temperature and validation else 0))
-    passes += (2 if closed else 2 * grid[-1]) * len(held)
-    with bar("calibrating", passes) as advance:
-        T = 1.0
-        if settings.temperature:
-            assert validation is not None
-            T = best_temperature(model, validation, seed)
-            model = with_temperature(model, settings, T)
-            advance(each * len(validation))
-        sets = choose_sets(model, validation, settings, seed)
-        parts = _parts_of(model, held, settings)
-        model = try_bank(model, train, settings, seed)
-        measure, auroc = choose_measure(model, held, seed, given=settings.measure)
-        advance(each * spoiling)
+    T = 1.0
+    if settings.temperature:
+        assert validation is not None
+        T = best_temperature(model, validation, seed)
+        model = with_temperature(model, settings, T)
+    sets = choose_sets(model, validation, settings, seed)
+    parts = _parts_of(model, held, settings)
+    model = try_bank(model, train, settings, seed)
+    with bar("calibrating", CHOOSING * KINDS * min(len(held), SPOILED) + 2 * GRID[-1] * len(held)) as advance:
+        measure, auroc = choose_measure(model, held, seed, given=settings.measure, advance=advance)
         measure_closed = measure
-        if closed:
+        if model.manifest.closed_form:
             measure_closed, _ = choose_measure(model, held, seed, "probit", given=settings.measure)
-            advance(each * spoiling)
         if "knn" not in (measure, measure_closed):
             model = with_bank(model, None)
-        share = grid[-1] if closed else 1
-        sampled = predict_grid(model, held.x, grid, seed, lambda n: advance(n // share), requests=CALIBRATION_REQUESTS)
-        sampled |= predict_grid(model, held.x, [0], seed)
-        limits = {K: _limits(sampled[K], held.y, settings, sets, parts) for K in sorted(sampled)}
-        settled = predict_auto(model, held.x, seed, requests=CALIBRATION_REQUESTS)
-        of_auto = None if settled is None else _limits(settled[0], held.y, settings, sets, parts)
-        of_closed = None
-        if closed:
-            of_closed = _limits(predict_probit(model, held.x), held.y, settings, sets, parts)
+        sampled = predict_grid(model, held.x, list(GRID), seed, advance, requests=CALIBRATION_REQUESTS)
+        settled = predict_auto(model, held.x, seed, advance, requests=CALIBRATION_REQUESTS)
+    sampled |= predict_grid(model, held.x, [0], seed)
+    limits = {K: _limits(sampled[K], held.y, settings, sets, parts) for K in sorted(sampled)}
+    of_auto = None if settled is None else _limits(settled[0], held.y, settings, sets, parts)
+    of_closed = None
+    if model.manifest.closed_form:
+        of_closed = _limits(predict_probit(model, held.x), held.y, settings, sets, parts)
     calibration = Calibration(
         false_positive_rate=settings.false_positive_rate,
         coverage=settings.coverage,
@@ -381,7 +372,13 @@ def with_bank(model: Model, bank: FeatureBank | None) -> Model:
 
 
 def choose_measure(
-    model: Model, held: Examples, seed: int, predictive: Predictive = "sampling", *, given: Measure | None = None
+    model: Model,
+    held: Examples,
+    seed: int,
+    predictive: Predictive = "sampling",
+    *,
+    given: Measure | None = None,
+    advance: Callable[[int], None] = lambda n: None,
 ) -> tuple[Measure, dict[Measure, float]]:
     """The measure that best separates held-out examples from spoiled copies of them (or `given`), and all AUROCs.
 
@@ -393,14 +390,14 @@ def choose_measure(
     chosen = ChosenPredictive.of(model, CHOOSING, predictive)
     rng = torch.Generator().manual_seed(seed)
     x = to_spoil(held.x, rng)
-    inside = scores(chosen.predict(model, x, seed))
+    inside = scores(chosen.predict(model, x, seed, advance))
     if given is not None and given not in inside:
         raise CalibrationError(f"measure is {given!r}; this model has {', '.join(inside)}.")
     if not model.factors.random:
         inside.pop("mutual_information", None)  # zero without draws
     placed_by: dict[Measure, list[tuple[Tensor, Tensor]]] = {measure: [] for measure in inside}
     for spoiled in spoil(x, rng):
-        outside = scores(chosen.predict(model, spoiled, seed))
+        outside = scores(chosen.predict(model, spoiled, seed, advance))
         for measure, pairs in placed_by.items():
             pairs.append(placements(inside[measure], outside[measure]))
     # (2, n): placements of inside and of outside examples, mean over the kinds of spoiling

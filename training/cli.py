@@ -97,6 +97,20 @@ def train(
     device: Device = "auto",
     fresh: Fresh = False,
     force: Force = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Weights of a trained network that the posterior starts from; the plain network is not trained then.",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A first answer in two minutes: a small network, few epochs, no trials.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print what would be done and how long it would take, by a few timed steps."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a Bayesian network, calibrate and measure it on held-out data, and write one artifact.
@@ -107,26 +121,29 @@ def train(
 
         dubito train fashion-mnist --data-root data --download --out fashion.safetensors
 
+        dubito train folder:pictures --quick
+
         dubito train csv:table.csv --set task=regression --set data.target=price
     """
-    from dubito.training.config import read_recipe
+    from dubito.training.choice import Request, plan
     from dubito.training.recipe import train as follow
+    from dubito.training.terminal import remark
 
+    out = _writable(Path(f"{_stem(recipe)}.safetensors") if out is None else out)
     permit_network(network)
-    if network is not None:
-        changes = [f"network.architecture={json.dumps(network)}", "network.arguments={}", *(changes or [])]
-    chosen = read_recipe(recipe, changes)
-    out = Path(f"{_stem(recipe)}.safetensors") if out is None else out
-    with _stopping():
-        trained = follow(
-            chosen,
-            _writable(out),
-            data_root=data_root,
-            download=download,
-            device=chosen_device(device),
-            fresh=fresh,
-            force=force,
-        )
+    wanted = [] if network is None else [f"network.architecture={json.dumps(network)}", "network.arguments={}"]
+    wanted += [*(changes or ()), *([] if weights is None else [f"network.weights={json.dumps(str(weights))}"])]
+    where: dict[str, Any] = {"data_root": data_root, "download": download, "device": chosen_device(device)}
+    chosen = plan(Request(recipe, tuple(wanted), quick), out, **where, fresh=fresh)
+    if chosen.said:
+        remark(chosen.said)
+    if dry_run:
+        from dubito.training.dry_run import describe_run
+
+        print("\n".join(describe_run(chosen.recipe, **where)))
+        return
+    with _stopping(), chosen.kept():
+        trained = follow(chosen.recipe, out, **where, fresh=fresh, force=force)
     if trained is not None:
         _print_result(out, trained.model, as_json)
 

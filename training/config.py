@@ -297,9 +297,12 @@ def _first(error: ValidationError, section: type[BaseModel]) -> str:
     return f"{place} is {first['input']!r}; {first['msg'].replace('Input should be', 'expected')}"
 
 
-def read_recipe(source: str, changes: list[str] | None = None) -> Recipe:
-    """Read a shipped recipe by name, `npz:PATH` and the like, or a TOML file; `changes` are `dotted.key=value`."""
-    table = _read(source)
+def read_recipe(source: str, changes: list[str] | None = None, *, like: str | None = None) -> Recipe:
+    """Read a shipped recipe by name, `npz:PATH` and the like, or a TOML file; `changes` are `dotted.key=value`.
+
+    `like` names the shipped recipe for one's own data; without it, that of its kind.
+    """
+    table = _read(source, like)
     for change in changes or []:
         _set(table, change)
     try:
@@ -326,10 +329,10 @@ def _complaint(loc: tuple[int | str, ...], kind: str, message: str, came: object
     return f"{place} is {came!r}; {EXPECTED.get(kind, message.replace('Input should be', 'expected'))}"
 
 
-def _read(source: str) -> dict[str, Any]:
+def _read(source: str, like: str | None) -> dict[str, Any]:
     kind, _, place = source.partition(":")
     own = kind in OWN_DATA
-    name = kind if own else source
+    name = (like or kind) if own else source
     if own and not place:
         raise RecipeError(f"recipe {source!r} names no data; expected {kind}:PATH.")
     if name in shipped():

@@ -299,11 +299,14 @@ class Phases:
         """File with the results of the trials of `tune` so far."""
         return self.out.with_name(f"{self.out.stem}.trials.json")
 
+    def names(self) -> list[str]:
+        """The phases in their order."""
+        trials = () if self.recipe.tune is None else range(1, len(self.recipe.tune.trials) + 1)
+        return ["plain"] * (self.recipe.fit.pretrain_epochs > 0) + [f"trial-{i}" for i in trials] + ["posterior"]
+
     def clean(self) -> None:
         """Delete the checkpoints, and drafts left by a killed process."""
-        trials = () if self.recipe.tune is None else range(1, len(self.recipe.tune.trials) + 1)
-        paths = [self.checkpoint(phase) for phase in ("plain", *(f"trial-{i}" for i in trials), "posterior")]
-        for path in (*paths, self.trials):
+        for path in (*map(self.checkpoint, self.names()), self.checkpoint("plain"), self.trials):
             for file in (path, draft_of(path)):
                 file.unlink(missing_ok=True)
 
@@ -331,7 +334,9 @@ class Phases:
 
         name = self.out.stem if phase == "posterior" else f"{self.out.stem}.{phase}"
         board = tensorboard(self.out.with_name(f"{name}.tensorboard")) if first else nullcontext(lambda _: None)
-        with stoppable() as stop, progress_bar(run, phase) as show, board as note:
+        names = self.names()
+        title = f"{phase} ({names.index(phase) + 1} of {len(names)})" if phase in names[:-1] else phase
+        with stoppable() as stop, progress_bar(run, title) as show, board as note:
             while not run.done:
                 ended = run.epoch(show, pause)
                 stopped = run.ranks.any(stop(), self.device)

@@ -23,6 +23,7 @@ ARRAYS = ("x", "y", "x_test", "y_test", "group", "group_test")  # of an .npz fil
 MOST_LETTERS = 100  # of a group's name
 UCI = {"uci": "standard", "uci-gap": "gap"}  # divided at random; or the middle third of one feature is the test part
 MOST_CLASSES = 1 << 16  # larger whole numbers are not classes
+PEEKED = 100  # pictures whose size is looked at before they are read
 MOST_BYTES = 1 << 34  # of pictures in the size of the first one, if the recipe gives no size
 
 
@@ -298,6 +299,28 @@ def _pictures(
         pixels.append(_brought(picture, size, channels, fitting))
     assert size is not None
     return Examples(torch.stack(pixels), torch.tensor(folder.targets)), tuple(folder.classes), size
+
+
+def count_pictures(path: Path) -> tuple[int, int, tuple[int, int], int]:
+    """Number of pictures, of those of a test part, median height and width of some, and number of classes."""
+    from PIL import Image
+    from torchvision.datasets import ImageFolder
+
+    divided = _is_divided(path)
+    try:
+        train = ImageFolder(str(path / "train" if divided else path))
+        tested = len(ImageFolder(str(path / "test"))) if divided and (path / "test").is_dir() else 0
+    except OSError as error:
+        raise DataError(f"{path}: {_reason(error)}; expected one folder of pictures per class.") from None
+    sizes = []
+    for file, _ in train.samples[:: max(1, len(train) // PEEKED)]:
+        try:
+            with Image.open(file) as picture:
+                sizes.append((picture.height, picture.width))
+        except (OSError, ValueError):  # reading the data says which, and why
+            continue
+    height, width = np.median(sizes or [(1, 1)], axis=0).astype(int).tolist()
+    return len(train), tested, (height, width), len(train.classes)
 
 
 def _picture(file: str, fitting: Fitting) -> Tensor:
