@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from dubito.models.errors import ArtifactError
 from dubito.models.network.layers import layer_by_layer
-from dubito.models.traced import Call, Forward, OwnTensor, TorchModule, Traced
+from dubito.models.traced import OwnTensor, TorchModule, Traced, TracedCall, TracedForward
 from dubito.models.tracing.arguments import InputDevice, Ref, decode, short
 from dubito.models.tracing.modules import construct
 from dubito.models.tracing.operators import (
@@ -32,7 +32,7 @@ PART = re.compile(r"(?!__)[A-Za-z0-9_-]{1,100}")
 
 def rebuild(traced: Traced) -> nn.Module:
     """Call it where tensors have no storage."""
-    root: Part = TracedNetwork(traced)
+    root: Container = TracedNetwork(traced)
     if isinstance(whole := traced.parts.get(""), TorchModule):
         return construct(whole)
     _check_layers(traced)
@@ -53,7 +53,7 @@ def _check_layers(traced: Traced) -> None:
         raise ArtifactError(f"its network has {layers:,} attention or recurrent layers; at most {MOST_LAYERS} fit.")
 
 
-def _place(root: "Part", name: str, entry: TorchModule | Forward | OwnTensor) -> None:
+def _place(root: "Container", name: str, entry: TorchModule | TracedForward | OwnTensor) -> None:
     owner, last = _owner(root, name)
     if isinstance(entry, OwnTensor):
         _hold(owner, last, entry)
@@ -70,14 +70,14 @@ def _place(root: "Part", name: str, entry: TorchModule | Forward | OwnTensor) ->
     owner.add_module(last, inner)
 
 
-def _owner(root: "Part", name: str) -> tuple["Part", str]:
+def _owner(root: "Container", name: str) -> tuple["Container", str]:
     """The part that holds this name, made where it is not there yet, and the last word of the name."""
     *above, last = name.split(".")
     for word in above:
         inner = root._modules.get(word)
         if inner is None:
-            root.add_module(_free(root, word), inner := Part())
-        if type(inner) is not Part:
+            root.add_module(_free(root, word), inner := Container())
+        if type(inner) is not Container:
             raise ArtifactError(f"its network has {short(name)} inside a module that has no other modules.")
         root = inner
     return root, _free(root, last)
@@ -98,7 +98,7 @@ def _hold(part: nn.Module, name: str, entry: OwnTensor) -> None:
         part.register_buffer(name, tensor)
 
 
-def _repeat(root: "Part", name: str, first: str) -> None:
+def _repeat(root: "Container", name: str, first: str) -> None:
     owner, word = _walk(root, first)
     held = None if owner is None else {**owner._modules, **owner._parameters, **owner._buffers}.get(word)
     if held is None:
@@ -124,7 +124,7 @@ def _walk(root: nn.Module, name: str) -> tuple[nn.Module | None, str]:
     return module, last
 
 
-def _check_calls(net: nn.Module, forward: Forward | Traced) -> None:
+def _check_calls(net: nn.Module, forward: TracedForward | Traced) -> None:
     """Modules and tensors that are named are there."""
     modules, tensors = {name for name, _ in net.named_modules()} - {""}, net.state_dict().keys()
     for call in forward.calls:
@@ -180,14 +180,14 @@ def _pieces(name: str, x: Tensor, *args: Any, **named: Any) -> int:
     return x.shape[axis] // max(1, how) if name == "split" else int(how)
 
 
-class Part(nn.Module):
+class Container(nn.Module):
     """Holds modules and tensors under their names, and computes nothing."""
 
 
-class TracedNetwork(Part):
+class TracedNetwork(Container):
     """Runs calls in order; each was looked up in the lists of `operators.py` when it was built."""
 
-    def __init__(self, forward: Forward | Traced) -> None:
+    def __init__(self, forward: TracedForward | Traced) -> None:
         super().__init__()
         self.calls = Calls(forward)
 
@@ -216,7 +216,7 @@ class _Step:
 class Calls:
     """Never changed, so that copies of a network share it."""
 
-    def __init__(self, forward: Forward | Traced) -> None:
+    def __init__(self, forward: TracedForward | Traced) -> None:
         self.described = forward if isinstance(forward, Traced) else None
         needs: list[tuple[Any, Any]] = []
         for number, call in enumerate(forward.calls, 1):
@@ -259,7 +259,7 @@ def _refs(used: Any) -> list[int]:
     return []
 
 
-def _step(call: Call, args: tuple[Any, ...], named: dict[str, Any], last_used: tuple[int, ...]) -> _Step:
+def _step(call: TracedCall, args: tuple[Any, ...], named: dict[str, Any], last_used: tuple[int, ...]) -> _Step:
     match call.do:
         case "module":
             return _Step(_run_module, tuple(call.of.split(".")), None, args, named, last_used)
