@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -212,6 +213,19 @@ class _Step:
     named: dict[str, Any]
     last_used: tuple[int, ...]  # results that no later step needs
 
+    @cached_property
+    def flat(self) -> bool:
+        """No argument holds others, as most calls have it."""
+        return not any(isinstance(one, tuple | list | dict | slice | InputDevice) for one in self.args)
+
+    def call(self, function: Callable[..., Any], values: list[Any]) -> Any:
+        """With the results that its arguments refer to."""
+        if self.flat:
+            args = [values[one] if type(one) is Ref else one for one in self.args]
+        else:
+            args = _fill(self.args, values)
+        return function(*args, **_fill(self.named, values)) if self.named else function(*args)
+
 
 class Calls:
     """Never changed, so that copies of a network share it."""
@@ -288,7 +302,7 @@ def _run_module(net: TracedNetwork, step: _Step, values: list[Any]) -> Any:
     module: nn.Module = net
     for part in step.path:
         module = module._modules[part]  # type: ignore[assignment]
-    return module(*_fill(step.args, values), **_fill(step.named, values))
+    return step.call(module, values)
 
 
 def _run_tensor(net: TracedNetwork, step: _Step, values: list[Any]) -> Any:
@@ -301,7 +315,7 @@ def _run_tensor(net: TracedNetwork, step: _Step, values: list[Any]) -> Any:
 
 def _run_function(net: TracedNetwork, step: _Step, values: list[Any]) -> Any:
     assert step.function is not None
-    return step.function(*_fill(step.args, values), **_fill(step.named, values))
+    return step.call(step.function, values)
 
 
 def _fill(template: Any, values: Sequence[Any]) -> Any:

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load as parse
+from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, load, predict, save
+from dubito.models.artifact.artifact import KEY, digest
+from dubito.models.conversion.architectures import FACTORIES
 from dubito.models.errors import ArtifactError
 from dubito.models.manifest import Card, Input
 from dubito.models.names import METHODS
@@ -400,6 +404,30 @@ def test_it_loads_where_its_class_is_not(tmp_path: Path) -> None:
     assert expected is not None
     said = forked.run(tmp_path / "m", code=ELSEWHERE)
     assert said.stdout.splitlines() == [str([v.hex() for v in expected.flatten().tolist()]), "[]"], said.stderr
+
+
+def test_an_earlier_artifact_of_ones_own_network_takes_a_factory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Format 1 says `custom` and no more: the caller brings the network, or names the one factory that makes it."""
+    network, shape, x = made("attention")
+    manifest = save(network, tmp_path / "m", card=Card(input=Input(shape=shape)))
+    content = (tmp_path / "m").read_bytes()
+    before = manifest.model_copy(update={"format": 1, "traced": None})
+    signed = before.model_copy(update={"sha256": digest(before.model_dump(mode="json"), parse(content))})
+    (tmp_path / "m").write_bytes(serialise(parse(content), {KEY: signed.model_dump_json()}))
+    with pytest.raises(
+        ArtifactError, match="says nothing of its network: give the factory that makes it with --network"
+    ):
+        load(tmp_path / "m")
+    monkeypatch.setitem(FACTORIES, "tests:Attention", Attention)
+    again = load(tmp_path / "m").network.net
+    assert isinstance(again, Attention)
+    with torch.no_grad():
+        assert torch.equal(again(x), network.net(x))
+    monkeypatch.setitem(FACTORIES, "tests:Own", Own)
+    with pytest.raises(ArtifactError, match="says nothing of its network"):
+        load(tmp_path / "m")
 
 
 def test_named_networks_are_saved_by_their_names_as_before(tmp_path: Path) -> None:
