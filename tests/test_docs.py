@@ -256,7 +256,7 @@ def test_training_lists_every_key_of_a_recipe() -> None:
     of_whvi = table(page.partition("## Walsh–Hadamard VI")[2], "option")
     assert of_whvi.keys() <= {*known_options(), "spread"}
     architectures = inline_code(table(page.partition("`[network]`")[2], "key")["architecture"])
-    assert architectures == [*ARCHITECTURES, "torchvision/NAME", "timm/NAME", "package.module:function", "--network"]
+    assert architectures == [*ARCHITECTURES, "torchvision/NAME", "timm/NAME", "package.module:function"]
 
 
 def test_laplace_lists_every_option() -> None:

@@ -41,6 +41,7 @@ from dubito.training.terminal import bar, remark
 PATCHES_FROM = 128  # examples on which the directions of the factored law are found
 KINDS = 6  # of inputs on which a measure is chosen: as they are, and five kinds of spoiled copies
 SPOILED = 1000  # examples whose spoiled copies replace OOD data
+SPREAD_OF_T = 0.5  # standard deviation of log T a priori
 CHOOSING = 20  # K with which a measure, a temperature or the constants of RAPS are chosen
 CLEARLY = 2.0  # standard errors by which a new measure must be better
 # inputs of one request share draws, so their errors are correlated: thresholds need many requests
@@ -312,7 +313,10 @@ def strangeness(summary: Summary, y: Tensor, sets: Sets | None) -> Tensor:
 
 
 def best_temperature(model: Model, held: Examples, seed: int) -> float:
-    """The T that minimises the NLL of the mean over draws of softmax(logits/T), by golden section on log T."""
+    """The T that minimises the NLL of the mean over draws of softmax(logits/T), by golden section on log T.
+
+    log T has a prior N(0, `SPREAD_OF_T`²): on a few examples that are all right, the NLL alone would take T to zero.
+    """
     if model.network.task.kind == "regression":
         raise CalibrationError("a temperature belongs to classification; regression learns its noise.")
     K = draws_for(model, CHOOSING)
@@ -328,7 +332,7 @@ def best_temperature(model: Model, held: Examples, seed: int) -> float:
         for outputs, y in pieces:
             log_p = (outputs / math.exp(log_T)).log_softmax(-1).gather(2, y.expand(len(outputs), -1)[..., None])
             total -= float((log_p[..., 0].logsumexp(0) - math.log(len(outputs))).double().sum())
-        return total
+        return total + (log_T / SPREAD_OF_T) ** 2 / 2
 
     low, high, golden = math.log(0.1), math.log(10), (math.sqrt(5) - 1) / 2
     for _ in range(25):

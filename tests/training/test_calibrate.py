@@ -170,6 +170,14 @@ def test_the_best_temperature_has_the_least_nll(trained: Model) -> None:
     assert abs(math.log(T / best)) < 0.01
 
 
+def test_a_few_examples_that_are_all_right_do_not_take_the_temperature_to_zero(trained: Model) -> None:
+    held = clusters(200, 6)
+    summary = trained.predict(held.x, 20, 0).summary
+    assert isinstance(summary, Classified)
+    right = (summary.probabilities.argmax(-1) == held.y).nonzero()[:, 0][:20]
+    assert 0.3 < best_temperature(trained, held[right], 0) < 1  # the NLL alone: 0.1, the least that is tried
+
+
 @pytest.mark.usefixtures("few_here")
 def test_a_temperature_is_fitted_where_asked(trained: Model, calibrated: Model) -> None:
     held = clusters(2000, 3)

@@ -128,7 +128,7 @@ def test_from_a_checkpoint_to_a_calibrated_model_that_carries_its_network(tmp_pa
 def test_a_network_that_does_not_know_the_data_stops_with_reasons(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = ["--out", tmp_path / "m.safetensors"]
+    out: list[str | Path] = ["--out", tmp_path / "m.safetensors"]
     said = refused(*command(*out, *SIZE[:4], "--mean=-20", "--std=0.5"))
     assert "it is no better than a guess" in said
     assert "With --normalise unit it has " in said
@@ -157,7 +157,7 @@ def test_the_wrong_size_stops_too(tmp_path: Path) -> None:
 
 
 def test_other_numbers_of_classes_are_named_on_both_sides(tmp_path: Path) -> None:
-    out = ["--out", tmp_path / "m.safetensors", *SIZE]
+    out: list[str | Path] = ["--out", tmp_path / "m.safetensors", *SIZE]
     Path("few.txt").write_text("one\ntwo\n")
     assert "folder:pictures has 10 classes" in refused(*command(*out, "--labels", "few.txt"))
     Path("more.json").write_text(json.dumps([*ORDER, "ten"]))
@@ -186,7 +186,7 @@ def test_networks_of_other_kinds_are_refused_in_a_line(net: str, words: str, tmp
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    out = ["--out", tmp_path / "m.safetensors"]
+    out: list[str | Path] = ["--out", tmp_path / "m.safetensors"]
     assert "--input-size is 2.5" in refused(*command(*out, "--input-size", "2.5"))
     assert "--crop" in refused(*command(*out, "--input-size", "16", "--crop", "1.5"))
     assert "--normalise" in refused(*command(*out, "--normalise", "nicely"))
