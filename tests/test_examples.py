@@ -14,6 +14,7 @@ import pytest
 from tests.warm import scripts
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+SLOW = {"weights"}  # too long for a short run
 SHORT = {  # options of a short run
     "own_cnn": ["--epochs", "3"],
     "table": ["--rows", "300", "--set", "fit.epochs=10", "--set", "fit.noise_epochs=2"],
@@ -45,6 +46,11 @@ def check_cnn(said: str, right: float, flagged: float) -> None:
     assert of_noise - of_digits > flagged
 
 
+def check_weights(said: str, right: float, _: float) -> None:
+    assert figures(said, r"served: ([\d.]+)% of 50 pictures are right")[0] > right
+    assert "'prediction_set': [" in said
+
+
 def check_table(said: str, share: float, further: float) -> None:
     error, spread = figures(said, r"error ([\d.]+) against the formula, whose values spread by ([\d.]+)")
     assert error < share * spread
@@ -54,9 +60,9 @@ def check_table(said: str, share: float, further: float) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert {file.stem for file in EXAMPLES.glob("*.py")} == SHORT.keys()
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == SHORT.keys() | SLOW
     listed = (EXAMPLES / "README.md").read_text()
-    assert set(re.findall(r"\((\w+)\.py\)", listed)) == SHORT.keys()
+    assert set(re.findall(r"\((\w+)\.py\)", listed)) == SHORT.keys() | SLOW
 
 
 @pytest.mark.parametrize(
@@ -72,7 +78,8 @@ def test_an_example_in_short(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "check", "margins"), [("own_cnn", check_cnn, (95, 50)), ("table", check_table, (0.3, 1.3))]
+    ("name", "check", "margins"),
+    [("own_cnn", check_cnn, (95, 50)), ("table", check_table, (0.3, 1.3)), ("weights", check_weights, (80, 0))],
 )
 def test_an_example_as_it_stands(
     tmp_path: Path, name: str, check: Callable[[str, float, float], None], margins: tuple[float, float]
@@ -81,3 +88,10 @@ def test_an_example_as_it_stands(
     0.99 and 1.95."""
     (tmp_path / ".venv").symlink_to(sys.prefix)
     check(run(name, tmp_path), *margins)
+
+
+@pytest.mark.slow
+def test_the_weights_of_a_vision_transformer(tmp_path: Path) -> None:
+    pytest.importorskip("timm", reason="NOT RUN: timm is not installed (pip install 'dubito[timm]')")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    check_weights(run("weights", tmp_path, "--network", "timm/vit_tiny_patch16_224", "--epochs", "12"), 60, 0)

@@ -118,7 +118,7 @@ def from_weights(
     task_ = task_of(parts)
     if isinstance(task_, Regression):
         task_ = Regression(outputs=task_.outputs)
-    plain = bayesianize(net, "deterministic", task=task_)
+    plain = bayesianize(net, "deterministic", task=task_, unsupported="leave")  # a ViT has free parameters
     set_noise(plain, parts.validation, declared)
     return _linearise_and_finish(plain, recipe, parts, declared, out, settings, device, force)
 
