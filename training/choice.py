@@ -270,8 +270,8 @@ def look(request: Request, root: Path | None, download: bool) -> Facts:
     if d.name.startswith("folder:"):
         examples, tested, size, classes = count_pictures(Path(d.name.partition(":")[2]).expanduser())
         resized = d.size is None and recipe.network.weights is None
-        shape = (d.channels or 3, *(d.size or _made_for(recipe) or size))
-        return Facts(examples, tested, shape, classes, pictures=True, resized=resized)
+        height, width = d.size or _made_for(recipe) or size
+        return Facts(examples, tested, (d.channels or 3, height, width), classes, pictures=True, resized=resized)
     data = read_data(d.name, root, download=download, regression=regression, target=d.target, group=d.group)
     outputs = data.train.y.shape[1] if data.labels is None else len(data.labels)
     shape = tuple(data.train.x.shape[1:])
