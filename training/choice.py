@@ -21,7 +21,8 @@ from pydantic import JsonValue
 from torch.utils.flop_counter import FlopCounterMode
 
 from dubito.models import build
-from dubito.models.conversion.architectures import input_of, on_meta, sizes_of
+from dubito.models.conversion.architectures import OURS, input_of, sizes_of
+from dubito.models.conversion.named import arguments_for, network_of
 from dubito.models.manifest import Architecture
 from dubito.training.calibrate import FEWEST
 from dubito.training.config import Recipe, RecipeError, read_recipe
@@ -29,6 +30,7 @@ from dubito.training.data.sources import count_pictures, read_data
 from dubito.training.fit.checkpoint import write_whole
 from dubito.training.fit.fit import VALIDATION_SAMPLES
 from dubito.training.fit.ranks import Ranks
+from dubito.training.inputs import as_made_for
 from dubito.training.names import OWN_DATA
 from dubito.training.terminal import duration
 
@@ -173,7 +175,9 @@ def _values(request: Request, facts: Facts, rung: Rung, E: int, batch: int) -> d
     }
     if facts.examples * (1 - recipe.data.test) * recipe.data.validation < FEWEST:
         values["calibrate.temperature"] = False  # which would take examples from the calibration part
-    if recipe.data.name.startswith("folder:"):
+    if recipe.data.name.startswith("folder:") and (
+        recipe.network.weights is None or as_made_for(recipe.data, recipe.network) == recipe.data
+    ):  # else training takes size and crop from the network's package
         values["data.size"] = [height, width]
     crop = {"size": [height, width], "padding": max(1, min(height, width) // 8)}
     flips = [] if request.like else list(recipe.data.augment)  # of arrays it is not known that they are photographs
@@ -227,9 +231,8 @@ def multiply_adds(architecture: str, arguments: str, entering: tuple[tuple[int, 
     sizes: dict[str, JsonValue] = {"classes": outputs, "outputs": outputs, "inputs": math.prod(shape)}
     if len(shape) == 3:
         sizes |= {"channels": shape[0], "size": list(shape[1:])}
-    taken = sizes_of(architecture)
-    with torch.device("meta" if on_meta(architecture) else "cpu"):
-        net = build(architecture, **{k: v for k, v in sizes.items() if k in taken} | json.loads(arguments))
+    with torch.device("meta" if architecture in OURS or architecture.startswith("torchvision/") else "cpu"):
+        net = network_of(architecture, **arguments_for(architecture, sizes) | json.loads(arguments))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             net.eval()(torch.zeros(1, *shape))
     return int(counter.get_total_flops()) // 2
@@ -266,17 +269,24 @@ def look(request: Request, root: Path | None, download: bool) -> Facts:
     d, regression = recipe.data, recipe.task == "regression"
     if d.name.startswith("folder:"):
         examples, tested, size, classes = count_pictures(Path(d.name.partition(":")[2]).expanduser())
-        if recipe.network.weights is not None and d.size is None:
-            known = input_of(Architecture(name=recipe.network.architecture, arguments=recipe.network.arguments))
-            size = size if known is None or len(known.shape) != 3 else (known.shape[1], known.shape[2])
         resized = d.size is None and recipe.network.weights is None
-        return Facts(examples, tested, (3, *(d.size or size)), classes, pictures=True, resized=resized)
-    data = read_data(d.name, root, download=download, regression=regression, target=d.target, split=d.split)
+        height, width = d.size or _made_for(recipe) or size
+        return Facts(examples, tested, (d.channels or 3, height, width), classes, pictures=True, resized=resized)
+    data = read_data(d.name, root, download=download, regression=regression, target=d.target, group=d.group)
     outputs = data.train.y.shape[1] if data.labels is None else len(data.labels)
     shape = tuple(data.train.x.shape[1:])
     tested = 0 if data.test is None else len(data.test)
     pictures = data.train.x.dtype == torch.uint8 and min(shape[1:]) >= SMALLEST
     return Facts(len(data.train), tested, shape, outputs, pictures=pictures)
+
+
+def _made_for(recipe: Recipe) -> tuple[int, int] | None:
+    """Height and width of the pictures of a network whose weights are given, where its name or arguments tell."""
+    if recipe.network.weights is None:
+        return None
+    known = input_of(Architecture(name=recipe.network.architecture, arguments=recipe.network.arguments))
+    of_network = None if known is None or len(known.shape) != 3 else (known.shape[1], known.shape[2])
+    return as_made_for(recipe.data, recipe.network).size or of_network
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from dubito.training.data.augment import augmentation
 from dubito.training.data.data import Parts, enter, input_of
 from dubito.training.evaluation.predicting import GRID, REQUESTS
 from dubito.training.fit.fit import FitRun
+from dubito.training.inputs import as_made_for
 from dubito.training.recipe import build_network, make_bayesian, read_parts, task_of
 from dubito.training.terminal import duration
 
@@ -32,8 +33,10 @@ def describe_run(
 ) -> list[str]:
     """Lines: data, network, posterior, device; each phase with its time; the sum."""
     device = torch.device("cpu") if device is None else device
+    if recipe.network.weights is not None:
+        recipe = recipe.model_copy(update={"data": as_made_for(recipe.data, recipe.network)})
     parts = read_parts(recipe, data_root, download)
-    declared, task = input_of(parts.train), task_of(parts, recipe)
+    declared, task = input_of(parts.train, recipe.data), task_of(parts, recipe)
     net = build_network(recipe, parts, declared)
     plain = bayesianize(net, "deterministic", task=task)
     start = "network" if recipe.fit.pretrain_epochs or recipe.network.weights else "prior"
