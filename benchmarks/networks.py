@@ -25,6 +25,7 @@ import httpx
 import torch
 from rich.console import Console
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks._measure import keep_row, kept_rows, machine
 from benchmarks._server import running
@@ -101,11 +102,24 @@ def made(name: str) -> tuple[nn.Module, int]:
         import timm
 
         side, arguments = TIMM[short]
-        return timm.create_model(short, pretrained=False, num_classes=2, **arguments).eval(), side
+        return settled(timm.create_model(short, pretrained=False, num_classes=2, **arguments), side), side
     import torchvision.models
 
     side, arguments = TORCHVISION[short]
-    return torchvision.models.get_model(short, weights=None, num_classes=2, **arguments).eval(), side
+    return settled(torchvision.models.get_model(short, weights=None, num_classes=2, **arguments), side), side
+
+
+@torch.no_grad()
+def settled(net: nn.Module, side: int) -> nn.Module:
+    """With BatchNorm's statistics of a batch of noise, without which the signal of a deep random network fades out."""
+    norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    net.train()(torch.randn(4, 3, side, side))
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+    return net.eval()
 
 
 def measure(name: str, row: dict[str, Any], wanted: list[str], folder: Path, url: str, child: Any) -> dict[str, Any]:
@@ -131,6 +145,8 @@ def measure(name: str, row: dict[str, Any], wanted: list[str], folder: Path, url
             continue
         start = time.perf_counter()
         try:
+            if step == "served" and row["laplace"] is None:
+                raise RuntimeError("there is no artifact to serve")
             row[step] = run()
         except (DubitoError, RuntimeError, AssertionError, httpx.HTTPError) as error:
             row[step] = None

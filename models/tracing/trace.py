@@ -25,7 +25,7 @@ from dubito.models.network.geometry import Conv, Geometry
 from dubito.models.network.layers import BayesianLayer, MemberLayer, layer_by_layer
 from dubito.models.traced import Dtype, OwnTensor, TorchModule, Traced, TracedCall, TracedForward
 from dubito.models.tracing.arguments import encode
-from dubito.models.tracing.modules import describe
+from dubito.models.tracing.modules import construct, describe, describe_base
 from dubito.models.tracing.operators import ATTRIBUTES, FACTORIES, METHODS, NAMES, proxy_among, words
 
 ROWS = (2, 3)
@@ -98,6 +98,9 @@ def trace(net: nn.Module, shape: tuple[int, ...] | None) -> tuple[Traced, dict[s
             constants |= {dot + key: t for key, t in inner[name].constants.items()}
             own |= {key: _entry(dot + key, t, constant=True) for key, t in inner[name].constants.items()}
             parts[name] = TracedForward(tensors=own, calls=forward, output=result)
+            entry = describe_base(module)
+            if entry is not None and _follows_base(entry, inner[name], forward, result):
+                parts[name] = entry
         elif (entry := tracer.entry(module)) is not None:
             parts[name] = entry
         else:
@@ -108,6 +111,13 @@ def trace(net: nn.Module, shape: tuple[int, ...] | None) -> tuple[Traced, dict[s
     special = any(one.special for one in (tracer, *inner.values()))
     traced = Traced(parts=parts, same=_repeated(bare), calls=calls, output=output, input=shape if special else None)
     return traced, constants
+
+
+def _follows_base(entry: TorchModule, tracer: "_Tracer", calls: tuple[TracedCall, ...], output: JsonValue) -> bool:
+    """Whether a module that extends one of torch's makes the same calls as that one: a Linear of another library."""
+    with torch.device("meta"):
+        plain = construct(entry).eval()
+    return (calls, output) == _Tracer(tracer.hints).follow(plain)
 
 
 def _held(module: nn.Module) -> list[tuple[str, Tensor]]:
