@@ -113,7 +113,9 @@ def trace(net: nn.Module, shape: tuple[int, ...] | None) -> tuple[Traced, dict[s
     return traced, constants
 
 
-def _follows_base(entry: TorchModule, tracer: "_NetworkTracer", calls: tuple[TracedCall, ...], output: JsonValue) -> bool:
+def _follows_base(
+    entry: TorchModule, tracer: "_NetworkTracer", calls: tuple[TracedCall, ...], output: JsonValue
+) -> bool:
     """Whether a module that extends one of torch's makes the same calls as that one: a Linear of another library."""
     with torch.device("meta"):
         plain = construct(entry).eval()
