@@ -77,13 +77,13 @@ laplace = ["dubito", "laplace", "network.pth", "--network", options.network, "--
 laplace += ["--data", "folder:pictures", "--input-size", "32", "--normalise", "unit", "--out", "model.safetensors"]
 subprocess.run(laplace, check=True)
 
-# 4. Serve it, and ask it about pictures: any size and kind, resized and normalised as the artifact says.
+# 4. Serve it, and ask it about pictures: they are resized and normalised as the artifact says.
 server = subprocess.Popen(
     ["dubito", "serve", "model.safetensors", "--port", str(options.port), "--set", "log_level=warning"]
 )
 images = []
 for i in asked:
-    pictures[i].resize((100, 100)).save("asked.png")
+    pictures[i].save("asked.png")
     images.append(base64.b64encode(Path("asked.png").read_bytes()).decode())
 try:
     with httpx.Client(base_url=f"http://localhost:{options.port}", timeout=60) as http:
