@@ -14,6 +14,7 @@ import subprocess
 import time
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -54,7 +55,8 @@ net: nn.Module
 if package == "timm":
     import timm
 
-    net = timm.create_model(name, num_classes=10, **({"img_size": 32} if "vit" in name else {}))
+    sizes: dict[str, Any] = {"img_size": 32} if "vit" in name else {}
+    net = timm.create_model(name, num_classes=10, **sizes)
 else:
     import torchvision
 

@@ -13,6 +13,7 @@ from dubito.training.weights import Weights, fitting_names
 
 TORCHVISION = "torchvision/"
 GUESS = 7919  # classes of a trial network, by which its head is recognised: no other layer has this size
+INPUTS = 64  # of such a network, whose data have not been read yet
 
 
 def as_made_for(data: Data, network: Network) -> Data:
@@ -69,7 +70,7 @@ def channels_in(weights: Weights) -> int | None:
 
 def trial(network: Network, data: Data) -> nn.Module:
     """The network with as many classes as no layer has, without storage where that can be."""
-    sizes: dict[str, Any] = {"classes": GUESS, "outputs": GUESS}
+    sizes: dict[str, Any] = {"classes": GUESS, "outputs": GUESS, "inputs": INPUTS}
     if data.size is not None:
         sizes["size"] = list(data.size)
     if data.channels is not None:

@@ -420,6 +420,8 @@ def test_an_earlier_artifact_of_ones_own_network_takes_a_factory(
         ArtifactError, match="says nothing of its network: give the factory that makes it with --network"
     ):
         load(tmp_path / "m")
+    for permitted in list(FACTORIES):  # by other tests
+        monkeypatch.delitem(FACTORIES, permitted)
     monkeypatch.setitem(FACTORIES, "tests:Attention", Attention)
     again = load(tmp_path / "m").network.net
     assert isinstance(again, Attention)

@@ -350,7 +350,7 @@ def test_a_group_column_by_name(table: Callable[..., str]) -> None:
     assert (data.train.x.tolist(), data.train.y.tolist(), data.columns) == ([[1, 2], [3, 4]], [0, 1], ("a", "b"))
     assert data.train.group is not None
     assert data.train.group.tolist() == ["north", "south"]
-    assert "has 0 columns 'place'; it has: a, where, b, y" in complaint(name, group="place")
+    assert "has no column 'place'; its columns are: a, where, b, y" in complaint(name, group="place")
     assert "column 'y' is both data.group and the target" in complaint(name, group="y")
 
 

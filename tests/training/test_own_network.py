@@ -73,7 +73,7 @@ def test_laplace_takes_a_state_dict_of_ones_own_class(folder: Path) -> None:
     state |= {"last.weight": torch.randn(2, 4), "last.bias": torch.randn(2)}
     save_file(state, folder / "weights.safetensors")
     words = ["laplace", "weights.safetensors", "--network", "nets_of_mine:Mine", "--data", "npz:data.npz"]
-    told = run(folder, *words, "--select", "last-layer", "--prior-precision", "1", "--out", "m.safetensors")
+    told = run(folder, *words, "--select", "last-layer", "--prior-precision", "1", "--force", "--out", "m.safetensors")
     assert told.returncode == 0, told.stderr
     model = load(folder / "m.safetensors")
     assert torch.equal(model.network.net.get_parameter("first.weight"), state["first.weight"])
