@@ -29,7 +29,6 @@ def serve(
             metavar="MODULE:FACTORY",
             help="For artifacts whose network cannot be written as data: the class or function that makes it, as in "
             "package.module:factory. Its code runs. May be repeated.",
-            show_default=False,
         ),
     ] = None,
     settings: Annotated[
@@ -120,9 +119,7 @@ def bench_http(
     rate: Annotated[float | None, typer.Option(help="Requests a second.", show_default="50")] = None,
     rates: Annotated[
         str | None,
-        typer.Option(
-            metavar="RATES", help="Several rates, one after the other: 50,100,200 or 50 100 200.", show_default=False
-        ),
+        typer.Option(metavar="RATES", help="Several rates, one after the other: 50,100,200 or 50 100 200."),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Duration of each rate, in seconds.")] = 10.0,
     samples: Annotated[

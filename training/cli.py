@@ -89,7 +89,6 @@ def train(
             help="Train a network of your own: the class or function that makes it, as in package.module:factory. It "
             "gets those of the arguments classes, outputs, inputs, channels and size that it takes, and "
             "network.arguments of the recipe. Its code runs.",
-            show_default=False,
         ),
     ] = None,
     data_root: DataRoot = None,

@@ -28,6 +28,7 @@ from dubito.models.manifest import Card, Input, Manifest
 from dubito.models.tracing.operators import ATTRIBUTES, FUNCTIONS, METHODS, MODULES
 from tests import forked
 from tests.examples import at_most
+from tests.models.test_hostile_files import LIMIT, UNDER_A_LIMIT
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]  # of a traced network and of the tensors
 BIG = 1 << 24
@@ -414,24 +415,6 @@ def test_no_calls_of_the_list_raise_anything_else(place: Path, calls: list[tuple
 
 # memory
 
-LIMIT = 300 << 20
-UNDER_A_LIMIT = """
-import resource, sys, torch
-from dubito.models import load
-from dubito.models.errors import ArtifactError, PredictionError
-
-limit, honest, *hostile = sys.argv[1:]
-load(honest)
-held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-resource.setrlimit(resource.RLIMIT_AS, (held + int(limit), held + int(limit)))
-for path in hostile:
-    try:
-        load(path)
-    except ArtifactError as error:
-        print("refused", error)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024)
-"""
 ABSURD = [
     "a module of 10**12",
     "a tensor of 2**60",
@@ -454,7 +437,8 @@ def test_absurd_networks_are_refused_without_allocating(tmp_path: Path) -> None:
         paths[-1].write_bytes(forge(change))
     answer = forked.run(str(LIMIT), tmp_path / "honest", *paths, code=UNDER_A_LIMIT)
     assert answer.returncode == 0, answer.stderr
-    *refused, grown = answer.stdout.splitlines()
+    first, *refused, grown = answer.stdout.splitlines()
+    assert first == "limited"
     assert len(refused) == len(paths) - 1  # a sum that is doubled forty times is an honest network
     assert all("memory" not in line for line in refused)
     assert int(grown) < LIMIT
