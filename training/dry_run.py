@@ -40,7 +40,7 @@ def describe_run(
     net = build_network(recipe, parts, declared)
     plain = bayesianize(net, "deterministic", task=task)
     start = "network" if recipe.fit.pretrain_epochs or recipe.network.weights else "prior"
-    posterior = make_bayesian(net, recipe, parts, start)  # type: ignore[arg-type]
+    posterior = make_bayesian(net, recipe, parts, declared, start)  # type: ignore[arg-type]
     sizes = {name: len(getattr(parts, name)) for name in ("train", "validation", "calibration", "test")}
     shape = " × ".join(map(str, declared.shape))
     targets = f"{len(parts.labels)} classes" if parts.labels is not None else f"{parts.train.y.shape[1]} numbers"

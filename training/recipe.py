@@ -44,6 +44,7 @@ from dubito.training.weights import Weights, fill, fitting_names, read_weights
 
 REMEMBERED = 1024  # training inputs whose hashes are stored in the artifact, to recognise them
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch
+MOST_NUMBERS = 1 << 23  # of the training examples among which inducing points are chosen
 SHORT = 1.0  # seconds: shorter epochs share a checkpoint
 
 
@@ -81,7 +82,7 @@ def train(
     phases = Phases(recipe, parts, declared, out, device, fresh)
     torch.manual_seed(recipe.seed)
     net = build_network(recipe, parts, declared)
-    _check_posteriors(net, recipe, parts)
+    _check_posteriors(net, recipe, parts, declared)
     task = task_of(parts, recipe)
     plain: BayesianNetwork | None = None
     if recipe.network.weights is not None:
@@ -99,7 +100,7 @@ def train(
 
     def fit_posterior(net: nn.Module, changed: Recipe, phase: str) -> FitRun:
         torch.manual_seed(recipe.seed)
-        network, fit = make_bayesian(net, changed, parts, start), changed.fit
+        network, fit = make_bayesian(net, changed, parts, declared, start), changed.fit
         if trained_noise is not None and network.noise is not None:
             network.noise.load_state_dict(trained_noise)
             fit = fit.model_copy(update={"noise_epochs": 0})
@@ -258,14 +259,16 @@ def _check_sizes(net: nn.Module, name: str, shape: tuple[int, ...], outputs: int
         raise RecipeError(f"network.arguments: {name} answers with {came[1:]} numbers; the data has {outputs}.")
 
 
-def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts) -> None:
+def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts, declared: Input) -> None:
     """Refuse options of the posterior that are not valid, before the work; uses the meta device."""
     blank = copy.deepcopy(net).to("meta")
     for options in ({}, *(recipe.tune.trials if recipe.tune is not None else ())):
-        make_bayesian(blank, recipe.with_options(options), parts, "prior")
+        make_bayesian(blank, recipe.with_options(options), parts, declared, "prior")
 
 
-def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["network", "prior"]) -> BayesianNetwork:
+def make_bayesian(
+    net: nn.Module, recipe: Recipe, parts: Parts, declared: Input, start: Literal["network", "prior"]
+) -> BayesianNetwork:
     if recipe.laplace is not None:
         check_size(net, recipe.laplace)  # fails before the work, not after it
         return bayesianize(net, "deterministic", task=task_of(parts, recipe))
@@ -273,10 +276,26 @@ def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["
     layers: Any = recipe.posterior.layers or None
     try:
         return bayesianize(
-            net, recipe.posterior.method, start=start, layers=layers, task=task_of(parts, recipe), **options
+            net,
+            recipe.posterior.method,
+            start=start,
+            layers=layers,
+            task=(task := task_of(parts, recipe)),
+            examples=some_examples(parts.train, declared, task, recipe.seed),
+            **options,
         )
     except TypeError as error:
         raise RecipeError(f"posterior.options: {error}.") from None
+
+
+def some_examples(train: Examples, declared: Input, task: Task, seed: int) -> tuple[Tensor, Tensor]:
+    """Training examples that inducing points may start at, their targets in the network's units."""
+    n = max(1, MOST_NUMBERS // train.x[0].numel())
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:n]
+    x, y = enter(train.x[order], declared), train.y[order]
+    if isinstance(task, Regression):
+        y = (y - torch.tensor(task.shift)) / torch.tensor(task.scale)
+    return x, y
 
 
 @dataclass(frozen=True)
