@@ -84,6 +84,21 @@ def _with_one(P: Tensor) -> Tensor:
     return wide
 
 
+@dataclass(frozen=True)
+class Expected:
+    """E[P] and E[log det P] under q over the scale: what the KL of a Gaussian to the prior needs."""
+
+    P: Precision  # of one "draw"; its log_det_L is that of E[L]
+    log_det: Tensor  # ()
+
+    def kl_of(self, mean: Tensor, std: Tensor) -> Tensor:
+        """KL of a factorised Gaussian over W (d_out, d_in), q over the scale held apart."""
+        d_out, d_in = mean.shape
+        diagonal = self.P.added_to(torch.zeros(1, d_in, d_in, dtype=mean.dtype, device=mean.device))[0].diagonal()
+        squares = self.P.energy(mean[None])[0] + (std.square() * diagonal).sum()
+        return (squares - d_out * self.log_det - 2 * std.log().sum() - mean.numel()) / 2
+
+
 class FrozenPrior(Value, ABC):
     """q over the scale of a prior, as a value: it turns normals into precisions."""
 
@@ -95,6 +110,10 @@ class FrozenPrior(Value, ABC):
     @abstractmethod
     def draw(self, noise: Tensor | None) -> Precision:
         """(K, normals) -> K precisions; None: one at the centre of q."""
+
+    @abstractmethod
+    def expected(self, d_in: int) -> Expected:
+        """In closed form."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +128,9 @@ class FixedPrior(FrozenPrior):
 
     def draw(self, noise: Tensor | None) -> Precision:
         return Precision(self.tau.double()[None])
+
+    def expected(self, d_in: int) -> Expected:
+        return Expected(P := self.draw(None), P.log_det(d_in)[0])
 
 
 @dataclass(frozen=True)
@@ -127,6 +149,11 @@ class ScaleLaw(FrozenPrior):
         shape = self.shape.double()
         x = shape[None] if noise is None else gamma(noise, shape)
         return Precision(self.tau.double() * x / self.rate.double())
+
+    def expected(self, d_in: int) -> Expected:
+        shape, rate = self.shape.double(), self.rate.double()
+        log_s = shape.digamma() - rate.log()
+        return Expected(self.draw(None), d_in * (self.tau.double().log() + log_s))
 
 
 @dataclass(frozen=True)
@@ -156,6 +183,14 @@ class InverseWishart(FrozenPrior):
         R_T = torch.linalg.solve_triangular(A, T.mT, upper=False)
         log_det = log_det - 2 * diagonal.log().sum(1)
         return Precision(self.tau.double()[None], R_T.mT @ R_T, log_det)
+
+    def expected(self, d_in: int) -> Expected:
+        """E[L] = T Tᵀ/(ν − taps − 1) and E[log det L] = log det(T Tᵀ/2) − Σ ψ((ν − i)/2), i from 0 below taps."""
+        taps, T, nu, tau = len(self.T), self.T.double(), self.nu.double(), self.tau.double()
+        halves = (nu - torch.arange(taps, dtype=T.dtype, device=T.device)) / 2
+        log_det_L = 2 * T.diagonal().log().sum() - taps * math.log(2) - halves.digamma().sum()
+        P = Precision(tau[None], (T @ T.mT / (nu - taps - 1))[None])
+        return Expected(P, d_in * tau.log() + d_in // taps * log_det_L)
 
 
 class WeightPrior(nn.Module):

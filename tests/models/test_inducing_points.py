@@ -30,11 +30,14 @@ from dubito.models.posteriors.inducing_points import GlobalPoints
 from dubito.models.posteriors.regression import kl_of, regress
 from dubito.models.posteriors.weight_priors import (
     FrozenPrior,
+    InverseWishart,
     Precision,
+    ScaleLaw,
     ScalePrior,
     SpatialPrior,
     WeightPrior,
 )
+from dubito.models.posteriors.weight_space import WeightSpace
 
 Array = NDArray[Any]
 SEED = 0
@@ -283,6 +286,41 @@ class TestPriors:
         ratios = q.logpdf(samples) - p.logpdf(samples)
         kl = float(prior.kl(torch.zeros((), dtype=torch.double)).detach())
         assert kl == pytest.approx(ratios.mean(), abs=5 * ratios.std() / 20_000**0.5)
+
+    @pytest.mark.parametrize("kind", ["neal", "scale", "spatial-iw"])
+    def test_the_kl_of_a_factorised_posterior_integrates_the_scale_out(self, kind: str) -> None:
+        """Against the mean of log q(W) − log p(W given the scale) over draws of both, by scipy."""
+        torch.manual_seed(SEED)
+        net = nn.Sequential(nn.Conv1d(2, 2, 3)).double()  # d_in = 7: two channels of three taps, and the bias
+        network = bayesianize(net, "ffg-w", prior=kind, sigma_max=2.0).double()
+        (layer,) = network.layers.values()
+        q = layer.posterior
+        assert isinstance(q, WeightSpace)
+        with torch.no_grad():
+            for p in q.parameters():
+                p.add_(0.5 * torch.randn(p.shape))
+        N, law = 4000, q.law.freeze()
+        mean, std = law.centre.detach().numpy(), law.spread.detach().numpy()  # type: ignore[attr-defined]
+        rng = np.random.default_rng(SEED)
+        W = mean + std * rng.standard_normal((N, *mean.shape))
+        log_q = scipy.stats.norm.logpdf(W, mean, std).sum((1, 2))
+        scale, sigma = q.prior.freeze(q.sigma, law.centre.detach()), q.sigma  # type: ignore[attr-defined]
+        log_p = scipy.stats.norm.logpdf(W, 0, sigma).sum((1, 2))
+        if isinstance(scale, ScaleLaw):
+            s = rng.gamma(float(scale.shape.detach()), 1 / float(scale.rate.detach()), N)
+            log_p = scipy.stats.norm.logpdf(W, 0, sigma / np.sqrt(s)[:, None, None]).sum((1, 2))
+        if isinstance(scale, InverseWishart):
+            T = scale.T.detach().numpy()
+            L = scipy.stats.invwishart(float(scale.nu.detach()), T @ T.T).rvs(N, random_state=SEED)
+            blocks = W[:, :, :6].reshape(N, 4, 3)
+            squares = np.einsum("nbi,nij,nbj->n", blocks, L, blocks) / sigma**2
+            log_det = 4 * (np.linalg.slogdet(L)[1] - 6 * np.log(sigma))
+            log_p = (log_det - squares - 12 * np.log(2 * np.pi)) / 2 + scipy.stats.norm.logpdf(W[..., 6], 0, sigma).sum(
+                1
+            )
+        ratios = log_q - log_p
+        kl = float((q.kl() - q.prior.kl(law.centre)).detach())  # type: ignore[attr-defined]
+        assert kl == pytest.approx(ratios.mean(), abs=5 * ratios.std() / N**0.5)
 
     def test_fixed_priors_have_their_precisions_and_no_kl(self) -> None:
         frozen: FrozenPrior = WeightPrior().freeze(0.25, torch.zeros(()))
