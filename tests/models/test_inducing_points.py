@@ -299,6 +299,8 @@ class TestPriors:
         with torch.no_grad():
             for p in q.parameters():
                 p.add_(0.5 * torch.randn(p.shape))
+            if isinstance(q.prior, ScalePrior):
+                q.prior.alpha.fill_(-1.0)  # a wide q(s), where E log s is far from log E s
         N, law = 4000, q.law.freeze()
         mean, std = law.centre.detach().numpy(), law.spread.detach().numpy()  # type: ignore[attr-defined]
         rng = np.random.default_rng(SEED)
