@@ -75,7 +75,7 @@ def reference(seed: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    known = json.loads(out.read_text()) if out.exists() else {}
+    known: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     for seed in sys.argv[2:]:
         known[seed] = reference(int(seed))
         out.write_text(json.dumps(known) + "\n")

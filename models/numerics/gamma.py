@@ -22,8 +22,8 @@ def gamma(noise: Tensor, shape: Tensor) -> Tensor:
         log_v = v.clamp(min=torch.finfo(v.dtype).tiny).log()
         accepted = (v > 0) & (torch.special.log_ndtr(u) < z.square() / 2 + d - d * v + d * log_v)
         first = accepted.byte().argmax(-1, keepdim=True)  # 0 where none is
-        x = (d * v.gather(-1, first).clamp(min=torch.finfo(v.dtype).tiny)).squeeze(-1)
+        x: Tensor = (d * v.gather(-1, first).clamp(min=torch.finfo(v.dtype).tiny)).squeeze(-1)
     if not shape.requires_grad:
         return x
-    slope = torch._standard_gamma_grad(a, x)
+    slope: Tensor = torch._standard_gamma_grad(a, x)
     return x + slope * (shape - shape.detach())

@@ -45,7 +45,8 @@ class PointsEntry(Entry):
             raise ConversionError(
                 f"inducing is {(o['M_out'], o['M_in'])}; expected one number with {method}: that of inducing points."
             )
-        return cls(method=method, points=o["M_in"], prior=o["prior"], sigma=sigma_of(o, geometry.shape[1]))
+        sigma = sigma_of(o, geometry.shape[1])
+        return cls.model_validate({"points": o["M_in"], "prior": o["prior"], "sigma": sigma})
 
     @property
     def examples(self) -> int:

@@ -248,7 +248,7 @@ class SpatialPrior(WeightPrior):
         log_det = p * math.log(m) - 2 * T.diagonal().log().sum()  # of m Ψ_q⁻¹
         i = torch.arange(p, dtype=T.dtype, device=T.device)
         half, prior = (n - i) / 2, (m - i) / 2
-        kl = n / 2 * (m * inverse.square().sum() - p) - m / 2 * log_det
+        kl: Tensor = n / 2 * (m * inverse.square().sum() - p) - m / 2 * log_det
         return (kl + (prior.lgamma() - half.lgamma() + (n - m) / 2 * half.digamma()).sum()).to(like.dtype)
 
 

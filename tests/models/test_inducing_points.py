@@ -225,7 +225,7 @@ def test_sums_in_parts_have_the_same_values_and_gradients(monkeypatch: pytest.Mo
         monkeypatch.setattr("dubito.models.network.regression_sums.PATCHES", at_once)
         leaves = [t.clone().requires_grad_() for t in (x, V, lam)]
         G, h = regression_sums(geometry_of(conv), *leaves)
-        (G.sin().sum() + h.cos().sum()).backward()  # type: ignore[no-untyped-call]
+        (G.sin().sum() + h.cos().sum()).backward()
         results.append([G.detach(), h.detach(), *(t.grad for t in leaves)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
@@ -238,7 +238,7 @@ class TestPriors:
             shape = torch.tensor(a, dtype=torch.double, requires_grad=True)
             x = gamma(drawn(N, NORMALS), shape)
             assert scipy.stats.kstest(x.detach().numpy(), scipy.stats.gamma(a).cdf).pvalue > 1e-4
-            (slope,) = torch.autograd.grad(x.log().sum() / N, shape)  # type: ignore[no-untyped-call]
+            (slope,) = torch.autograd.grad(x.log().sum() / N, shape)
             each = (x.detach() - 0).log()
             error = float(each.std()) / N**0.5
             assert float(slope) == pytest.approx(scipy.special.polygamma(1, a), rel=0.05 + error)  # of E log x = ψ(a)
@@ -343,7 +343,7 @@ class TestConditioning:
     def exact(self, lam: float) -> float:
         """log det(P + G) by the matrix of the points, which is not singular: P = 64 I."""
         Phi = self.Phi.double().numpy()
-        return float(np.linalg.slogdet(np.eye(20) + lam / 64 * Phi @ Phi.T)[1]) + 64 * np.log(64)
+        return float(np.linalg.slogdet(np.eye(20) + lam / 64 * Phi @ Phi.T)[1] + 64 * np.log(64))
 
     @pytest.mark.parametrize("lam", [1.0, 1e4, 1e8])
     def test_densities_are_right_however_sure_the_points_are(self, lam: float) -> None:
@@ -404,9 +404,10 @@ def test_a_residual_network_is_drawn_by_what_arrives_at_each_layer() -> None:
         for name, W in weights.items():
             module = plain.get_submodule(name)
             bias = getattr(module, "bias", None) is not None
-            module.weight.data = W[k, :, : W.shape[2] - bias].reshape(module.weight.shape)  # type: ignore[union-attr, operator]
-            if bias:
-                module.bias.data = W[k, :, -1]  # type: ignore[union-attr]
+            assert isinstance(module, nn.Linear | nn.Conv2d)
+            module.weight.data = W[k, :, : W.shape[2] - bias].reshape(module.weight.shape)
+            if module.bias is not None:
+                module.bias.data = W[k, :, -1]
             module.register_forward_pre_hook(partial(keep, arriving, name))
         plain(U_0.detach())
         for name, layer in network.layers.items():
@@ -422,8 +423,8 @@ def test_a_residual_network_is_drawn_by_what_arrives_at_each_layer() -> None:
             A = d_in * np.eye(d_in) + Phi.T @ (lam[:, None] * Phi)
             mean = np.linalg.solve(A, Phi.T @ (lam[:, None] * q.V.detach().flatten(0, 1).numpy()))
             eps = noise[k, factors.places[name] :][: d_out * d_in].double().view(d_out, d_in).numpy()
-            W = mean + np.linalg.solve(np.linalg.cholesky(A).T, eps.T)
-            np.testing.assert_allclose(weights[name][k].numpy(), W.T, rtol=1e-6, atol=1e-9)
+            expected = mean + np.linalg.solve(np.linalg.cholesky(A).T, eps.T)
+            np.testing.assert_allclose(weights[name][k].numpy(), expected.T, rtol=1e-6, atol=1e-9)
 
 
 def test_predictions_are_those_of_the_plain_network_with_the_weights_of_the_stock() -> None:
@@ -461,7 +462,7 @@ def test_every_part_has_a_gradient() -> None:
     for prior in ("scale", "spatial-iw"):
         network = convolutional(prior=prior)
         outputs, ratio = network.sample_with_ratio(torch.randn(3, 2, 8, 8), 2)
-        (outputs.square().sum() + ratio + network.kl()).backward()  # type: ignore[no-untyped-call]
+        (outputs.square().sum() + ratio + network.kl()).backward()
         for name, p in network.named_parameters():
             assert p.grad is not None, name
             assert p.grad.isfinite().all(), name
@@ -478,7 +479,7 @@ def test_points_start_at_examples_and_pseudo_outputs_at_what_the_network_makes_o
     assert U_0 is not None
     order = [int((u == X).all(1).nonzero()) for u in U_0]
     first, last = points_of(network)
-    torch.testing.assert_close(first.V[:, 0], net[1](X[order]))
+    torch.testing.assert_close(first.V[:, 0], net.get_submodule("1")(X[order]))
     torch.testing.assert_close(last.V[:, 0], F.one_hot(y[order], 3).float())
     assert first.log_lam.unique().tolist() == [-4]
     assert last.log_lam.unique().tolist() == [0]
