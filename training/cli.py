@@ -489,7 +489,7 @@ def calibrate(
         raise InputError(f"--{name} is {first['input']}; expected {expected}.") from None
     permit_network(network)
     model = load(file)
-    data_set = read_for(model.manifest, data, data_root, download=download)
+    data_set = read_for(model.manifest, data, data_root, download=download, grouped=per == "group")
     name, held = part_of(data_set, model.card, part, default="calibration")
     if name != "calibration":  # the calibration part never overlaps the training part
         check_held_out(model, held)

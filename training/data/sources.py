@@ -29,11 +29,18 @@ MOST_BYTES = 1 << 34  # of pictures in the size of the first one, if the recipe 
 
 
 def read_for(
-    manifest: Manifest, name: str, root: Path | None = None, *, download: bool = False, labelled: bool = True
+    manifest: Manifest,
+    name: str,
+    root: Path | None = None,
+    *,
+    download: bool = False,
+    labelled: bool = True,
+    grouped: bool = False,
 ) -> DataSet:
     """Read a data set as the model's own was read (target column, split, picture size), with the model's classes.
 
-    `labelled=False`: the targets do not matter.
+    `labelled=False`: the targets do not matter. `grouped`: a table must have the model's column of groups; without it,
+    one that lacks that column is read without groups.
     """
     recipe, declared, regression = data_recipe(manifest.card), manifest.card.input, manifest.task.kind == "regression"
     image = None if declared is None else declared.image
@@ -46,6 +53,7 @@ def read_for(
         regression=regression if labelled else None,
         target=None if recipe is None else recipe.target,
         group=None if recipe is None else recipe.group,
+        grouped=grouped,
         size=None if shape is None else (shape[1], shape[2]),
         channels=None if shape is None or fitting is None else shape[0],
         fitting=fitting,
@@ -105,13 +113,15 @@ def read_data(
     regression: bool | None = None,
     target: str | None = None,
     group: str | None = None,
+    grouped: bool = True,
     size: tuple[int, int] | None = None,
     channels: int | None = None,
     fitting: Fitting | None = None,
     split: int = 0,
 ) -> DataSet:
     """Read a data set by name; `regression` decides about targets that could be either (None: words and integers are
-    classes). With a `fitting`, all pictures are brought to `size` and `channels`; without one, those of folders."""
+    classes). With a `fitting`, all pictures are brought to `size` and `channels`; without one, those of folders. Unless
+    `grouped`, a table may lack the column `group`."""
     kind, colon, place = name.partition(":")
     if name == "digits":
         return _brought(_digits(), size, channels, fitting)
@@ -128,7 +138,7 @@ def read_data(
         return _folder(path, size, channels or 3, fitting or Fitting())
     if kind == "npz":
         return _brought(_npz(path, regression), size, channels, fitting)
-    return _csv(path, regression, target, group)
+    return _csv(path, regression, target, group, grouped)
 
 
 def _brought(data: DataSet, size: tuple[int, int] | None, channels: int | None, fitting: Fitting | None) -> DataSet:
@@ -410,9 +420,10 @@ def _floats(path: Path, name: str, values: NDArray[Any]) -> Tensor:
     return floats
 
 
-def _csv(path: Path, regression: bool | None, target: str | None, group: str | None) -> DataSet:
+def _csv(path: Path, regression: bool | None, target: str | None, group: str | None, grouped: bool) -> DataSet:
     """A table with a header; the target is a column of numbers (regression) or of words or integers (classes)."""
     header, lines, body = _table(path)
+    group = group if grouped or group in header else None
     for wanted in (target, group):
         if wanted is not None and header.count(wanted) != 1:
             many = f"{header.count(wanted)} columns" if wanted in header else "no column"
