@@ -132,7 +132,7 @@ def choose(request: Request, facts: Facts, machine: Machine) -> list[str]:
     minutes = QUICK if request.quick else FROM_WEIGHTS if request.recipe().network.weights else MINUTES
     chosen: list[str] = []
     for values in _candidates(request, facts):
-        chosen = [f"{key}={_toml(value)}" for key, value in values.items()]
+        chosen = [f"{key}={as_toml(value)}" for key, value in values.items()]
         if seconds(request.recipe(chosen), facts, machine) * machine.rounded <= 60 * minutes:
             break
     return chosen
@@ -191,11 +191,12 @@ def _values(request: Request, facts: Facts, rung: Rung, E: int, batch: int) -> d
     return values
 
 
-def _toml(value: Any) -> str:
+def as_toml(value: Any) -> str:
+    """A value in the form of `--set`."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {_toml(v)}' for key, v in value.items())}}}"
+        return f"{{{', '.join(f'{key} = {as_toml(v)}' for key, v in value.items())}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(as_toml, value))}]"
     return "none" if value is None else json.dumps(value)
 
 
@@ -333,9 +334,7 @@ def plan(
         recipe = request.recipe(())
         return Plan(request.recipe(["fit.pretrain_epochs=0"]) if recipe.network.weights else recipe, "", file)
     if request.recipe().network.weights is not None and not request.sets("network.architecture"):
-        raise RecipeError(
-            "weights came without their network: name it, such as --set network.architecture=resnet18-cifar."
-        )
+        raise RecipeError("weights came without their network: name it, such as --network torchvision/resnet18.")
     facts = look(request, data_root, download)
     if facts.pictures and request.recipe().task == "classification" and not request.source.startswith("folder:"):
         request = replace(request, like="folder")
@@ -344,17 +343,14 @@ def plan(
     chosen = None if fresh else _kept(file, key)
     chosen = choose(request, facts, machine) if chosen is None else chosen
     recipe = request.recipe(chosen)
-    said = f"{facts}, {machine}: {_words(recipe)}, {about(recipe, facts, machine)}."
+    said = f"{facts}, {machine}: {_words(recipe)}."
     if machine.kind == "cpu" and facts.pictures:
         gpu = Machine("cuda")
         better = request.recipe(choose(request, facts, gpu))
         same = _words(better) == _words(recipe)
-        said += f" A GPU would {'only be faster' if same else f'train {_words(better)}'}: {about(better, facts, gpu)}."
+        more = "only be faster" if same else f"train {_words(better)}"
+        said += f" A GPU would {more}, in about {duration(seconds(better, facts, gpu))}."
     return Plan(recipe, said, file, json.dumps({**key, "chosen": chosen}))
-
-
-def about(recipe: Recipe, facts: Facts, machine: Machine) -> str:
-    return f"about {duration(seconds(recipe, facts, machine) * machine.slowness)}"
 
 
 def _words(recipe: Recipe) -> str:
