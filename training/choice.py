@@ -30,9 +30,11 @@ from dubito.training.data.sources import count_pictures, read_data
 from dubito.training.fit.checkpoint import write_whole
 from dubito.training.fit.fit import VALIDATION_SAMPLES
 from dubito.training.fit.ranks import Ranks
-from dubito.training.inputs import as_made_for
+from dubito.training.inputs import as_made_for, channels_in
 from dubito.training.names import OWN_DATA
+from dubito.training.recipe import answer_of
 from dubito.training.terminal import duration
+from dubito.training.weights import read_weights
 
 MINUTES, QUICK, FROM_WEIGHTS = 10.0, 1.0, 30.0  # at the rounded speed; the machine may be half as fast
 SPEED = {"cpu": 1e10, "cuda": 2e12}  # typical multiply-adds a second: of a core, of a GPU
@@ -237,8 +239,8 @@ def multiply_adds(architecture: str, arguments: str, entering: tuple[tuple[int, 
         sizes |= {"channels": shape[0], "size": list(shape[1:])}
     with torch.device("meta" if architecture in OURS or architecture.startswith("torchvision/") else "cpu"):
         net = network_of(architecture, **arguments_for(architecture, sizes) | json.loads(arguments))
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            net.eval()(torch.zeros(1, *shape))
+        with FlopCounterMode(display=False) as counter:
+            answer_of(net, architecture, shape)
     return int(counter.get_total_flops()) // 2
 
 
@@ -282,6 +284,15 @@ def look(request: Request, root: Path | None, download: bool) -> Facts:
     tested = 0 if data.test is None else len(data.test)
     pictures = data.train.x.dtype == torch.uint8 and min(shape[1:]) >= SMALLEST
     return Facts(len(data.train), tested, shape, outputs, pictures=pictures)
+
+
+def _as_weights_have_it(request: Request) -> Request:
+    """With a folder's pictures in grey or colour, as given weights take them."""
+    weights = request.recipe().network.weights
+    if weights is None or not request.source.startswith("folder:") or request.sets("data.channels"):
+        return request
+    channels = channels_in(read_weights(Path(weights)))
+    return request if channels is None else replace(request, changes=(*request.changes, f"data.channels={channels}"))
 
 
 def _made_for(recipe: Recipe) -> tuple[int, int] | None:
@@ -335,6 +346,7 @@ def plan(
         return Plan(request.recipe(["fit.pretrain_epochs=0"]) if recipe.network.weights else recipe, "", file)
     if request.recipe().network.weights is not None and not request.sets("network.architecture"):
         raise RecipeError("weights came without their network: name it, such as --network torchvision/resnet18.")
+    request = _as_weights_have_it(request)
     facts = look(request, data_root, download)
     if facts.pictures and request.recipe().task == "classification" and not request.source.startswith("folder:"):
         request = replace(request, like="folder")

@@ -1,5 +1,7 @@
 """How long the phases of a recipe will take: a few steps of each are timed, on copies of the networks."""
 
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +21,8 @@ from dubito.training.evaluation.predicting import GRID, REQUESTS
 from dubito.training.fit.fit import FitRun
 from dubito.training.terminal import duration
 
-STEPS = 3  # timed in each phase, after as many that are not
-ON_GPU = 12  # before a step is a graph there
+WARM_UP = {"cpu": 3, "cuda": 12}  # steps that are not timed: on a GPU, a step is a graph only after some
+TIMES, ENOUGH = 9, 3.0  # calls that are timed, or fewer once they have taken so many seconds
 AUTO = 32  # draws of `samples="auto"`, about
 ROWS = 32  # of a timed prediction
 
@@ -69,30 +71,33 @@ def in_all(phases: Sequence[Phase]) -> Phase:
 
 
 def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    """Median time of some calls: other work on the machine disturbs single ones."""
+    times: list[float] = []
+    while len(times) < TIMES and sum(times) < ENOUGH:
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def _step(run: FitRun) -> float:
-    """Mean time of a step, with its batch."""
-    before = ON_GPU if run.device.type == "cuda" else STEPS
+    """Time of a step, with its batch."""
+    epochs = itertools.count()
 
-    def take(steps: int) -> None:
-        for i in range(steps):
-            x, y, share = next(run.batches.epoch(i))
-            run.take_step(enter(x, run.declared), y, share)
+    def take() -> None:
+        x, y, share = next(run.batches.epoch(next(epochs)))
+        run.take_step(enter(x, run.declared), y, share)
 
-    take(before)
-    return _timed(lambda: take(STEPS)) / STEPS
+    for _ in range(WARM_UP[run.device.type]):
+        take()
+    return _timed(take)
 
 
 def _held_out(network: BayesianNetwork, parts: Parts, x: Tensor) -> float:
     """Time of calibration and measurement: each request draws weights, and each input is passed through each draw."""
     factors = network.factors()
-    predict(network, factors, x[:1], CHOOSING, 0)
     one = _timed(lambda: predict(network, factors, x[:1], CHOOSING, 0))
     many = _timed(lambda: predict(network, factors, x, CHOOSING, 0))
     of_row = max(0.0, many - one) / max(1, len(x) - 1) / CHOOSING

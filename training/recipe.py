@@ -266,6 +266,18 @@ def build_network(recipe: Recipe, parts: Parts, declared: Input, weights: Weight
 
 def _check_sizes(net: nn.Module, name: str, shape: tuple[int, ...], outputs: int) -> None:
     """Check that the network takes one input of this shape, and has one output per class or target."""
+    came = tuple(answer_of(net, name, shape).shape)
+    if len(came) > 2:
+        raise RecipeError(
+            f"network.architecture: {name} answers with {came[1:]} numbers, as for each pixel or token; expected "
+            f"{outputs} for an input."
+        )
+    if came != (1, outputs):
+        raise RecipeError(f"network.arguments: {name} answers with {came[1:]} numbers; the data has {outputs}.")
+
+
+def answer_of(net: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor:
+    """The network's answer to one input of this shape; a RecipeError where it takes none such."""
     needed = [p for p in inspect.signature(net.forward).parameters.values() if p.default is p.empty and p.kind < 2]
     if len(needed) > 1:
         names = ", ".join(p.name for p in needed)
@@ -278,18 +290,14 @@ def _check_sizes(net: nn.Module, name: str, shape: tuple[int, ...], outputs: int
             raise RecipeError(
                 f"network.architecture: {name} takes token ids, as its embedding shows; expected numbers or pictures."
             ) from None
-        said = " ".join(str(error).split())
-        raise RecipeError(f"network.architecture: {name} cannot take inputs of shape {shape}: {said}.") from None
+        said = " ".join(str(error).split()).rstrip(".")
+        change = "--input-size and data.channels (1 or 3) change the pictures." if len(shape) == 3 else ""
+        raise RecipeError(
+            f"network.architecture: {name} cannot take inputs of shape {shape}: {said}. {change}".rstrip()
+        ) from None
     if not isinstance(answer, Tensor):
         raise RecipeError(f"network.architecture: {name} answers with a {type(answer).__name__}; expected one tensor.")
-    came = tuple(answer.shape)
-    if len(came) > 2:
-        raise RecipeError(
-            f"network.architecture: {name} answers with {came[1:]} numbers, as for each pixel or token; expected "
-            f"{outputs} for an input."
-        )
-    if came != (1, outputs):
-        raise RecipeError(f"network.arguments: {name} answers with {came[1:]} numbers; the data has {outputs}.")
+    return answer
 
 
 def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts) -> None:

@@ -122,6 +122,22 @@ def test_weights_need_the_name_of_their_network(tmp_path: Path) -> None:
         plan(Request(source, ("network.weights=w.safetensors",)), out, CPU_DEVICE)
 
 
+def test_weights_of_a_grey_network_get_grey_pictures(tmp_path: Path) -> None:
+    source, file = write_pictures(tmp_path / "data", 30), tmp_path / "w.safetensors"
+    save_file(build("cnn", classes=3, channels=1, size=[8, 12], width=4, hidden=8).state_dict(), file)
+    network = f"network={{architecture='cnn', arguments={{size=[8, 12], width=4, hidden=8}}, weights='{file}'}}"
+    assert plan(Request(source, (network,)), tmp_path / "m.safetensors", CPU_DEVICE).recipe.data.channels == 1
+    given = plan(Request(source, (network, "data.channels=1")), tmp_path / "m.safetensors", CPU_DEVICE)
+    assert given.recipe.data.channels == 1
+
+
+def test_a_network_that_takes_no_such_pictures_is_refused_before_anything_is_timed(tmp_path: Path) -> None:
+    source = write_pictures(tmp_path / "data", 30)
+    changes = ("network.architecture=torchvision/vit_b_16", "network.arguments={}")
+    with pytest.raises(RecipeError, match=r"vit_b_16 cannot take inputs of shape \(3, 16, 20\): .* --input-size and"):
+        plan(Request(source, changes), tmp_path / "m.safetensors", CPU_DEVICE)
+
+
 def test_grey_arrays_get_a_network_that_takes_them() -> None:
     facts = Facts(500, 0, (1, 28, 28), 10, pictures=True)
     recipe = chosen(Request("npz:x", like="folder"), facts, GPU)
