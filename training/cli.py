@@ -372,13 +372,13 @@ def laplace(
             common["precision"] = chosen_precision(precision)
         if name is None:
             for option in (*inputs, *(["labels"] if labels is not None else []), *(["rename"] if rename else [])):
-                named = "--mean" if option == "normalise" and mean is not None else OPTIONS.get(option, f"--{option}")
-                raise InputError(f"{named} belongs to weights; say which network they are of with --network.")
+                given = "--mean" if option == "normalise" and mean is not None else OPTIONS.get(option, f"--{option}")
+                raise InputError(f"{given} belongs to weights; say which network they are of with --network.")
             model = from_artifact(file, data, out, settings, **common)
         else:
             if task not in ("classification", "regression"):
                 raise InputError(f"--task is {task!r}; expected classification or regression.")
-            pictures = Data(name=data, **HELD_OUT, **inputs)
+            pictures = Data.model_validate({"name": data, **HELD_OUT, **inputs})
             named = config.Network(architecture=name, rename=tuple(rename or ()))
             known = None if labels is None else read_labels(labels)
             model = from_weights(file, named, pictures, out, settings, task=task, labels=known, **common)  # type: ignore[arg-type]
