@@ -384,8 +384,10 @@ def laplace(
             model = from_weights(file, named, pictures, out, settings, task=task, labels=known, **common)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "value_error":  # from our own validators, whose message is complete
+            raise InputError(f"{first['msg'].removeprefix('Value error, ')}.") from None
         place = "".join(f"--{part} " for part in first["loc"][:1]).replace("_", "-")
-        raise InputError(f"{place}{first['msg'].removeprefix('Value error, ')}; it is {first['input']!r}.") from None
+        raise InputError(f"{place}is {first['input']!r}: {first['msg']}.") from None
     _print_result(out, model, as_json)
 
 
