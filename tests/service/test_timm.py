@@ -13,7 +13,7 @@ from dubito.cli import app
 from tests.few import few
 from tests.service.conftest import Serve
 
-NAME, SIDE, LABELS = "test_vit", 32, ("ant", "bee", "cat")  # timm's smallest vision transformer, for its own tests
+NAME, SIDE, LABELS = "test_resnet", 32, ("ant", "bee", "cat")  # a small one, which timm has for its own tests
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 NOTHING = ["--prior-precision", "1e12", "--no-temperature"]  # the posterior has no width, and the logits stay
 
@@ -22,9 +22,9 @@ def test_the_answer_is_the_networks_own(serve: Serve, tmp_path: Path, monkeypatc
     """Where the posterior adds nothing, to all five digits that float32 gives after a pass in another order."""
     timm = pytest.importorskip("timm", reason="NOT RUN: timm is not installed (pip install 'dubito[timm]')")
     torch.manual_seed(0)
-    net = timm.create_model(NAME, num_classes=len(LABELS), img_size=SIDE).eval()
+    net = timm.create_model(NAME, num_classes=len(LABELS)).eval()
     with torch.no_grad():
-        net.head.weight.mul_(50)  # else all answers are near a third
+        net.fc.weight.mul_(50)  # else all answers are near a third
     torch.save(net.state_dict(), tmp_path / "w.pth")
     pixels = np.random.default_rng(0).integers(0, 256, (120, SIDE, SIDE, 3), dtype=np.uint8)
     for i, picture in enumerate(pixels):
