@@ -119,7 +119,7 @@ def bench_http(
     rate: Annotated[float | None, typer.Option(help="Requests a second.", show_default="50")] = None,
     rates: Annotated[
         str | None,
-        typer.Option(metavar="RATES", help="Several rates, one after the other: 50,100,200 or 50 100 200."),
+        typer.Option(metavar="LIST", help="Several rates, one after the other: 50,100,200 or 50 100 200."),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Duration of each rate, in seconds.")] = 10.0,
     samples: Annotated[
