@@ -102,9 +102,9 @@ def doctor(
 
     from dubito.service.doctor import examine, lines
 
-    found = examine()
-    print(json.dumps(found) if as_json else "\n".join(lines(found)))
-    if not found["serving"]["works"]:
+    report = examine()
+    print(json.dumps(report) if as_json else "\n".join(lines(report)))
+    if not report["serving"]["works"]:
         raise typer.Exit(1)
 
 
