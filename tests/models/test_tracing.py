@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dubito.models import bayesianize, build, load, predict, save
 from dubito.models.artifact.artifact import KEY, digest
 from dubito.models.conversion.architectures import FACTORIES
-from dubito.models.errors import ArtifactError
+from dubito.models.errors import ArtifactError, ConversionError
 from dubito.models.manifest import Card, Input, Precision
 from dubito.models.names import METHODS
 from dubito.models.network.network import BayesianNetwork
@@ -465,6 +465,24 @@ def test_it_loads_where_its_class_is_not(tmp_path: Path) -> None:
     assert expected is not None
     said = forked.run(tmp_path / "m", code=ELSEWHERE)
     assert said.stdout.splitlines() == [str([v.hex() for v in expected.flatten().tolist()]), "[]"], said.stderr
+
+
+class Past(Branching):
+    """Reads the weight of one of its layers without calling that layer, as attention of torchvision's Swin does."""
+
+    def forward(self, x: Tensor) -> Any:
+        return F.linear(x, self.a.weight, self.a.bias) + self.b(x)
+
+
+def test_a_layer_whose_weight_is_read_past_it_stays_as_it_is(tmp_path: Path) -> None:
+    network = bayesianize(Past(), "deterministic", layers={"a": "deterministic"})
+    save(network, tmp_path / "m", card=Card(input=Input(shape=(4,))))
+    traced = load(tmp_path / "m").network.net
+    with pytest.raises(ConversionError, match=r"a \(Linear, whose weights are read without calling it\)"):
+        bayesianize(traced, "ffg-u", inducing=2)
+    left = bayesianize(traced, "ffg-u", inducing=2, unsupported="leave")
+    assert list(left.layers) == ["b"]
+    assert predict(left, left.factors(), torch.randn(3, 4), 2).samples == 2
 
 
 def test_an_earlier_artifact_of_ones_own_network_takes_a_factory(
