@@ -42,7 +42,7 @@ STEP = {"cpu": 4e-3, "cuda": 1e-3}  # seconds of a step beside them
 BACKWARD, POSTERIOR = 3.0, 1.3  # cost of a training step over a pass, and of a posterior's over the plain network's
 PASSES = 220, 140  # draws in calibration and measurement, of each calibration and each test example …
 MOST_PASSED = 1000  # … but at most so many examples of each
-STEPS = 400, 2000  # of the plain network: fewest with which a larger network is worth while, and enough for any
+STEPS = 400, 2000  # of the plain network: fewest with which it is better than chance, and enough for any
 EPOCHS = (240, 180, 120, 90, 60, 48, 36, 30, 24, 18, 12, 6)  # of the plain network
 ENOUGH = 30  # of them, where there are many batches
 SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # of a table's epochs
@@ -156,8 +156,9 @@ def _candidates(request: Request, facts: Facts) -> Iterator[dict[str, Any]]:
     batch = 2 ** round(math.log2(min(max(n / 40, BATCH[0]), BATCH[1])))
     least, most = (steps * batch / n for steps in STEPS)  # epochs
     for rung in reversed(ladder):
+        fewest = (0 if own else min(least, EPOCHS[0])) if rung is ladder[0] else least
         for E in EPOCHS:
-            if (least <= E or rung is ladder[0]) and max(most, ENOUGH) >= E:
+            if fewest <= E <= max(most, ENOUGH, fewest):
                 yield _values(request, facts, rung, E, batch)
 
 

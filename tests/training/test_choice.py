@@ -63,6 +63,15 @@ def test_a_choice_fits_the_time_and_trains_enough() -> None:
     assert cost(chosen(replace(FOLDER, quick=True), PICTURES), PICTURES) <= 60
 
 
+@pytest.mark.parametrize(("slowness", "quick"), [(4.0, True), (64.0, False)])
+def test_a_slow_machine_still_trains_more_than_nothing(slowness: float, quick: bool) -> None:
+    """After 114 steps, as many as fitted the time once, a small CNN named SVHN's digits as often as chance does."""
+    request, machine = replace(FOLDER, quick=quick), Machine("cpu", 2, slowness)
+    recipe, few = (chosen(request, replace(PICTURES, examples=n), machine) for n in (1000, 30))
+    assert recipe.fit.pretrain_epochs * 600 / recipe.fit.batch >= 400
+    assert few.fit.pretrain_epochs == 240  # each of one step
+
+
 def test_a_faster_machine_gets_more_work_and_fewer_pictures_a_larger_network() -> None:
     ranks = {rung.architecture + str(rung.arguments.get("width")): i for i, rung in enumerate(LADDER)}
 
