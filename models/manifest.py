@@ -27,7 +27,8 @@ from dubito.models.traced import Traced
 # 2: a calibration with `sets`, `classes` or `groups`, which readers of format 1 do not know
 # 3: a calibration with `auroc`, or thresholds of `energy` or `knn`; a bank of features
 # 4: pictures with a `fitting`; a traced network
-FORMATS = (1, 2, 3, 4)
+# 5: inducing inputs
+FORMATS = (1, 2, 3, 4, 5)
 LARGEST_INPUT = 1 << 26  # numbers
 LARGEST_BANK = 1 << 26  # numbers
 LARGEST_RESIZE = 1 << 12  # of a picture's shorter side
@@ -120,6 +121,24 @@ class SubnetworkEntry(Strict):
             raise ValueError("a subnetwork knows constant noise only, but this task's noise depends on the input")
         if manifest.layers or manifest.members or manifest.hierarchy or manifest.batchnorm != "kept":
             raise ValueError("a subnetwork belongs to a plain network, without Bayesian layers or folded BatchNorm")
+
+
+class InducingInputsEntry(Strict):
+    """Inputs by which layers of method gi are drawn, one after the other [Ober21]."""
+
+    closed_form: ClassVar[bool] = False
+    method: Literal["gi"] = "gi"
+    points: Size  # M
+    shape: Annotated[tuple[Size, ...], Field(min_length=1, max_length=4)]  # of one input
+
+    def check(self, manifest: "Manifest") -> None:
+        layers = [layer for layer in manifest.layers.values() if layer.in_sequence]
+        if not layers or any(getattr(layer, "points", None) != self.points for layer in layers):
+            raise ValueError(f"{self.points} inducing inputs belong to layers of method gi with as many points")
+        if manifest.members or manifest.hierarchy:
+            raise ValueError("inducing inputs do not go with ensemble members or a hierarchy")
+        if self.points * prod(self.shape) > LARGEST_INPUT:
+            raise ValueError(f"the inducing inputs have more than {LARGEST_INPUT:,} numbers")
 
 
 class FeatureBankEntry(Strict):
@@ -351,11 +370,18 @@ class Card(Strict):
     provenance: Provenance = Provenance()
 
 
-Format = Literal[1, 2, 3, 4]
+Format = Literal[1, 2, 3, 4, 5]
 
 
-def format_of(card: Card, bank: FeatureBankEntry | None = None, traced: Traced | None = None) -> Format:
-    """The oldest format whose readers understand the card, the bank and the network."""
+def format_of(
+    card: Card,
+    bank: FeatureBankEntry | None = None,
+    traced: Traced | None = None,
+    inputs: InducingInputsEntry | None = None,
+) -> Format:
+    """The oldest format whose readers understand the card, the bank, the network and its inducing inputs."""
+    if inputs is not None:
+        return 5
     if traced is not None:
         return 4
     calibration = card.calibration
@@ -376,6 +402,7 @@ class Manifest(Strict):
     members: dict[str, Members] = {}  # modules kept in one copy per ensemble member
     hierarchy: Hierarchy | None = None
     subnetwork: SubnetworkEntry | None = None
+    inducing_inputs: InducingInputsEntry | None = None
     feature_bank: FeatureBankEntry | None = None
     batchnorm: Literal["kept", "folded"]
     precision: Precision = "float32"  # of the numbers in the file
@@ -383,9 +410,9 @@ class Manifest(Strict):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of this manifest without it, and of all tensors
 
     @property
-    def joint(self) -> SubnetworkEntry | None:
+    def joint(self) -> SubnetworkEntry | InducingInputsEntry | None:
         """The posterior over the network as a whole; None: each layer has its own, or none."""
-        return self.subnetwork
+        return self.inducing_inputs if self.subnetwork is None else self.subnetwork
 
     @property
     def closed_form(self) -> bool:
@@ -400,7 +427,7 @@ class Manifest(Strict):
 
     @model_validator(mode="after")
     def _formats(self) -> "Manifest":
-        if self.format < (needed := format_of(self.card, self.feature_bank, self.traced)):
+        if self.format < (needed := format_of(self.card, self.feature_bank, self.traced, self.inducing_inputs)):
             raise ValueError(f"the format is {self.format}, but it has keys of format {needed}")
         if self.feature_bank is not None and self.task.kind == "regression":
             raise ValueError("a bank of features belongs to classification")
@@ -412,7 +439,7 @@ class Manifest(Strict):
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """What readers of earlier formats do not know is left out where it says nothing."""
-        newer = ("feature_bank", "traced")
+        newer = ("feature_bank", "traced", "inducing_inputs")
         return {key: value for key, value in write(self).items() if key not in newer or value is not None}
 
     @model_validator(mode="after")
@@ -424,8 +451,12 @@ class Manifest(Strict):
 
     @model_validator(mode="after")
     def _jointly(self) -> "Manifest":
+        if self.subnetwork is not None and self.inducing_inputs is not None:
+            raise ValueError("a subnetwork and inducing inputs do not go together")
         if self.joint is not None:
             self.joint.check(self)
+        if self.inducing_inputs is None and any(layer.in_sequence for layer in self.layers.values()):
+            raise ValueError("layers that are drawn in sequence need inducing inputs")
         closed = self.card.calibration is not None and self.card.calibration.closed is not None
         if closed and not self.closed_form:
             raise ValueError("a closed form was calibrated, but the network has none")

@@ -45,6 +45,7 @@ from dubito.training.weights import Weights, fill, fitting_names, read_weights
 
 REMEMBERED = 1024  # training inputs whose hashes are stored in the artifact, to recognise them
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch
+MOST_NUMBERS = 1 << 23  # of the training examples among which inducing points are chosen
 SHORT = 1.0  # seconds: shorter epochs share a checkpoint
 
 
@@ -74,7 +75,7 @@ class Start:
     def networks(self) -> tuple[BayesianNetwork, BayesianNetwork]:
         """Copies of the plain network and of the posterior."""
         trained = self.recipe.fit.pretrain_epochs or self.recipe.network.weights
-        posterior = make_bayesian(self.net, self.recipe, self.parts, "network" if trained else "prior")
+        posterior = make_bayesian(self.net, self.recipe, self.parts, self.declared, "network" if trained else "prior")
         return bayesianize(self.net, "deterministic", task=self.task), posterior
 
 
@@ -114,7 +115,7 @@ def train(
     start = begin(recipe, data_root, download, labels)
     recipe, parts, declared, net, task = start.recipe, start.parts, start.declared, start.net, start.task
     phases = Phases(recipe, parts, declared, out, device, fresh)
-    _check_posteriors(net, recipe, parts)
+    _check_posteriors(net, recipe, parts, declared)
     plain: BayesianNetwork | None = None
     if recipe.network.weights is not None:
         plain = bayesianize(net, "deterministic", task=task)
@@ -135,7 +136,7 @@ def train(
 
     def fit_posterior(net: nn.Module, changed: Recipe, phase: str) -> FitRun:
         torch.manual_seed(recipe.seed)
-        network, fit = make_bayesian(net, changed, parts, begins), changed.fit
+        network, fit = make_bayesian(net, changed, parts, declared, begins), changed.fit
         if trained_noise is not None and network.noise is not None:
             network.noise.load_state_dict(trained_noise)
             fit = fit.model_copy(update={"noise_epochs": 0})
@@ -300,14 +301,16 @@ def answer_of(net: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor:
     return answer
 
 
-def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts) -> None:
+def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts, declared: Input) -> None:
     """Refuse options of the posterior that are not valid, before the work; uses the meta device."""
     blank = copy.deepcopy(net).to("meta")
     for options in ({}, *(recipe.tune.trials if recipe.tune is not None else ())):
-        make_bayesian(blank, recipe.with_options(options), parts, "prior")
+        make_bayesian(blank, recipe.with_options(options), parts, declared, "prior")
 
 
-def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["network", "prior"]) -> BayesianNetwork:
+def make_bayesian(
+    net: nn.Module, recipe: Recipe, parts: Parts, declared: Input, start: Literal["network", "prior"]
+) -> BayesianNetwork:
     if recipe.laplace is not None:
         check_size(net, recipe.laplace)  # fails before the work, not after it
         return bayesianize(net, "deterministic", task=task_of(parts, recipe))
@@ -315,10 +318,26 @@ def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["
     layers: Any = recipe.posterior.layers or None
     try:
         return bayesianize(
-            net, recipe.posterior.method, start=start, layers=layers, task=task_of(parts, recipe), **options
+            net,
+            recipe.posterior.method,
+            start=start,
+            layers=layers,
+            task=(task := task_of(parts, recipe)),
+            examples=some_examples(parts.train, declared, task, recipe.seed),
+            **options,
         )
     except TypeError as error:
         raise RecipeError(f"posterior.options: {error}.") from None
+
+
+def some_examples(train: Examples, declared: Input, task: Task, seed: int) -> tuple[Tensor, Tensor]:
+    """Training examples that inducing points may start at, their targets in the network's units."""
+    n = max(1, MOST_NUMBERS // train.x[0].numel())
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:n]
+    x, y = enter(train.x[order], declared), train.y[order]
+    if isinstance(task, Regression):
+        y = (y - torch.tensor(task.shift)) / torch.tensor(task.scale)
+    return x, y
 
 
 @dataclass(frozen=True)

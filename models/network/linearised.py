@@ -146,8 +146,7 @@ class Subnetwork(JointPosterior):
         return cls(index.to(torch.int32), pack(L).float(), entry)
 
     @classmethod
-    def blank(cls, entry: SubnetworkEntry) -> "Subnetwork":
-        """One of the right size, into which tensors can be loaded."""
+    def blank(cls, entry: Any) -> "Subnetwork":
         S = entry.size
         return cls(torch.empty(S, dtype=torch.int32), torch.empty(S * (S + 1) // 2), entry)
 
@@ -174,7 +173,7 @@ class Subnetwork(JointPosterior):
             raise ArtifactError("the triangle of its subnetwork has a diagonal that is not positive: it is no factor.")
 
     @staticmethod
-    def facts(entry: SubnetworkEntry, network: BayesianNetwork | None) -> dict[str, Any]:
+    def facts(entry: Any, network: BayesianNetwork | None) -> dict[str, Any]:
         """For `dubito inspect`, with how many of each parameter's weights were chosen where the network is known."""
         by_name: dict[str, int] = {}
         if network is not None and isinstance(network.joint, Subnetwork):

@@ -246,14 +246,19 @@ def test_infinity_anywhere_else_is_a_training_that_diverged(
 METHOD_OPTIONS: dict[str, dict[str, Any]] = {"fcg-w": {"covariance_limit": 10**6}}
 
 
-@pytest.mark.parametrize("name", ["own", "attention", "encoder"])
-@pytest.mark.parametrize("method", METHODS)
+BY_INPUTS = {"gi", "fac-gi", "rand-gi"}  # whose layers are drawn by inducing inputs, which BatchNorm would mix
+PAIRS = [(n, m) for n in ("own", "attention", "encoder") for m in METHODS if not (n == "own" and m in BY_INPUTS)]
+
+
+@pytest.mark.parametrize(("name", "method"), PAIRS)
 def test_every_method_comes_back_to_the_bit_and_converts_the_rebuilt_network_alike(
     name: str, method: str, tmp_path: Path
 ) -> None:
+    plain, shape, x = made(name)
     options = {"inducing": 2, "members": 2} | METHOD_OPTIONS.get(method, {})
-    network, shape, x = made(name, method, **options)
-    plain, *_ = made(name)
+    if method in BY_INPUTS:
+        options["examples"] = (x, None)
+    network, *_ = made(name, method, **options)
     before = predict(network, network.factors(), x, 5, 3, keep_outputs=True).outputs
     after = stored(network, tmp_path / "m", input=Input(shape=shape)).predict(x, 5, 3, keep_outputs=True).outputs
     rebuilt = stored(plain, tmp_path / "plain", input=Input(shape=shape)).network.net

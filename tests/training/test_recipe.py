@@ -66,7 +66,7 @@ def test_a_fresh_run_that_was_stopped_goes_on_without_fresh(tmp_path: Path) -> N
     declared = load(embedded("digits")).card.input
     assert declared is not None
     fitting = Phases(recipe, parts, declared, tmp_path / "m.safetensors", torch.device("cpu"), fresh=True)
-    network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
+    network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, declared, "prior")
     asked: list[int] = []
 
     def ask_once(*_: object) -> None:
