@@ -60,7 +60,7 @@ class TrainedModel:
 
 
 @dataclass(frozen=True)
-class Start:
+class Beginning:
     """Where the training begins: the data in their parts, and the plain network, untrained or with given weights."""
 
     recipe: Recipe  # with the pictures as given weights take them
@@ -79,7 +79,7 @@ class Start:
         return bayesianize(self.net, "deterministic", task=self.task), posterior
 
 
-def begin(recipe: Recipe, data_root: Path | None, download: bool, labels: tuple[str, ...] | None = None) -> Start:
+def begin(recipe: Recipe, data_root: Path | None, download: bool, labels: tuple[str, ...] | None = None) -> Beginning:
     """Read the data and build the network. `labels` name the outputs of given weights; else their file may."""
     weights = None
     if recipe.network.weights is not None:
@@ -90,7 +90,7 @@ def begin(recipe: Recipe, data_root: Path | None, download: bool, labels: tuple[
         parts = read_parts(recipe, data_root, download, labels)
     declared = input_of(parts.train, recipe.data)
     torch.manual_seed(recipe.seed)
-    return Start(recipe, parts, declared, build_network(recipe, parts, declared, weights))
+    return Beginning(recipe, parts, declared, build_network(recipe, parts, declared, weights))
 
 
 def train(

@@ -164,7 +164,7 @@ def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> tup
     known = architecture_of(network.net)
     try:
         manifest = Manifest(
-            format=format_of(card, bank, inputs=joint.get("inducing_inputs")),
+            format=format_of(card, bank, joint=next(iter(joint.values()), None)),
             architecture=known,
             task=network.task,
             layers=layers,

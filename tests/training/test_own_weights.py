@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dubito.models import load
 from dubito.models.manifest import Classification, Fitting
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.training.data.data import divide, input_of
 from dubito.training.data.sources import read_data
 from dubito.training.plain import look_first
@@ -117,7 +118,7 @@ def test_from_a_checkpoint_to_a_calibrated_model_that_carries_its_network(tmp_pa
     calibration = model.card.calibration
     assert calibration is not None
     assert calibration.temperature != 1
-    assert model.manifest.subnetwork is not None
+    assert isinstance(model.manifest.subnetwork, SubnetworkEntry)
     assert model.manifest.subnetwork.select == "variance"  # a small network
     assert f"temperature {calibration.temperature:.3g}" in told.stdout
     assert calibration.closed is not None
