@@ -4,9 +4,11 @@
 
 Each network has random weights and two classes. It is saved traced, not by a name; loaded by a process that has neither
 timm nor torchvision, whose outputs are compared to the bit; converted by every method; given a Laplace posterior over
-its last layer; loaded by a running server, which is asked for a prediction; and exported to ONNX, whose outputs are
-compared with the artifact's. Networks of timm are left out where timm is not installed. Pictures are as small as a
-network allows. With --keep, rows are kept in a file, and what is there is not measured again.
+its last layer; loaded by a running server, which is asked for a prediction; captured on a GPU, with draws of FFG-U, as
+one CUDA graph, whose answers are compared with those without it; and exported to ONNX, whose outputs are compared with
+the artifact's. Networks of timm are left out where timm is not installed, and the capture where there is no GPU.
+Pictures are as small as a network allows. With --keep, rows are kept in a file, and what is there is not measured
+again.
 """
 
 import argparse
@@ -16,12 +18,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
@@ -35,6 +39,9 @@ from dubito.models.manifest import Card, Image, Input
 from dubito.models.names import METHODS
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.numerics.parameters import count
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
+from dubito.models.predictions.resident import reside
+from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
 from dubito.training.config import Laplace
 from dubito.training.data.data import Examples
 from dubito.training.laplace import linearise
@@ -74,6 +81,7 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
     "levit_128s": (224, {}),
 }
 EXAMPLES = 8  # that the curvature is summed over
+DRAWS = 4  # of a captured graph
 LABELS = ("no", "yes")
 ELSEWHERE = """
 import sys
@@ -91,7 +99,7 @@ for line in sys.stdin:
     except Exception as error:
         print(repr(error), flush=True)
 """
-STEPS = ("saved", "equal", "methods", "laplace", "served", "onnx")
+STEPS = ("saved", "equal", "methods", "laplace", "served", "captured", "onnx")
 
 
 def made(name: str) -> tuple[nn.Module, int]:
@@ -138,10 +146,13 @@ def measure(name: str, row: dict[str, Any], wanted: list[str], folder: Path, url
         "methods": lambda: converted(file),
         "laplace": lambda: with_posterior(file, folder / "models" / "m" / "1" / "model.safetensors", card, side),
         "served": lambda: asked(url, side),
+        "captured": lambda: captured(file, folder, card, side),
         "onnx": lambda: exported(file, folder),
     }
     for step, run in steps.items():
         if step != "saved" and (step in row or step not in wanted):
+            continue
+        if step == "captured" and not torch.cuda.is_available():
             continue
         start = time.perf_counter()
         try:
@@ -196,7 +207,7 @@ def with_posterior(file: Path, out: Path, card: Card, side: int) -> int:
     assert isinstance(fitted.network, BayesianNetwork)
     out.parent.mkdir(parents=True, exist_ok=True)
     manifest = save(fitted.network, out, card=card)
-    assert manifest.subnetwork is not None
+    assert isinstance(manifest.subnetwork, SubnetworkEntry)
     return manifest.subnetwork.size
 
 
@@ -216,6 +227,27 @@ def asked(url: str, side: int) -> bool:
             client.post("/v2/repository/models/m/unload")
 
 
+def captured(file: Path, folder: Path, card: Card, side: int) -> bool:
+    """Whether draws of FFG-U of the rebuilt network are one CUDA graph, with the answers of a pass without it."""
+    device, out = torch.device("cuda"), folder / "ffg-u.safetensors"
+    posterior = bayesianize(load(file).network.net, "ffg-u", start="prior", unsupported="leave", inducing=8)
+    save(posterior, out, card=card)
+    engine = Engine(reside(load(out), device, torch.float32), (2,), None, 0.0)
+    engine.warm(DRAWS, nullcontext())
+    assert engine.graphs is not None
+    if engine.graphs.at(2, DRAWS) is None:
+        return False
+    x = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(4)).numpy()
+    request = PredictRequest(x, DRAWS, 5, DRAWS, 0.5)
+    (one,) = engine.answer([request])
+    engine.graphs = None
+    (other,) = engine.answer([request])
+    assert isinstance(one, PredictResult)
+    assert isinstance(other, PredictResult)
+    np.testing.assert_allclose(one.columns["probabilities"], other.columns["probabilities"], atol=1e-4)
+    return True
+
+
 def exported(file: Path, folder: Path) -> float:
     """The largest difference between the exported file's outputs and the artifact's."""
     from dubito.deploy.edge.check import check
@@ -231,10 +263,8 @@ def exported(file: Path, folder: Path) -> float:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    columns = (
-        "network, picture, parameters, calls, equal to the bit, methods, Laplace on the last layer, served, GPU, ONNX"
-    )
-    head = f"| {columns.replace(', ', ' | ')} |"
+    columns = "network, picture, parameters, calls, equal to the bit, methods, Laplace on the last layer, served"
+    head = f"| {columns.replace(', ', ' | ')} | one CUDA graph | ONNX |"
     lines = [head, "|---|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
         missing = [m for m in METHODS if m not in (row.get("methods") or ())]
@@ -244,9 +274,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         yes = {True: "yes", False: "no", None: "no"}
         size = f"{row['side']} × {row['side']} | {row['parameters'] / 1e6:.1f} M | {row['saved'] or 'no'}"
         equal, served = yes[row.get("equal")], yes[row.get("served")]
-        lines.append(
-            f"| `{row['network']}` | {size} | {equal} | {methods} | {weights} | {served} | not run here | {onnx} |"
-        )
+        graph = yes[row["captured"]] if "captured" in row else ""
+        lines.append(f"| `{row['network']}` | {size} | {equal} | {methods} | {weights} | {served} | {graph} | {onnx} |")
     return "\n".join(lines)
 
 

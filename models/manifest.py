@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from math import prod
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -13,6 +13,7 @@ from pydantic import (
     SerializeAsAny,
     SerializerFunctionWrapHandler,
     ValidationError,
+    ValidationInfo,
     model_serializer,
     model_validator,
 )
@@ -20,8 +21,8 @@ from pydantic_core import PydanticCustomError
 
 from dubito.models.fields import Members, PositiveFinite, Share, Size, Strict
 from dubito.models.names import Measure, listed
-from dubito.models.posteriors.dictionary import entry_classes
-from dubito.models.posteriors.entry import Entry
+from dubito.models.posteriors.dictionary import entry_classes, joint_entry_class
+from dubito.models.posteriors.entry import Entry, JointEntry
 from dubito.models.traced import Traced
 
 # 2: a calibration with `sets`, `classes` or `groups`, which readers of format 1 do not know
@@ -36,7 +37,6 @@ LARGEST_RESIZE = 1 << 12  # of a picture's shorter side
 Names = Annotated[tuple[str, ...], Field(max_length=1 << 20)]
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Predictive = Literal["probit", "sampling"]  # how a linearised network answers: in closed form, or by draws
-Selection = Literal["variance", "random", "magnitude", "last-layer"]
 SetScore = Literal["probability", "aps", "raps"]
 Interpolation = Literal["bilinear", "bicubic"]
 
@@ -83,12 +83,28 @@ def _read_entry(value: Any) -> Entry:
     try:
         return kinds[kind].model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, (kind, *first["loc"])))
-        raise PydanticCustomError("entry", "{place}: {reason}", {"place": place, "reason": first["msg"]}) from None
+        raise _in_one_line(error, kind) from None
+
+
+def _read_joint(value: Any, info: ValidationInfo) -> JointEntry | None:
+    """An entry by its key."""
+    if value is None or isinstance(value, JointEntry):
+        return value
+    assert info.field_name is not None
+    try:
+        return joint_entry_class(info.field_name).model_validate(value)
+    except ValidationError as error:
+        raise _in_one_line(error) from None
+
+
+def _in_one_line(error: ValidationError, *within: str) -> PydanticCustomError:
+    first = error.errors()[0]
+    place = ".".join(map(str, (*within, *first["loc"])))
+    return PydanticCustomError("entry", "{place}: {reason}", {"place": place, "reason": first["msg"]})
 
 
 Layer = Annotated[SerializeAsAny[Entry], BeforeValidator(_read_entry)]
+Joint = Annotated[SerializeAsAny[JointEntry] | None, BeforeValidator(_read_joint)]
 
 
 class Hierarchy(Strict):
@@ -103,42 +119,6 @@ class Hierarchy(Strict):
         if self.layer.below in (None, self.layer.method):
             raise ValueError(f"a layer of method {self.layer.method} cannot draw the V's of others")
         return self
-
-
-class SubnetworkEntry(Strict):
-    """A Gaussian over S of the weights of an otherwise plain network [Daxberger21]."""
-
-    closed_form: ClassVar[bool] = True  # its predictive has one
-    method: Literal["subnetwork-laplace"] = "subnetwork-laplace"
-    size: Size  # S
-    select: Selection
-    prior_precision: PositiveFinite
-    examples: Annotated[int, Field(gt=0)]  # that the curvature was summed over
-
-    def check(self, manifest: "Manifest") -> None:
-        """It is over the weights of a plain network, and its closed form knows one noise for all inputs."""
-        if manifest.task.kind == "regression" and manifest.task.noise == "input":
-            raise ValueError("a subnetwork knows constant noise only, but this task's noise depends on the input")
-        if manifest.layers or manifest.members or manifest.hierarchy or manifest.batchnorm != "kept":
-            raise ValueError("a subnetwork belongs to a plain network, without Bayesian layers or folded BatchNorm")
-
-
-class InducingInputsEntry(Strict):
-    """Inputs by which layers of method gi are drawn, one after the other [Ober21]."""
-
-    closed_form: ClassVar[bool] = False
-    method: Literal["gi"] = "gi"
-    points: Size  # M
-    shape: Annotated[tuple[Size, ...], Field(min_length=1, max_length=4)]  # of one input
-
-    def check(self, manifest: "Manifest") -> None:
-        layers = [layer for layer in manifest.layers.values() if layer.in_sequence]
-        if not layers or any(getattr(layer, "points", None) != self.points for layer in layers):
-            raise ValueError(f"{self.points} inducing inputs belong to layers of method gi with as many points")
-        if manifest.members or manifest.hierarchy:
-            raise ValueError("inducing inputs do not go with ensemble members or a hierarchy")
-        if self.points * prod(self.shape) > LARGEST_INPUT:
-            raise ValueError(f"the inducing inputs have more than {LARGEST_INPUT:,} numbers")
 
 
 class FeatureBankEntry(Strict):
@@ -377,10 +357,10 @@ def format_of(
     card: Card,
     bank: FeatureBankEntry | None = None,
     traced: Traced | None = None,
-    inputs: InducingInputsEntry | None = None,
+    joint: JointEntry | None = None,
 ) -> Format:
-    """The oldest format whose readers understand the card, the bank, the network and its inducing inputs."""
-    if inputs is not None:
+    """The oldest format whose readers understand the card, the bank, the network and the posterior over all of it."""
+    if joint is not None and joint.since == 5:
         return 5
     if traced is not None:
         return 4
@@ -401,8 +381,8 @@ class Manifest(Strict):
     layers: dict[str, Layer]  # by module name; layers not named here are deterministic
     members: dict[str, Members] = {}  # modules kept in one copy per ensemble member
     hierarchy: Hierarchy | None = None
-    subnetwork: SubnetworkEntry | None = None
-    inducing_inputs: InducingInputsEntry | None = None
+    subnetwork: Joint = None
+    inducing_inputs: Joint = None
     feature_bank: FeatureBankEntry | None = None
     batchnorm: Literal["kept", "folded"]
     precision: Precision = "float32"  # of the numbers in the file
@@ -410,7 +390,7 @@ class Manifest(Strict):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of this manifest without it, and of all tensors
 
     @property
-    def joint(self) -> SubnetworkEntry | InducingInputsEntry | None:
+    def joint(self) -> JointEntry | None:
         """The posterior over the network as a whole; None: each layer has its own, or none."""
         return self.inducing_inputs if self.subnetwork is None else self.subnetwork
 
@@ -427,7 +407,7 @@ class Manifest(Strict):
 
     @model_validator(mode="after")
     def _formats(self) -> "Manifest":
-        if self.format < (needed := format_of(self.card, self.feature_bank, self.traced, self.inducing_inputs)):
+        if self.format < (needed := format_of(self.card, self.feature_bank, self.traced, self.joint)):
             raise ValueError(f"the format is {self.format}, but it has keys of format {needed}")
         if self.feature_bank is not None and self.task.kind == "regression":
             raise ValueError("a bank of features belongs to classification")
@@ -455,7 +435,8 @@ class Manifest(Strict):
             raise ValueError("a subnetwork and inducing inputs do not go together")
         if self.joint is not None:
             self.joint.check(self)
-        if self.inducing_inputs is None and any(layer.in_sequence for layer in self.layers.values()):
+        in_sequence = self.joint is not None and self.joint.in_sequence
+        if not in_sequence and any(layer.in_sequence for layer in self.layers.values()):
             raise ValueError("layers that are drawn in sequence need inducing inputs")
         closed = self.card.calibration is not None and self.card.calibration.closed is not None
         if closed and not self.closed_form:

@@ -102,9 +102,9 @@ def doctor(
 
     from dubito.service.doctor import examine, lines
 
-    found = examine()
-    print(json.dumps(found) if as_json else "\n".join(lines(found)))
-    if not found["serving"]["works"]:
+    report = examine()
+    print(json.dumps(report) if as_json else "\n".join(lines(report)))
+    if not report["serving"]["works"]:
         raise typer.Exit(1)
 
 
@@ -119,7 +119,7 @@ def bench_http(
     rate: Annotated[float | None, typer.Option(help="Requests a second.", show_default="50")] = None,
     rates: Annotated[
         str | None,
-        typer.Option(metavar="RATES", help="Several rates, one after the other: 50,100,200 or 50 100 200."),
+        typer.Option(metavar="LIST", help="Several rates, one after the other: 50,100,200 or 50 100 200."),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Duration of each rate, in seconds.")] = 10.0,
     samples: Annotated[

@@ -72,18 +72,18 @@ def _requirements() -> Iterator[tuple[str, str, str | None]]:
 
 def _package(name: str, wanted: str) -> dict[str, str | None]:
     try:
-        found = version(name)
+        installed = version(name)
     except PackageNotFoundError:
         return {"version": None, "wanted": wanted, "state": "is missing", "how": f"pip install '{name}{wanted}'"}
-    if fits(found, wanted):
-        return {"version": found, "wanted": wanted, "state": "ok", "how": None}
-    state = f"is {found}, expected {wanted}"
-    return {"version": found, "wanted": wanted, "state": state, "how": f"pip install '{name}{wanted}'"}
+    if fits(installed, wanted):
+        return {"version": installed, "wanted": wanted, "state": "ok", "how": None}
+    state = f"is {installed}, expected {wanted}"
+    return {"version": installed, "wanted": wanted, "state": state, "how": f"pip install '{name}{wanted}'"}
 
 
-def fits(found: str, wanted: str) -> bool:
+def fits(installed: str, wanted: str) -> bool:
     """Whether a version is one of those wanted, by the kinds of clauses that our own requirements have."""
-    have = _numbers(found)
+    have = _numbers(installed)
     for kind, text in CLAUSE.findall(wanted):
         least = _numbers(text)
         if have < least or (kind == "==" and have != least):
@@ -143,19 +143,19 @@ def _failure(check: Callable[[], object]) -> str:
     return ""
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
+def lines(report: dict[str, Any]) -> Iterator[str]:
     """For people."""
-    yield f"dubito {found['dubito']}, Python {found['python']}, {found['platform']}"
-    for one in found["devices"]:
+    yield f"dubito {report['dubito']}, Python {report['python']}, {report['platform']}"
+    for one in report["devices"]:
         size = f"{one['bytes'] / 1e9:.0f} GB" if "bytes" in one else f"{one['cores']} cores"
         yield f"device {one['device']}: {one['name']}, {size}"
-    yield from found["notes"]
-    yield "packages: " + ", ".join(f"{name} {one['version'] or 'missing'}" for name, one in found["packages"].items())
-    for name, one in found["packages"].items():
+    yield from report["notes"]
+    yield "packages: " + ", ".join(f"{name} {one['version'] or 'missing'}" for name, one in report["packages"].items())
+    for name, one in report["packages"].items():
         if one["how"] is not None:
             yield f"{name} {one['state']}; get it with: {one['how']}"
-    for extra, part in found["extras"].items():
+    for extra, part in report["extras"].items():
         names = ", ".join(f"{name} {one['version'] or 'missing'}" for name, one in part["packages"].items())
         yield f"extra {extra}: {names}" + ("" if part["installed"] else f"; get it with: {part['how']}")
-    serving = found["serving"]
+    serving = report["serving"]
     yield "serving works" if serving["works"] else f"serving does not work: {'; '.join(serving['reasons'])}"

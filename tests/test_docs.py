@@ -14,8 +14,9 @@ import typer
 from dubito.cli import app
 from dubito.models.conversion.architectures import OURS
 from dubito.models.conversion.options import known_options
-from dubito.models.manifest import Precision, Predictive, Selection
+from dubito.models.manifest import Precision, Predictive
 from dubito.models.names import ARCHITECTURES, LAPLACE, METHODS
+from dubito.models.posteriors.subnetwork import Selection
 from dubito.service.settings import read_settings
 from dubito.service.web.oip import PARAMETERS
 from dubito.service.web.openapi import SCHEMAS, STATUSES
@@ -163,6 +164,21 @@ def test_examples_of_help_texts_parse() -> None:
         for line in examples:
             assert line.startswith(f"{name} ")
             check(shlex.split(line), f"{name} --help")
+
+
+def options(command: Any) -> Iterator[Any]:
+    """The parameters of all commands."""
+    if isinstance(command, typer.core.TyperGroup):
+        for one in command.commands.values():
+            yield from options(one)
+    else:
+        yield from command.params
+
+
+def test_no_option_has_its_own_name_for_its_value() -> None:
+    """typer 0.27 turns `rates: typer.Option(metavar="RATES")` into the option --RATES."""
+    for option in options(typer.main.get_command(app)):
+        assert option.metavar != str(option.name).upper() or "--" not in str(option.opts), option.name
 
 
 @pytest.mark.parametrize("line", ["dubito bench http URL --speed 40", "dubito train digits --set fit.epoch=1"])

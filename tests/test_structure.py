@@ -68,7 +68,9 @@ NAMED_IN = {  # a method, or classes of it: the only files of models/, service/ 
         "models/posteriors/dictionary.py",
         "deploy/edge/inducing.py",
     },
-    r"Subnetwork(Factors)?\b|LinearisedFactors": {
+    r"Subnetwork(Factors|Entry)?\b|LinearisedFactors": {
+        "models/posteriors/subnetwork.py",
+        "models/posteriors/dictionary.py",
         "models/network/linearised.py",
         "models/network/joint.py",
         "deploy/edge/linear.py",

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from dubito.models.conversion.architectures import build, check_permitted, is_factory, only_factory, remember
 from dubito.models.conversion.conversion import assemble
@@ -18,9 +19,10 @@ from dubito.models.network.normalisation import fold_batchnorm
 from dubito.models.numerics.parameters import Free, Positive
 from dubito.models.predictions.prediction import evaluating
 from dubito.models.traced import Traced
-from dubito.models.tracing.rebuild import TracedNetwork, rebuild, try_out
+from dubito.models.tracing.rebuild import Container, TracedNetwork, rebuild, try_out
 from dubito.models.tracing.trace import TraceError, trace
 
+OURS = "dubito."
 COPY = re.compile(r"\.copies\.\d+")  # the place of one member's own module in a name
 
 
@@ -67,6 +69,20 @@ def set_masks(network: BayesianNetwork, masks: dict[str, Tensor]) -> None:
         part = network.get_submodule(place)
         assert isinstance(part, Free | Positive)
         part.keep = keep.to(next(part.parameters()).device)
+
+
+def maybe_infinite(network: BayesianNetwork) -> set[str]:
+    """Buffers that may hold ±infinity: those of the user's own modules, as attention masks; no statistics of training.
+
+    torch's BatchNorms and our own modules have statistics; infinity in them is a training that diverged.
+    """
+    return {
+        f"{name}.{key}"
+        for name, module in network.named_modules(remove_duplicate=False)
+        if isinstance(module, Container)
+        or not (isinstance(module, _NormBase) or type(module).__module__.startswith(OURS))
+        for key in module._buffers
+    }
 
 
 def describe_network(network: BayesianNetwork, manifest: Manifest) -> tuple[Manifest, dict[str, Tensor]]:

@@ -172,6 +172,7 @@ def assemble(
 def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
     """Layers that can be converted, by name; any other layer that holds weights is named in the error."""
     standing = owners(net)
+    read: frozenset[str] = getattr(net, "tensors_read", frozenset())  # only a traced network knows
     convertible: dict[str, nn.Module] = {}
     refused: dict[str, str] = {}
     closed: list[str] = []  # layers that use their children's weights without calling the children
@@ -181,14 +182,14 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
         own = [p for p in module._parameters.values() if p is not None]
         plain = type(module) in CONVERTIBLE and "weight" in module._parameters and not _hooked(module)
         tied = any(standing[p] > 1 for p in own)
-        if plain and not tied:
+        past = any(f"{name}.{tensor}" in read for tensor in module._parameters)
+        if plain and not tied and not past:
             convertible[name] = module
         elif isinstance(module, CONVERTIBLE) or any(_is_matrix(p) for p in own):
             if isinstance(module, nn.MultiheadAttention | nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
                 closed.append(name)
-            refused[name] = (
-                f"{name or 'the network itself'} ({type(module).__name__}{', tied weights' if tied else ''})"
-            )
+            why = ", tied weights" if tied else ", whose weights are read without calling it" if past else ""
+            refused[name] = f"{name or 'the network itself'} ({type(module).__name__}{why})"
     if refused and unsupported == "error":
         raise ConversionError(
             f"cannot convert {some(list(refused.values()))}: only plain Linear, Conv1d, Conv2d and Conv3d layers can "

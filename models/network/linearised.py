@@ -16,7 +16,6 @@ from torch.func import functional_call, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito.models.errors import ArtifactError
-from dubito.models.manifest import SubnetworkEntry
 from dubito.models.network.jacobian import Linearised, chosen_of, turn
 from dubito.models.network.learned import Learned
 from dubito.models.network.network import (
@@ -29,6 +28,7 @@ from dubito.models.network.network import (
     Shared,
 )
 from dubito.models.posteriors.protocol import Value
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 
 TANGENTS = 1 << 26  # numbers: of weights that draws move, held at a time
 JACOBIAN = 1 << 26  # numbers of a Jacobian that is kept for all draws of a request

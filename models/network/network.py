@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor, nn
 
 from dubito.models.errors import ConversionError, InputError, PredictionError
@@ -33,6 +32,7 @@ from dubito.models.numerics.parameters import Positive, alike
 from dubito.models.numerics.proof import check
 from dubito.models.numerics.streams import begin
 from dubito.models.posteriors.blocks import Blocks
+from dubito.models.posteriors.entry import JointEntry
 from dubito.models.posteriors.protocol import (
     Dense,
     Dropped,
@@ -217,7 +217,7 @@ class JointPosterior(nn.Module, ABC):
     key: ClassVar[str]  # its attribute of the network, its key in manifests, the prefix of its tensors
     over_weights: ClassVar[bool]  # over weights as they stand, so that no BatchNorm may be folded
     not_pruned: ClassVar[str]  # why `prune` refuses it
-    entry: BaseModel  # of the manifest
+    entry: JointEntry  # of the manifest
 
     @property
     def inputs(self) -> Tensor | None:

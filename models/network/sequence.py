@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.errors import ArtifactError
-from dubito.models.manifest import InducingInputsEntry
 from dubito.models.network.network import BayesianNetwork, Draws, JointPosterior, NetworkFactors, Planner, Stock
 from dubito.models.network.plan import cheapest
+from dubito.models.posteriors.inducing_points import InducingInputsEntry
 from dubito.models.posteriors.protocol import Dense
 
 ROWS = 4096  # inducing inputs times draws that go through the network at a time

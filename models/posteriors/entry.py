@@ -160,3 +160,18 @@ class Entry(Strict, ABC):
     def cells(self, row: Mapping[str, Any]) -> tuple[str, str]:
         """Two columns of `inspect`, from the layer's row: what q is over, and which law it has."""
         return "", ""
+
+
+class JointEntry(Strict, ABC):
+    """What an artifact says of a posterior over a network as a whole."""
+
+    if TYPE_CHECKING:
+        method: str
+
+    since: ClassVar[int] = 1  # first format that has it
+    closed_form: ClassVar[bool] = False  # outputs have a mean and a variance without draws
+    in_sequence: ClassVar[bool] = False  # it draws layers one after the other
+
+    @abstractmethod
+    def check(self, manifest: Any) -> None:
+        """Raises a ValueError where it does not go with the rest of its manifest."""

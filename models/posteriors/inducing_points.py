@@ -8,24 +8,45 @@ inducing inputs of its own, and layers are independent. `prior`: weights drawn f
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from dubito.models.errors import ConversionError
 from dubito.models.fields import PositiveFinite, Size
 from dubito.models.numerics.normals import normals
-from dubito.models.posteriors.entry import PRIOR_SCALE, Entry, LayerSizes, Option, Origin, is_count
+from dubito.models.posteriors.entry import PRIOR_SCALE, Entry, JointEntry, LayerSizes, Option, Origin, is_count
 from dubito.models.posteriors.protocol import Dense, Factors, InSequence, Posterior, Seen
 from dubito.models.posteriors.regression import kl_of, regress
 from dubito.models.posteriors.weight_priors import PRIOR, FrozenPrior, PriorKind, WeightPrior, prior_by, sigma_of
 
+MOST_NUMBERS = 1 << 26  # of all inducing inputs
 LOG_LAM = -4.0  # of the precisions at the start; 0 for the outputs of the network
 SURE = 100.0  # from a trained network: how often Σ λ‖φ‖² is the trace of the prior's precision
 POINTS = Option(64, "a whole number from 1", is_count)
 INSTEAD = "Train ffg-u or ensemble-u on the same data, which are smaller, and export that."
 UNPRUNABLE = "inducing points have no Z, and every point takes part in all weights of a layer"
+
+
+class InducingInputsEntry(JointEntry):
+    """Inputs by which layers of method gi are drawn, one after the other."""
+
+    since: ClassVar[int] = 5
+    in_sequence: ClassVar[bool] = True
+    method: Literal["gi"] = "gi"
+    points: Size  # M
+    shape: Annotated[tuple[Size, ...], Field(min_length=1, max_length=4)]  # of one input
+
+    def check(self, manifest: Any) -> None:
+        layers = [layer for layer in manifest.layers.values() if layer.in_sequence]
+        if not layers or any(getattr(layer, "points", None) != self.points for layer in layers):
+            raise ValueError(f"{self.points} inducing inputs belong to layers of method gi with as many points")
+        if manifest.members or manifest.hierarchy:
+            raise ValueError("inducing inputs do not go with ensemble members or a hierarchy")
+        if self.points * math.prod(self.shape) > MOST_NUMBERS:
+            raise ValueError(f"the inducing inputs have more than {MOST_NUMBERS:,} numbers")
 
 
 class PointsEntry(Entry):

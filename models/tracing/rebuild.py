@@ -200,6 +200,11 @@ class TracedNetwork(Container):
                 values[done] = None
         return _fill(self.calls.output, values)
 
+    @property
+    def tensors_read(self) -> frozenset[str]:
+        """Names of parameters and buffers that are used without a call of the module that holds them."""
+        return frozenset(".".join(step.path) for step in self.calls.steps if step.run is _run_tensor)
+
     def extra_repr(self) -> str:
         return f"{len(self.calls.steps)} calls"
 

@@ -1,5 +1,6 @@
 """Networks of one's own: written as data, rebuilt without their class, with the same answers to the bit."""
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from dubito.models import bayesianize, build, load, predict, save
 from dubito.models.artifact.artifact import KEY, digest
 from dubito.models.conversion.architectures import FACTORIES
-from dubito.models.errors import ArtifactError
-from dubito.models.manifest import Card, Input
+from dubito.models.errors import ArtifactError, ConversionError
+from dubito.models.manifest import Card, Input, Precision
 from dubito.models.names import METHODS
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.tracing.operators import MODULES
@@ -118,6 +119,24 @@ class Encoder(nn.Module):
         return self.head(self.encoder(x).mean(1))
 
 
+class Causal(nn.Module):
+    """A transformer in which no row looks ahead: masks of -infinity as a buffer, and as a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor
+        self.register_buffer("mask", torch.full((5, 5), -math.inf).triu(1))
+        self.ahead = torch.full((5, 5), -math.inf).triu(2)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        y, _ = self.attention(x, x, x, attn_mask=self.mask, need_weights=False)
+        scores = x @ y.transpose(1, 2) + self.ahead
+        return self.head(self.norm((scores.softmax(-1) @ y)[:, -1]))
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -149,6 +168,7 @@ OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "own": (Own, (3, 8, 8)),
     "attention": (Attention, (1, 8, 8)),
     "encoder": (Encoder, (5, 8)),
+    "causal": (Causal, (5, 8)),
     "recurrent": (Recurrent, (5, 8)),
     "words": (Words, (7,)),
     "one layer": (lambda: nn.Linear(4, 2), (4,)),
@@ -179,7 +199,48 @@ def test_a_plain_network_comes_back_to_the_bit(name: str, tmp_path: Path) -> Non
         assert torch.equal(model.network.net(x), network.net(x))
     assert [n for n, _ in model.network.named_parameters()] == [n for n, _ in network.named_parameters()]
     assert model.manifest.format == 4
-    assert not any(type(m) in (Own, Block, Attention, Scale, Encoder, Words) for m in model.network.modules())
+    assert not any(type(m) in (Own, Block, Attention, Scale, Encoder, Causal, Words) for m in model.network.modules())
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8"])
+def test_masks_may_hold_infinity_in_every_precision(precision: Precision, tmp_path: Path) -> None:
+    network, shape, x = made("causal", "ffg-u", inducing=2)
+    save(network, tmp_path / "m", card=Card(input=Input(shape=shape)), precision=precision)
+    model = load(tmp_path / "m")
+    masks = [t for name, t in model.network.net.named_buffers() if name.endswith(("mask", "ahead"))]
+    assert sorted(int(t.isinf().sum()) for t in masks) == [6, 10]
+    outputs = model.predict(x, 4, 0, keep_outputs=True).outputs
+    assert outputs is not None
+    assert outputs.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        ("mask", math.nan, "'net.mask' holds NaN,"),
+        ("norm.running_var", math.inf, "'net.norm.running_var' holds NaN or infinity"),
+        ("head.weight", -math.inf, "holds NaN or infinity"),
+        ("attention.in_proj_bias", math.inf, "holds NaN or infinity"),
+    ],
+)
+def test_infinity_anywhere_else_is_a_training_that_diverged(
+    place: str, value: float, words: str, tmp_path: Path
+) -> None:
+    """Refused at save, and at load where a file holds it all the same."""
+    network, shape, _ = made("causal")
+    save(network, tmp_path / "m", card=Card(input=Input(shape=shape)))
+    network.net.state_dict()[place].flatten()[0] = value
+    with pytest.raises(ArtifactError, match=words):
+        save(network, tmp_path / "no", card=Card(input=Input(shape=shape)))
+    content = (tmp_path / "m").read_bytes()
+    tensors = parse(content)
+    (name,) = (key for key in tensors if key.endswith(place))
+    tensors[name].flatten()[0] = value
+    stated = load(tmp_path / "m").manifest.model_dump(mode="json")
+    stated["sha256"] = digest(stated, tensors)
+    (tmp_path / "m").write_bytes(serialise(tensors, {KEY: json.dumps(stated)}))
+    with pytest.raises(ArtifactError, match="holds NaN"):
+        load(tmp_path / "m")
 
 
 METHOD_OPTIONS: dict[str, dict[str, Any]] = {"fcg-w": {"covariance_limit": 10**6}}
@@ -409,6 +470,24 @@ def test_it_loads_where_its_class_is_not(tmp_path: Path) -> None:
     assert expected is not None
     said = forked.run(tmp_path / "m", code=ELSEWHERE)
     assert said.stdout.splitlines() == [str([v.hex() for v in expected.flatten().tolist()]), "[]"], said.stderr
+
+
+class Past(Branching):
+    """Reads the weight of one of its layers without calling that layer, as attention of torchvision's Swin does."""
+
+    def forward(self, x: Tensor) -> Any:
+        return F.linear(x, self.a.weight, self.a.bias) + self.b(x)
+
+
+def test_a_layer_whose_weight_is_read_past_it_stays_as_it_is(tmp_path: Path) -> None:
+    network = bayesianize(Past(), "deterministic", layers={"a": "deterministic"})
+    save(network, tmp_path / "m", card=Card(input=Input(shape=(4,))))
+    traced = load(tmp_path / "m").network.net
+    with pytest.raises(ConversionError, match=r"a \(Linear, whose weights are read without calling it\)"):
+        bayesianize(traced, "ffg-u", inducing=2)
+    left = bayesianize(traced, "ffg-u", inducing=2, unsupported="leave")
+    assert list(left.layers) == ["b"]
+    assert predict(left, left.factors(), torch.randn(3, 4), 2).samples == 2
 
 
 def test_an_earlier_artifact_of_ones_own_network_takes_a_factory(

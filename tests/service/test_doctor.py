@@ -66,7 +66,8 @@ def test_what_is_missing_or_too_old(tmp_path: Path) -> None:
 def test_a_torch_that_is_damaged_is_no_traceback(tmp_path: Path, torch: str, said: str) -> None:
     (tmp_path / "torch.py").write_text(torch)
     command = [sys.executable, "-c", forked.DUBITO, "doctor"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    before = os.environ.get("PYTHONPATH")  # of a tree that is not installed
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *([before] if before else [])])}
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 1
     assert f"serving does not work: {said}" in answer.stdout.splitlines()[-1]

@@ -21,8 +21,8 @@ from dubito.deploy.edge.export import save as write_onnx
 from dubito.deploy.edge.runtime import EdgeError, EdgeModel
 from dubito.models import bayesianize, load, save
 from dubito.models.errors import InputError
-from dubito.models.images import prepare, read_pixels
-from dubito.models.manifest import Card, Fitting, Input, Regression, format_of
+from dubito.models.images import fitted, prepare, read_pixels
+from dubito.models.manifest import Card, Fitting, Input, Interpolation, Regression, format_of
 from dubito.models.manifest import Image as ImageInput
 from dubito.service.client import Client
 from dubito.training.data.data import enter
@@ -89,6 +89,23 @@ def by_rest(url: str, content: bytes) -> NDArray[Any]:
     coded = httpx.post(url, json={"images": [base64.b64encode(content).decode()]})
     assert reply.json()["predictions"][0]["mean"] == coded.json()["predictions"][0]["mean"]
     return np.array(reply.json()["predictions"][0]["mean"])
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_pictures_of_data_sets_are_resized_as_torchvision_resizes_them(interpolation: Interpolation) -> None:
+    """In uint8, to the bit where torch's own kernels are used; elsewhere a rounding may differ by one step."""
+    rng = np.random.default_rng(0)
+    for height, width, resize in [(23, 37, None), (37, 23, 9), (5, 4, 12), (64, 64, 7)]:
+        picture = torch.from_numpy(rng.integers(0, 256, (3, height, width), dtype=np.uint8))
+        fitting = Fitting(resize=resize, interpolation=interpolation)
+        small = fitted(picture, (3, SIDE, SIDE), fitting)
+        size = [SIDE, SIDE] if resize is None else [resize]
+        whole = v2.functional.resize(picture, size, v2.InterpolationMode(interpolation))
+        expected = v2.functional.center_crop(whole, [SIDE, SIDE])
+        assert small.dtype == torch.uint8
+        assert (small.int() - expected.int()).abs().max() <= 1
+        exact = fitted(picture.float() / 255, (3, SIDE, SIDE), fitting) * 255  # as the server does
+        assert (small - exact).abs().max() < 1.01
 
 
 @pytest.mark.parametrize("name", FITTINGS)

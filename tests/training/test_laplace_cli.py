@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from dubito.models import build, load
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.config import Data, Laplace, Network
 from dubito.training.posthoc import from_weights
@@ -63,7 +64,7 @@ def test_a_recipe_goes_the_whole_way(data: Path, tmp_path: Path) -> None:
     found = json.loads(told.stdout)
     model = load(out)
     entry, calibration = model.manifest.subnetwork, model.card.calibration
-    assert entry is not None
+    assert isinstance(entry, SubnetworkEntry)
     assert calibration is not None
     assert (entry.size, entry.select) == (40, "variance")
     assert (calibration.method, model.method) == ("probit", "probit")
@@ -94,7 +95,7 @@ def test_of_an_artifact_that_was_trained_before(plain: Path, data: Path, tmp_pat
     told = run("laplace", plain, "--data", f"npz:{data}", "--out", out, "--size", "30", "--select", "magnitude")
     assert told.exit_code == 0, told.exception
     before, model = load(plain), load(out)
-    assert model.manifest.subnetwork is not None
+    assert isinstance(model.manifest.subnetwork, SubnetworkEntry)
     assert model.manifest.subnetwork.select == "magnitude"
     for name, p in before.network.net.named_parameters():
         assert torch.equal(p, model.network.net.get_parameter(name))  # nothing was trained
@@ -171,7 +172,7 @@ def test_what_is_refused(plain: Path, data: Path, tmp_path: Path) -> None:
     last = ["--select", "last-layer", "--size", "27"]
     assert "the last layer has 26 weights" in refused("laplace", plain, *of, "--out", out, *last)
     assert "expected probit or sampling" in refused("laplace", plain, *of, "--out", out, "--method", "guess")
-    assert "--mean belongs to weights" in refused("laplace", plain, *of, "--out", out, "--mean", "0.5")
+    assert "--mean belongs to weights" in refused("laplace", plain, *of, "--out", out, "--mean", "0.5", "--std", "1")
     weights = tmp_path.parent / "plain.pt"
     torch.save(load(plain).network.net.state_dict(), weights)
     assert "name that one: --network NAME" in refused("laplace", weights, *of, "--out", out)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from dubito.models import load
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.models.tracing.rebuild import TracedNetwork
 from tests import forked
 
@@ -77,7 +78,7 @@ def test_laplace_takes_a_state_dict_of_ones_own_class(folder: Path) -> None:
     assert told.returncode == 0, told.stderr
     model = load(folder / "m.safetensors")
     assert torch.equal(model.network.net.get_parameter("first.weight"), state["first.weight"])
-    assert model.manifest.subnetwork is not None
+    assert isinstance(model.manifest.subnetwork, SubnetworkEntry)
     assert model.manifest.subnetwork.size == 10
 
 
