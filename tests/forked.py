@@ -82,10 +82,10 @@ class Begun:
         return ended
 
 
-def interpret(code: str) -> subprocess.CompletedProcess[str]:
+def interpret(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     """In a process that is not forked: triton reads this setting as it is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
 
 
