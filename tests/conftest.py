@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ pytest.MonkeyPatch().setattr(typer.main, "get_command", cache(typer.main.get_com
 
 FIRST = ("test_readme.py", "service", "training", "deploy", "models")  # longest first: none is left with one at the end
 
+EXPORT = ("/test_edge", "service/test_pictures.py", "models/test_contract.py")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers take file after file in this order."""
@@ -32,12 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Files go to workers whole. Those that export networks go to one: the first export of a process takes seconds."""
+    """Files go to workers whole. Those that export networks go to one: the first export of a process takes seconds, and
+    equal networks are traced once (`quick_exports`)."""
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
     def scope(nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "edge" if "/test_edge" in file else file
+        return "exports" if any(name in file for name in EXPORT) else file
 
     scheduler: object = LoadFileScheduling(config, log)
     scheduler._split_scope = scope  # type: ignore[attr-defined]
@@ -82,3 +85,12 @@ def pytest_runtest_setup() -> None:
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)
+
+
+@pytest.fixture(scope="session")
+def quick_exports() -> Iterator[None]:
+    """In this process, from here on."""
+    from tests import exports
+
+    with exports.quick_exports():
+        yield
