@@ -20,6 +20,7 @@ CACHE.mkdir(exist_ok=True)  # torch warns where there is none
 os.environ["XDG_CACHE_HOME"] = str(CACHE)
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: one thread each, in their subprocesses too
     os.environ["OMP_NUM_THREADS"] = "1"
+gc.disable()  # until all is imported
 pytest.MonkeyPatch().setattr(typer.main, "get_command", cache(typer.main.get_command))  # else built for each command
 
 FIRST = ("test_readme.py", "service", "training", "deploy", "models")  # longest first: none is left with one at the end
@@ -58,7 +59,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the collector of garbage need not look at it again and again.
+    """What was imported stays: the collector of garbage need not look at it again and again, nor often at the rest.
 
     To loggers whose records do not reach the root logger, pytest adds a handler before each test and removes it after.
     torch has sixty such.
@@ -68,6 +69,8 @@ def pytest_collection_finish() -> None:
             logger.propagate = True
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

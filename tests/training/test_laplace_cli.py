@@ -120,7 +120,8 @@ def _npy(folder: Path, x: torch.Tensor) -> Path:
 
 def test_of_anybodys_state_dict(data: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    rows = np.load(data)
+    with np.load(data) as rows:
+        x, y = torch.from_numpy(rows["x"]), torch.from_numpy(rows["y"])
     net = build("mlp", inputs=8, outputs=2)
     optimiser = torch.optim.Adam(net.parameters(), 1e-3)
     x, y = torch.from_numpy(rows["x"]), torch.from_numpy(rows["y"])
