@@ -24,8 +24,8 @@ gc.disable()  # until all is imported
 pytest.MonkeyPatch().setattr(typer.main, "get_command", cache(typer.main.get_command))  # else built for each command
 
 FIRST = ("test_readme.py", "service", "training", "deploy", "models")  # longest first: none is left with one at the end
-
 EXPORT = ("/test_edge", "service/test_pictures.py", "models/test_contract.py")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers take file after file in this order."""
