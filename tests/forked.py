@@ -20,6 +20,7 @@ from typing import IO
 
 LIMIT = 600.0  # seconds, after which a command is hopeless even on a busy machine
 DUBITO = "from dubito.cli import main; main()"
+FEW = f"import pytest; from tests.few import few; few(pytest.MonkeyPatch()); {DUBITO}"  # it calibrates in short
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["tests.preloaded"])
 
