@@ -1,10 +1,10 @@
-"""The 1-D regression with a gap of [Ober21, section 3.1]: what each posterior says between the data, beside NUTS.
+"""The 1-D regression with a gap of [Ober21, section 3.1]: what each posterior says between the data, beside HMC.
 
     python -m benchmarks.gap --out gap.png
 
 Targets are x³ with noise of standard deviation 3, at 40 inputs from −4 to −2 and from 2 to 4, both normalised; every
 network is told the noise. Two hidden layers of 50 ReLU units, Neal's prior, 100 inducing points. The reference,
-`gap_nuts.json`, comes from `_gap_nuts.py`.
+`gap_hmc.json`, comes from `_gap_hmc.py`.
 """
 
 import argparse
@@ -33,8 +33,8 @@ from dubito.training.config import Fit
 from dubito.training.data.data import Examples, input_of
 from dubito.training.fit.fit import FitRun
 
-NUTS = "nuts"
-METHODS = {"gi": "global inducing", "li": "local inducing", "ffg-w": "factorised", NUTS: "NUTS"}
+HMC = "hmc"
+METHODS = {"gi": "global inducing", "li": "local inducing", "ffg-w": "factorised", HMC: "HMC"}
 ROUNDS = 20  # epochs of a run: each looks at the data steps/ROUNDS times
 DRAWS = 1000
 ELBO_DRAWS = 200
@@ -53,13 +53,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Task:
-    """Data of one seed, and what NUTS says of it."""
+    """Data of one seed, and what HMC says of it."""
 
     x: Tensor  # (N, 1)
     y: Tensor  # (N, 1)
     noise: float
     grid: Tensor  # (G,)
-    nuts: Answer
+    hmc: Answer
 
     @classmethod
     def of(cls, known: Mapping[str, Any]) -> "Task":
@@ -75,23 +75,31 @@ class Task:
 
 
 def tasks() -> dict[int, Task]:
-    known = json.loads(Path(__file__).with_name("gap_nuts.json").read_text())
+    known = json.loads(Path(__file__).with_name("gap_hmc.json").read_text())
     return {int(seed): Task.of(one) for seed, one in known.items()}
 
 
 def answer(
-    method: str, task: Task, steps: int, seed: int, *, lr: float = 1e-2, samples: int = 4, **options: Any
+    method: str,
+    task: Task,
+    steps: int,
+    seed: int,
+    *,
+    lr: float = 1e-2,
+    samples: int = 2,
+    start: Any = None,
+    **options: Any,
 ) -> Answer:
     """Train one method, then predict along the axis."""
     torch.manual_seed(seed)
     network = bayesianize(
         build("mlp", inputs=1, outputs=1, hidden=[50, 50]),
         method,
-        start="prior",
         inducing=100,
         sigma_max=10.0,
         task=Regression(),
         examples=(task.x, task.y),
+        start="prior" if start is None else start,
         **options,
     )
     network.noise = Positive(torch.tensor([task.noise]), 1e-4)
@@ -143,23 +151,23 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     args = parser.parse_args()
     known = tasks()
-    trained = [method for method in METHODS if method != NUTS]
+    trained = [method for method in METHODS if method != HMC]
     runs = [(method, seed, args.steps, {"lr": args.lr}) for seed in known for method in trained]
     with ProcessPoolExecutor(args.jobs) as pool:
         answers = dict(zip([(m, s) for m, s, *_ in runs], pool.map(_one, runs), strict=True))
-    answers |= {(NUTS, seed): task.nuts for seed, task in known.items()}
+    answers |= {(HMC, seed): task.hmc for seed, task in known.items()}
     show(known, answers)
     draw({m: answers[m, 0] for m in METHODS}, known[0], args.out)
 
 
 def show(known: Mapping[int, Task], answers: Mapping[tuple[str, int], Answer]) -> None:
-    table = Table("method", *(f"seed {seed}: std in the gap, of NUTS's, ELBO" for seed in known))
+    table = Table("method", *(f"seed {seed}: std in the gap, of HMC's, ELBO" for seed in known))
     for method, name in METHODS.items():
         cells = []
         for seed, task in known.items():
             own = answers[method, seed]
             std, elbo = own.between(task.gap), "" if own.elbo is None else f", {own.elbo:.1f}"
-            cells.append(f"{std:.3f}, {std / task.nuts.between(task.gap):.2f}{elbo}")
+            cells.append(f"{std:.3f}, {std / task.hmc.between(task.gap):.2f}{elbo}")
         table.add_row(name, *cells)
     console = Console()
     console.print(table)

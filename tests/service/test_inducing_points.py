@@ -5,7 +5,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 import torch
 
 from dubito.models import bayesianize, load, save
@@ -50,13 +49,13 @@ def test_weights_are_drawn_ahead_and_seeds_give_them_again(serve: Fixture, tmp_p
         assert np.min(spreads) > 0 or seed is None
 
 
-@pytest.mark.parametrize("method", ["li", "fac-gi", "rand-gi"])
-def test_other_kinds_of_points_answer_as_the_library_does(serve: Fixture, tmp_path: Path, method: str) -> None:
-    model = write(tmp_path / "points.safetensors", method)
-    live = serve(tmp_path / "points.safetensors")
+def test_other_kinds_of_points_answer_as_the_library_does(serve: Fixture, tmp_path: Path) -> None:
+    models = {name: write(tmp_path / f"{name}.safetensors", name) for name in ("li", "fac-gi", "rand-gi")}
+    live = serve(*(tmp_path / f"{name}.safetensors" for name in models))
     asked = {"inputs": X.tolist(), "samples": 6, "seed": 1}
-    reply = httpx.post(f"{live.url}/v1/models/points/predict", json=asked, timeout=60).json()
-    expected = model.predict(X, 6, 1).summary
-    assert isinstance(expected, Regressed)
-    means = [row["mean"] for row in reply["predictions"]]
-    np.testing.assert_allclose(np.ravel(means), expected.mean.flatten().tolist(), atol=1e-5)
+    for name, model in models.items():
+        reply = httpx.post(f"{live.url}/v1/models/{name}/predict", json=asked, timeout=60).json()
+        expected = model.predict(X, 6, 1).summary
+        assert isinstance(expected, Regressed)
+        means = [row["mean"] for row in reply["predictions"]]
+        np.testing.assert_allclose(np.ravel(means), expected.mean.flatten().tolist(), atol=1e-5, err_msg=name)
