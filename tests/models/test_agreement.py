@@ -26,8 +26,10 @@ from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.inducing_factors import LambdaLaw
 from dubito.models.predictions.prediction import evaluating
 from dubito.training.data.sources import read_data
+from tests.examples import at_most
 
-K, CHUNK = 2048, 512
+pytestmark = pytest.mark.draws
+K, CHUNK = min(2048, at_most(1024)), 512
 FEW = 64  # draws by which the executions are compared with each other
 LAM = 0.2
 EXECUTIONS: tuple[Execution, ...] = ("loop", "batch", "unfold", "factored")

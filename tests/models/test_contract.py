@@ -277,6 +277,7 @@ class TestNetwork:
         assert theirs.outputs is not None
         assert torch.equal(ours.outputs, theirs.outputs)
 
+    @pytest.mark.usefixtures("quick_exports")
     def test_an_exported_graph_answers_as_torch_does_or_the_export_is_refused(
         self, method: str, tmp_path: Path, skeletons: dict[str, onnx.ModelProto]
     ) -> None:

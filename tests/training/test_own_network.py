@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *words: str) -> forked.Ended:
-    return forked.begin(forked.DUBITO, words, folder, folder).end()
+    return forked.begin(forked.FEW, words, folder, folder).end()
 
 
 @pytest.mark.parametrize("name", ["Mine", "Odd"])

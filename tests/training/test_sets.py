@@ -25,6 +25,7 @@ from dubito.training.data.sources import read_data
 from dubito.training.evaluation.evaluate import evaluate
 from tests.small_models import mlp, stored
 
+pytestmark = pytest.mark.usefixtures("few_requests")  # a network without draws answers all requests alike
 RULES = [Sets(score="probability"), Sets(), Sets(score="raps", lam=0.125, k_reg=2)]
 NAMES = [sets.score for sets in RULES]
 CLASSES = 3
@@ -53,7 +54,7 @@ def test_coverage_is_kept_over_random_divisions(sets: Sets, C: int, sharpness: f
     score = strangeness(summary, y, sets)
     assert (score == 0).double().mean() < coverage - 0.02
     rng, n, found = np.random.default_rng(4), 52, []
-    for _ in range(400):
+    for _ in range(150):
         order = rng.permutation(len(y))
         rest = Classified(**{name: values[order[n:]] for name, values in known_in(summary).items()})
         rule = Rule(None, outer_quantile(score[order[:n]], coverage), sets)
@@ -106,7 +107,7 @@ def coverage_error(coverage: float, fresh: int, held: int) -> float:
 
 @pytest.mark.parametrize("score", ["probability", "aps", "raps"])
 def test_each_class_is_covered_where_that_is_asked_for(model: Model, score: Any) -> None:
-    held, test = clusters(6000, 1), clusters(20_000, 2)
+    held, test = clusters(3000, 1), clusters(8000, 2)
     settings = Calibrate(coverage=0.9, sets=score, per="class")
     each = calibrate(model, held, settings, validation=clusters(500, 3))
     of_all = calibrate(model, held, Calibrate(coverage=0.9, sets=score), validation=clusters(500, 3))
@@ -138,7 +139,6 @@ def test_each_group_is_covered_where_that_is_asked_for(model: Model) -> None:
     assert "parts" not in evaluate(made, clusters(100, 2)).figures  # they name no groups
 
 
-@pytest.mark.usefixtures("few_here")
 def test_a_small_class_is_promised_what_its_examples_can(model: Model) -> None:
     """Of n examples the largest score is within n/(n + 1); without any, the quantile of all."""
     held = clusters(400, 1)
@@ -163,7 +163,6 @@ def test_a_small_class_is_promised_what_its_examples_can(model: Model) -> None:
     assert too_small(enough, None) == []
 
 
-@pytest.mark.usefixtures("few_here")
 def test_constants_come_from_the_validation_part(model: Model) -> None:
     """Other validation examples give another temperature; the same ones with other calibration examples do not."""
     settings = Calibrate(temperature=True, sets="raps")
@@ -181,7 +180,6 @@ def test_constants_come_from_the_validation_part(model: Model) -> None:
         calibrate(model, clusters(39, 1), settings)
 
 
-@pytest.mark.usefixtures("few_here")
 def test_what_cannot_be_divided_is_refused(model: Model) -> None:
     with pytest.raises(CalibrationError, match="name no groups"):
         calibrate(model, clusters(100, 1), Calibrate(per="group"))
@@ -217,7 +215,6 @@ def as_npz(path: Path, examples: Examples, **more: NDArray[Any]) -> str:
     return f"npz:{path}"
 
 
-@pytest.mark.usefixtures("few_here")
 def test_the_commands_calibrate_evaluate_and_predict_by_group(model: Model, tmp_path: Path) -> None:
     file, out = tmp_path / "m.safetensors", tmp_path / "c.safetensors"
     save(model, file)
@@ -258,7 +255,6 @@ def as_csv(path: Path, examples: Examples) -> str:
     return f"csv:{path}"
 
 
-@pytest.mark.usefixtures("few_here")
 def test_a_table_without_the_column_of_groups(model: Model, tmp_path: Path) -> None:
     """It can be evaluated, without the coverage by group; --per group asks for the column."""
     file, out = tmp_path / "m.safetensors", tmp_path / "c.safetensors"
@@ -280,7 +276,6 @@ def test_a_table_without_the_column_of_groups(model: Model, tmp_path: Path) -> N
     assert run(app, ["calibrate", str(file), "--data", plain, "--out", str(out)]).exit_code == 0
 
 
-@pytest.mark.usefixtures("few_here")
 def test_the_command_warns_of_small_classes_and_refuses_words(model: Model, tmp_path: Path) -> None:
     file, out = tmp_path / "m.safetensors", tmp_path / "c.safetensors"
     save(model, file)
