@@ -2,9 +2,9 @@
 
     python benchmarks/_gap_hmc.py benchmarks/gap_hmc.json 0 1 2
 
-Under a minute for each seed of the data. It shares no code with dubito. The weights are whitened, so that their prior is
-N(0, I); all chains have one step size, found by dual averaging for an acceptance of 0.8; the number of leapfrog steps is
-drawn anew for each proposal. The file has the data and, on a grid, mean and standard deviation of the network's output
+Under a minute for each seed of the data. It shares no code with dubito. Weights are whitened, so that their prior is
+N(0, I); all chains have one step size, found by dual averaging for an acceptance of 0.8; the number of leapfrog steps
+is drawn for each proposal. The file has the data and, on a grid, mean and standard deviation of the network's output
 without noise, the standard error of the latter over chains, and R̂ of the output; in units of the normalised targets.
 """
 

@@ -256,6 +256,41 @@ def prune(
 
 
 @app.command()
+def compact(
+    file: Artifact,
+    out: Out,
+    members: Annotated[int, typer.Option(help="Draws to distil, each to one member.", min=2, max=1024)] = 16,
+    inducing: Annotated[int, typer.Option(help="M: side of the inducing weights of each layer.", min=1)] = 16,
+    steps: Annotated[int, typer.Option(help="Steps in which members learn their draws' functions.", min=0)] = 1000,
+    lr: Annotated[float, typer.Option(help="Adam's learning rate at the start; it falls to zero.")] = 3e-2,
+    network: Network = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Distil draws of a large posterior (gi, ffg-w) to a small ensemble of inducing weights, and calibrate it.
+
+    Try: dubito compact gi.safetensors --members 16 --inducing 16 --out small.safetensors
+    """
+    from dubito.training.compact import compact as compacted
+
+    permit_network(network)
+    model = compacted(
+        file,
+        _writable(out),
+        members=members,
+        inducing=inducing,
+        steps=steps,
+        lr=lr,
+        data_root=data_root,
+        download=download,
+        device=chosen_device(device),
+    )
+    _print_result(out, model, as_json)
+
+
+@app.command()
 def laplace(
     net: Annotated[
         str,

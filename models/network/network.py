@@ -306,8 +306,11 @@ class BayesianNetwork(nn.Module):
         """K joint draws from torch's own generator, with gradients: (B, ...) -> (K, B, ...)."""
         return self.sample_with_ratio(x, K)[0]
 
-    def sample_with_ratio(self, x: Tensor, K: int) -> tuple[Tensor, Tensor]:
-        """And the mean of log Q − log P over the draws of layers whose KL has no closed form; `kl` has the rest."""
+    def sample_with_ratio(self, x: Tensor, K: int, in_turn: bool = False) -> tuple[Tensor, Tensor]:
+        """And the mean of log Q − log P over the draws of layers whose KL has no closed form; `kl` has the rest.
+
+        Members of an ensemble come in random order, or `in_turn`.
+        """
         if x.device.type == "cpu":
             check(x.device, x.dtype)
         layers = self._by_shape()
@@ -319,7 +322,8 @@ class BayesianNetwork(nn.Module):
         copies = self._copies()
         members = max([copies, *(f.members for f in factors)])
         # on the device, so that a captured step draws anew; members kept in copies are chosen by the host
-        keys = torch.rand(members, device="cpu" if copies else x.device) if members else None
+        device = torch.device("cpu") if copies else x.device
+        keys = None if not members else (torch.arange if in_turn else torch.rand)(members, device=device)
         draws = Draws(K, noise, 0, keys=keys)
         plan: dict[nn.Module, Execution] = dict.fromkeys(layers, "factored")  # what a draw does not form is not formed
         structure, points = Structure.of(self.net), None if self.joint is None else self.joint.inputs

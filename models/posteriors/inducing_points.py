@@ -26,7 +26,7 @@ MOST_NUMBERS = 1 << 26  # of all inducing inputs
 LOG_LAM = -4.0  # of the precisions at the start; 0 for the outputs of the network
 SURE = 100.0  # from a trained network: how often Σ λ‖φ‖² is the trace of the prior's precision
 POINTS = Option(64, "a whole number from 1", is_count)
-INSTEAD = "Train ffg-u or ensemble-u on the same data, which are smaller, and export that."
+INSTEAD = "Distil it to a small ensemble (dubito compact), and export that."
 UNPRUNABLE = "inducing points have no Z, and every point takes part in all weights of a layer"
 
 

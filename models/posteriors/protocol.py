@@ -286,6 +286,10 @@ class Posterior(nn.Module, ABC):
         """Set the projections for the best fit of W, and return the V of it, for a hierarchy to start from."""
         raise NotImplementedError
 
+    def distil(self, W: Tensor) -> None:
+        """Start its members at these weight matrices (members, d_out, d_in), as nearly as it can."""
+        raise NotImplementedError
+
     def observe(self, seen: Seen, trained: bool) -> None:
         """Start at what the layer makes of examples; `trained`: the plain network is to be kept."""
 

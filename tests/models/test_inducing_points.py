@@ -87,7 +87,7 @@ class TestRegression:
         return Sigma @ Phi.T @ self.Y / self.noise**2, Sigma
 
     def test_draws_have_the_mean_and_covariance_of_the_exact_posterior(self) -> None:
-        network, N = self.network(), 20_000
+        network, N = self.network(), 5000
         mean, Sigma = self.exact()
         factors = network.factors()
         at_mean, draws = Draws(1, None, 0), Draws(N, torch.randn(N, factors.normals, generator=rng()), 0)
@@ -119,8 +119,8 @@ class TestRegression:
             Precision(torch.ones(1).double(), (L := B @ B.mT + 1)[None]),
         ):
             P = P if P.L is None else Precision(P.tau, P.L, torch.linalg.slogdet(L)[1][None])
-            _, ratios = regress(G, h, P, drawn(20_000, 12))
-            error = float(ratios.std()) / 20_000**0.5
+            _, ratios = regress(G, h, P, drawn(5000, 12))
+            error = float(ratios.std()) / 5000**0.5
             assert float(kl_of(G, h, P)) == pytest.approx(float(ratios.mean()), abs=5 * error)
 
     def test_log_ratios_are_those_of_the_dense_gaussians(self) -> None:
@@ -233,7 +233,7 @@ def test_sums_in_parts_have_the_same_values_and_gradients(monkeypatch: pytest.Mo
 
 class TestPriors:
     def test_gamma_variables_have_the_distribution_and_the_gradient_of_gamma(self) -> None:
-        N = 20_000
+        N = 5000
         for a in (1.0, 2.5, 40.0):
             shape = torch.tensor(a, dtype=torch.double, requires_grad=True)
             x = gamma(drawn(N, NORMALS), shape)
@@ -251,7 +251,7 @@ class TestPriors:
         q, p = scipy.stats.gamma(5, scale=1 / 3.5), scipy.stats.gamma(2, scale=1 / 2)
         expected = scipy.integrate.quad(lambda s: q.pdf(s) * (q.logpdf(s) - p.logpdf(s)), 1e-9, 40)[0]
         assert float(prior.kl(torch.zeros((), dtype=torch.double)).detach()) == pytest.approx(expected, rel=1e-6)
-        tau = prior.freeze(0.5, torch.zeros((), dtype=torch.double)).draw(drawn(20_000, NORMALS)).tau
+        tau = prior.freeze(0.5, torch.zeros((), dtype=torch.double)).draw(drawn(5000, NORMALS)).tau
         assert scipy.stats.kstest(tau.detach().numpy() / 4, q.cdf).pvalue > 1e-4  # τ = s/σ²
 
     def spatial(self) -> tuple[SpatialPrior, scipy.stats.invwishart]:
@@ -265,7 +265,7 @@ class TestPriors:
 
     def test_draws_of_an_inverse_wishart_have_its_moments(self) -> None:
         prior, q = self.spatial()
-        N, frozen = 20_000, prior.freeze(1.0, torch.zeros((), dtype=torch.double))
+        N, frozen = 5000, prior.freeze(1.0, torch.zeros((), dtype=torch.double))
         P = frozen.draw(drawn(N, frozen.normals))
         assert P.L is not None
         assert P.log_det_L is not None
@@ -282,10 +282,10 @@ class TestPriors:
     def test_the_kl_of_an_inverse_wishart_is_the_mean_of_log_ratios(self) -> None:
         prior, q = self.spatial()
         p = scipy.stats.invwishart(7, 7 * np.eye(3))
-        samples = np.moveaxis(q.rvs(20_000, random_state=SEED), 0, -1)
+        samples = np.moveaxis(q.rvs(5000, random_state=SEED), 0, -1)
         ratios = q.logpdf(samples) - p.logpdf(samples)
         kl = float(prior.kl(torch.zeros((), dtype=torch.double)).detach())
-        assert kl == pytest.approx(ratios.mean(), abs=5 * ratios.std() / 20_000**0.5)
+        assert kl == pytest.approx(ratios.mean(), abs=5 * ratios.std() / 5000**0.5)
 
     @pytest.mark.parametrize("kind", ["neal", "scale", "spatial-iw"])
     def test_the_kl_of_a_factorised_posterior_integrates_the_scale_out(self, kind: str) -> None:
