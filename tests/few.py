@@ -3,6 +3,7 @@
 import pytest
 
 from dubito.training import beside, calibrate
+from dubito.training.data import spoil
 from dubito.training.evaluation import evaluate, predicting
 
 REQUESTS = 4
@@ -14,7 +15,7 @@ def few(patch: pytest.MonkeyPatch) -> None:
     For tests that ask neither how well a calibration keeps its promises nor how exact a standard error is.
     """
     patch.setattr(calibrate, "CALIBRATION_REQUESTS", REQUESTS)
-    patch.setattr(calibrate, "SPOILED", 50)
+    patch.setattr(spoil, "SPOILED", 50)
     patch.setattr(beside, "RESAMPLED", 10)
     patch.setattr(beside, "REQUESTS", REQUESTS)
     patch.setattr(evaluate, "REQUESTS", REQUESTS)

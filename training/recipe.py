@@ -30,6 +30,7 @@ from dubito.training.data.sources import read_data
 from dubito.training.evaluation.evaluate import measure
 from dubito.training.fit.checkpoint import draft_of, resume, save_checkpoint
 from dubito.training.fit.fit import Epoch, FitError, FitRun
+from dubito.training.fit.function_space import OF_TRAINING, FunctionSpace
 from dubito.training.fit.log import progress_bar, tensorboard, write_csv
 from dubito.training.fit.ranks import Ranks
 from dubito.training.fit.remarks import remarks
@@ -71,7 +72,7 @@ def train(
     with Ranks.here().in_turn():
         parts = read_parts(recipe, data_root, download)
     declared = input_of(parts.train, recipe.data)
-    phases = Phases(recipe, parts, declared, out, device, fresh)
+    phases = Phases(recipe, parts, declared, out, device, fresh, root=data_root)
     torch.manual_seed(recipe.seed)
     net = build_network(recipe, parts, declared)
     _check_posteriors(net, recipe, parts)
@@ -266,6 +267,7 @@ class Phases:
     device: torch.device
     fresh: bool = False
     start: str = ""  # identifies the initial network, if the recipe does not
+    root: Path | None = None  # where data sets are, for context inputs
 
     def checkpoint(self, phase: str) -> Path:
         return self.out.with_name(f"{self.out.stem}.{phase}.checkpoint.safetensors")
@@ -283,11 +285,23 @@ class Phases:
             for file in (path, draft_of(path)):
                 file.unlink(missing_ok=True)
 
+    def functions(self, network: BayesianNetwork) -> FunctionSpace:
+        context, train = self.recipe.context, self.parts.train
+        other: Tensor | None = None
+        if context.inputs not in OF_TRAINING:
+            other = read_data(context.inputs, self.root).train.x
+            if other.shape[1:] != train.x.shape[1:] or other.dtype != train.x.dtype:
+                came, wanted = (f"{x.dtype} {tuple(x.shape[1:])}" for x in (other, train.x))
+                raise RecipeError(f"context.inputs is {context.inputs!r}, whose inputs are {came}; expected {wanted}.")
+        return FunctionSpace.of(context, network.to(self.device), train, self.declared, other)
+
     def fit(self, network: BayesianNetwork, fit: Fit, phase: str) -> FitRun:
         """Fit to the end; a signal stops it after a step, with a checkpoint."""
         parts, path, origin = self.parts, self.checkpoint(phase), f"{self.parts.hash} {self.start}"
         augment = augmentation(self.recipe.data, parts.train)
-        run = FitRun(network, parts.train, parts.validation, self.declared, fit, self.recipe.seed, self.device, augment)
+        functions = self.functions(network) if fit.objective == "function-space" else None
+        data = (parts.train, parts.validation, self.declared)
+        run = FitRun(network, *data, fit, self.recipe.seed, self.device, augment, functions)
         first = run.ranks.index == 0
         if self.fresh:
             if first:

@@ -208,6 +208,11 @@ class Posterior(nn.Module, ABC):
         return True
 
     @property
+    def gaussian(self) -> bool:
+        """Whether W is a linear function of standard normals."""
+        return self.trainable().members == 0
+
+    @property
     def takes_directions(self) -> bool:
         """Whether `set_directions` changes anything."""
         return False

@@ -1,0 +1,215 @@
+"""Function-space VI: the linearised law and its KL against a dense Jacobian, and training by it."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dubito.models import bayesianize
+from dubito.models.network.network import BayesianNetwork, Draws, as_matrix
+from dubito.training.config import Context, Fit, RecipeError
+from dubito.training.data.data import Examples, input_of
+from dubito.training.fit.fit import FitRun
+from dubito.training.fit.function_space import FunctionSpace, function_kl, gaussian_kl
+
+METHODS: dict[str, dict[str, Any]] = {
+    "ffg-w": {},
+    "fcg-w": {},
+    "ffg-u": {"inducing": 3, "lam_max": 0},
+    "ffg-u with λ": {"inducing": 3, "lam_max": 0.3, "noise": "exact"},
+    "fcg-u": {"inducing": 3, "lam_max": 0},
+    "whvi": {},
+}
+
+
+def plain(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(48, 5),
+        nn.Tanh(),
+        nn.Linear(5, 3),
+    )
+
+
+def spread_out(network: BayesianNetwork) -> BayesianNetwork:
+    """Parameters away from their start, where nothing is special."""
+    rng = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in network.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=rng)
+    return network
+
+
+def made(method: str, net: nn.Module | None = None) -> BayesianNetwork:
+    return spread_out(bayesianize(plain() if net is None else net, method.partition(" ")[0], **METHODS[method])).eval()
+
+
+def weights(network: BayesianNetwork, noise: Tensor | None) -> dict[nn.Module, Tensor]:
+    """Weight matrices of each layer under one draw, or at the mean."""
+    factors = network.factors()
+    run = network.arrange(factors, Draws(1, noise, 0), {})
+    return {layer: as_matrix(run.operands[layer]())[0].double() for layer in network.layers.values()}
+
+
+def dense(network: BayesianNetwork, net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean (n, C) and covariance (n, C, n, C) of the linearised network, by a plain network and a dense Jacobian.
+
+    Draws are linear in their normals, so the factor A of Σ = A Aᵀ is what each normal alone adds to the mean.
+    """
+    net = net.double().eval()
+    names = {layer: name for name, layer in network.layers.items()}
+    centre = weights(network, None)
+    eye = torch.eye(network.factors().normals)
+    columns = [weights(network, row[None]) for row in eye]
+    own = dict(network.net.named_modules())
+    state = {
+        f"{name}.{k}": v.double()
+        for name, m in own.items()
+        if isinstance(m, _BatchNorm)
+        for k, v in [*m.named_parameters(), *m.named_buffers()]
+    }
+
+    def outputs(W: dict[str, Tensor]) -> Tensor:
+        params = dict(state)
+        for name, matrix in W.items():
+            shape = net.get_parameter(f"{name}.weight").shape
+            params[f"{name}.weight"], params[f"{name}.bias"] = matrix[:, :-1].reshape(shape), matrix[:, -1]
+        return functional_call(net, params, (x.double(),))
+
+    mean = {names[layer]: W for layer, W in centre.items()}
+    J: dict[str, Tensor] = jacrev(outputs)(mean)
+    A = torch.stack(
+        [sum(torch.einsum("ncoi,oi->nc", J[names[m]], c[m] - centre[m]) for m in centre) for c in columns]  # type: ignore[misc]
+    )
+    return outputs(mean).detach(), torch.einsum("anc,amd->ncmd", A, A).detach()
+
+
+def inputs(n: int) -> Tensor:
+    return torch.randn(n, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_probes_have_the_covariance_of_the_linearised_network(method: str) -> None:
+    network, x, S = made(method), inputs(4), 4000
+    mean, covariance = dense(network, plain(), x)
+    torch.manual_seed(0)
+    ours, probes = network.sample_linearised(x, S)
+    torch.testing.assert_close(ours.detach().double(), mean, rtol=1e-4, atol=1e-5)
+    t = probes.detach().double().flatten(1)
+    expected = covariance.reshape(t.shape[1], -1)
+    variance = expected.diagonal()
+    error = ((variance[:, None] * variance + expected.square()) / S).sqrt()
+    assert float(((t.T @ t / S - expected) / error).abs().max()) < 5  # of 78 numbers
+    assert float((t.mean(0) / (variance / S).sqrt()).abs().max()) < 5
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("method", ["ffg-w", "ffg-u", "whvi"])
+def test_the_kl_has_no_bias(method: str, full: bool) -> None:
+    """Against the closed form for a dense covariance, over many estimates with as few probes as there may be."""
+    n, S, R, v = 4, 5, 800, 7.0
+    network, x = made(method), inputs(n)
+    mean, covariance = dense(network, plain(), x)
+    expected = 0.0
+    for c in range(mean.shape[1]):
+        C = covariance[:, c, :, c]
+        C = C if full else torch.diag(C.diagonal())
+        expected += 0.5 * float(C.trace() / v + mean[:, c].square().sum() / v - n + n * math.log(v) - torch.logdet(C))
+    torch.manual_seed(0)
+    _, probes = network.sample_linearised(x, S * R)
+    parts = probes.detach().view(R, S, n, -1)
+    estimates = torch.stack([gaussian_kl(mean.float(), t, v, full) for t in parts]).double()
+    assert abs(float(estimates.mean()) - expected) < 5 * float(estimates.std()) / math.sqrt(R)
+
+
+def test_the_gradient_has_no_bias() -> None:
+    """Of the KL with respect to the posterior's spread: against the derivative of the closed form."""
+    n, S, R, v = 3, 4, 3000, 2.0
+    torch.manual_seed(0)
+    A = torch.randn(n, n)
+    scale = torch.tensor(1.5, requires_grad=True)
+    for full in (False, True):
+        C = A @ A.T
+        closed = 0.5 * (scale**2 * C.trace() / v - 2 * n * scale.log())
+        (expected,) = torch.autograd.grad(closed, scale)
+        found = []
+        for _ in range(R):
+            probes = scale * (torch.randn(S, n) @ A.T)[..., None]
+            found.append(torch.autograd.grad(gaussian_kl(torch.zeros(n, 1), probes, v, full), scale)[0])
+        each = torch.stack(found).double()
+        assert abs(float(each.mean() - expected)) < 5 * float(each.std()) / math.sqrt(R)
+
+
+def test_context_inputs_leave_batch_norm_as_it_is() -> None:
+    network = made("ffg-w").train()
+    norm = next(m for m in network.modules() if isinstance(m, _BatchNorm))
+    before = norm.running_mean.clone()
+    function_kl(network, inputs(8) + 5, Context(points=8), None).backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(norm.running_mean, before)
+    assert norm.training
+    assert all(p.grad is not None for layer in network.layers.values() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("method", ["ensemble-u", "mc-dropout", "deterministic", "whvi"])
+def test_posteriors_that_are_not_gaussian_are_refused(method: str) -> None:
+    options: dict[str, Any] = {"ensemble-u": {"inducing": 3, "members": 2}, "whvi": {"flows": 1}}.get(method, {})
+    network = bayesianize(plain(), method, **options)
+    train = Examples(inputs(10), torch.zeros(10, dtype=torch.long))
+    with pytest.raises(RecipeError, match="needs a Gaussian posterior; ensembles, dropout"):
+        FunctionSpace.of(Context(), network, train, input_of(train))
+
+
+@pytest.mark.parametrize("kind", ["uniform", "spoiled", "augmented"])
+@pytest.mark.parametrize("pictures", [True, False])
+def test_context_inputs(kind: str, pictures: bool) -> None:
+    x = torch.randint(256, (40, 1, 4, 4), dtype=torch.uint8) if pictures else torch.randn(40, 3) * 2 + 5
+    train = Examples(x, torch.zeros(40, dtype=torch.long))
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16 if pictures else 3, 2))
+    functions = FunctionSpace.of(Context(inputs=kind, points=9), bayesianize(net, "ffg-w"), train, input_of(train))
+    ours, again, other = (functions.inputs(x[:20], torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert ours.shape == (9, *x.shape[1:])
+    assert torch.equal(ours, again)
+    assert kind == "augmented" or not torch.equal(ours, other)
+    if kind == "uniform" and not pictures:
+        low, high = x.amin(0), x.amax(0)
+        margin = 0.5 * (high - low)
+        assert ((ours >= low - margin) & (ours <= high + margin)).all()
+
+
+def gap(n: int = 120) -> Examples:
+    rng = torch.Generator().manual_seed(0)
+    x = torch.rand(n, 1, generator=rng) * 2 + torch.where(torch.arange(n)[:, None] % 2 == 0, -4.0, 2.0)
+    return Examples(x, torch.sin(2 * x) + 0.1 * torch.randn(n, 1, generator=rng))
+
+
+@pytest.mark.parametrize("method", ["ffg-w", "ffg-u"])
+def test_doubt_is_large_away_from_the_data(method: str) -> None:
+    """On a line with a gap: the standard deviation of the function between the clusters against that on them."""
+    train = gap()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    from dubito.models.manifest import Regression
+
+    options = {"inducing": 8, "lam_max": 0.0} if method == "ffg-u" else {}
+    network = bayesianize(net, method, start="prior", task=Regression(outputs=1), **options)
+    context = Context(points=32, prior_variance=4.0, margin=0.2)
+    fit = Fit(epochs=400, batch=120, lr=1e-2, objective="function-space", graph=False)
+    functions = FunctionSpace.of(context, network, train, input_of(train))
+    run = FitRun(network, train, train[:20], input_of(train), fit, 0, torch.device("cpu"), None, functions)
+    while not run.done:
+        run.epoch()
+    network = run.finish()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        on, between = (
+            network.sample(torch.linspace(a, b, 40)[:, None], 300).std(0).mean() for a, b in ((-4, -2), (-1, 1))
+        )
+    assert float(between) > 2 * float(on)
