@@ -42,7 +42,6 @@ COPY models/digits.safetensors /models/digits/1/model.safetensors
 ENV PATH=/opt/dubito/bin:$PATH \
     HOME=/cache \
     XDG_CACHE_HOME=/cache \
-    MPLCONFIGDIR=/cache/matplotlib \
     TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
     TRITON_CACHE_DIR=/cache/triton \
     LD_PRELOAD=libjemalloc.so.2 \

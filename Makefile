@@ -1,7 +1,7 @@
 # Needs make and Python 3.11 or later (on Debian: apt install make python3-venv). Each target makes .venv itself.
 PYTHON ?= python3
 BIN := .venv/bin
-MYPY = $(BIN)/mypy .types/dubito tests $(wildcard benchmarks) docs/reference.py docs/dashboard.py
+MYPY = $(BIN)/mypy .types/dubito tests $(wildcard benchmarks) $(wildcard examples) docs/reference.py docs/dashboard.py
 READY := .venv/.ready
 NEED_DATA := caps fashion rotated_mnist uci
 NEED_FILES := cifar gpu_chart law ood pruning

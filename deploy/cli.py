@@ -1,21 +1,16 @@
 """Commands for edge devices: export, check-onnx."""
 
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from dubito.models.cli import Artifact, Network, permit_network
+from dubito.models.extras import need
+from dubito.models.names import some
 
 app = typer.Typer(rich_markup_mode=None)
-
-
-class PrecisionOption(StrEnum):
-    fp32 = "fp32"
-    fp16 = "fp16"
-    int8 = "int8"
 
 
 @app.command()
@@ -23,7 +18,7 @@ def export(
     file: Artifact,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The ONNX file to write.")],
     samples: Annotated[int, typer.Option(help="Number of posterior draws K of each prediction.", min=1)] = 20,
-    precision: Annotated[PrecisionOption, typer.Option(help="How numbers are stored.")] = PrecisionOption.fp32,
+    precision: Annotated[Literal["fp32", "fp16", "int8"], typer.Option(help="How numbers are stored.")] = "fp32",
     data: Annotated[
         str | None,
         typer.Option(
@@ -46,9 +41,9 @@ def export(
 
     Try: dubito export model.safetensors model.onnx --precision fp16
     """
-    from dubito.deploy.edge.errors import ExportError, need
+    from dubito.deploy.edge.errors import ExportError
 
-    need("onnx", "onnxruntime", "onnxscript")
+    need("edge", "onnx", "onnxruntime", "onnxscript")
     if not out.parent.is_dir():
         raise ExportError(f"cannot write {out}: there is no folder {out.parent}.")
     from dubito.deploy.edge.data import read
@@ -64,19 +59,19 @@ def export(
     exported = to_onnx(
         model,
         samples=samples,
-        precision=precision.value,
+        precision=precision,
         law="artifact" if exact else "factored",
         take="image" if image else "tensor",
         data=inputs,
         group=group,
     )
     size, before = save(exported, out) / 1e6, file.stat().st_size / 1e6
-    print(f"wrote {out}: {size:.2f} MB, {precision.value}, K = {exported.samples} (artifact: {before:.2f} MB)")
+    print(f"wrote {out}: {size:.2f} MB, {precision}, K = {exported.samples} (artifact: {before:.2f} MB)")
     if data is not None:
         products = exported.products or "no layer multiplies by stored weights: no"
         print(f"activations in int8, by the range of the data: {products} products")
     if exported.changed:
-        print(f"layers whose exact law becomes the factored law here (--exact keeps it): {_some(exported.changed)}")
+        print(f"layers whose exact law becomes the factored law here (--exact keeps it): {some(exported.changed)}")
     if model.method == "probit":
         print("predictive of the file: sampling; default of the artifact: probit (closed form)")
     print(f"Next: dubito check-onnx {out} --against {file}")
@@ -96,9 +91,7 @@ def check_onnx(
 
     Try: dubito check-onnx model.onnx --against model.safetensors
     """
-    from dubito.deploy.edge.errors import need
-
-    need("onnx", "onnxruntime")
+    need("edge", "onnx", "onnxruntime")
     from dubito.deploy.edge.check import check
     from dubito.deploy.edge.data import read
     from dubito.models.artifact.artifact import load
@@ -124,7 +117,3 @@ def _show(report: dict[str, Any]) -> None:
     for name, value in report.get("data", {}).items():
         text = ", ".join(f"{k} {v:.4f}" for k, v in value.items()) if isinstance(value, dict) else f"{value:.4g}"
         print(f"{name.replace('_', ' ')}: {text}")
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

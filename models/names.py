@@ -12,6 +12,11 @@ MEASURES: tuple[Measure, ...] = get_args(Measure)  # that OOD flags can go by
 ARCHITECTURES = ("mlp", "lenet", "cnn", "resnet18-cifar", "resnet50-cifar")  # built in conversion/architectures.py
 
 
+def some(names: Sequence[str]) -> str:
+    """The first four, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def listed(names: Sequence[str]) -> str:
     """a, b or c."""
     return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

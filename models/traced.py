@@ -23,7 +23,7 @@ class OwnTensor(Strict):
     parameter: bool = True  # False: a buffer
 
 
-class Call(Strict):
+class TracedCall(Strict):
     """One step of a forward method; its result is referred to by its number, the input being number 0.
 
     An argument is a JSON value, where an array stands for a tuple and {"#": 3} for the result number 3; `arguments.py`
@@ -36,11 +36,11 @@ class Call(Strict):
     named: dict[str, JsonValue] = {}
 
 
-class Forward(Strict):
+class TracedForward(Strict):
     """A forward method of one input, of a module that holds tensors and no other modules."""
 
     tensors: Annotated[dict[Path, OwnTensor], Field(max_length=MOST_PARTS)] = {}
-    calls: Annotated[tuple[Call, ...], Field(max_length=MOST_CALLS)]
+    calls: Annotated[tuple[TracedCall, ...], Field(max_length=MOST_CALLS)]
     output: JsonValue
 
 
@@ -54,8 +54,8 @@ class TorchModule(Strict):
 class Traced(Strict):
     """A whole network. Its parts stand in the order of `named_modules`, on which the order of its weights depends."""
 
-    parts: Annotated[dict[Path, TorchModule | Forward | OwnTensor], Field(max_length=MOST_PARTS)]
+    parts: Annotated[dict[Path, TorchModule | TracedForward | OwnTensor], Field(max_length=MOST_PARTS)]
     same: Annotated[dict[Path, Path], Field(max_length=MOST_PARTS)] = {}  # further names of a module or a tensor
-    calls: Annotated[tuple[Call, ...], Field(max_length=MOST_CALLS)]
+    calls: Annotated[tuple[TracedCall, ...], Field(max_length=MOST_CALLS)]
     output: JsonValue
     input: Annotated[tuple[Side, ...], Field(max_length=8)] | None = None  # of one row, where no other shape will do

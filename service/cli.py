@@ -1,4 +1,4 @@
-"""Commands of the service: serve, key, bench http."""
+"""Commands of the service: serve, key, doctor, bench http."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -29,7 +29,6 @@ def serve(
             metavar="MODULE:FACTORY",
             help="For artifacts whose network cannot be written as data: the class or function that makes it, as in "
             "package.module:factory. Its code runs. May be repeated.",
-            show_default=False,
         ),
     ] = None,
     settings: Annotated[
@@ -89,6 +88,26 @@ def key(
     print(f'setting: api_keys = {{ "{name}" = "{hash_key(secret)}" }}')
 
 
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
+) -> None:
+    """Check this installation: versions, devices, what is missing and how to get it.
+
+    The exit code is 0 where serving works, else 1.
+
+    Try: dubito doctor --json
+    """
+    import json
+
+    from dubito.service.doctor import examine, lines
+
+    report = examine()
+    print(json.dumps(report) if as_json else "\n".join(lines(report)))
+    if not report["serving"]["works"]:
+        raise typer.Exit(1)
+
+
 bench = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure a running server.")
 app.add_typer(bench, name="bench")
 
@@ -100,9 +119,7 @@ def bench_http(
     rate: Annotated[float | None, typer.Option(help="Requests a second.", show_default="50")] = None,
     rates: Annotated[
         str | None,
-        typer.Option(
-            metavar="RATES", help="Several rates, one after the other: 50,100,200 or 50 100 200.", show_default=False
-        ),
+        typer.Option(metavar="LIST", help="Several rates, one after the other: 50,100,200 or 50 100 200."),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Duration of each rate, in seconds.")] = 10.0,
     samples: Annotated[

@@ -20,6 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from dubito.models.errors import DubitoError
+from dubito.models.extras import need
 from dubito.service.client import Client, checked, infer_body
 
 CONNECTIONS = 512  # most connections; further requests wait for one, which counts in their latency
@@ -398,7 +399,8 @@ def doubts(loads: list[Load]) -> list[str]:
 
 
 def check_plot(path: Path) -> None:
-    """Check the plot's path before the load is run."""
+    """Check the plot's path, and that plots can be made, before the load is run."""
+    need("train", "matplotlib")
     if path.suffix.lower() not in PLOTS:
         raise LoadError(f"{path} is no name for a plot; expected one that ends in {', '.join(PLOTS)}.")
     if not path.parent.is_dir():

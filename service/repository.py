@@ -25,7 +25,7 @@ from dubito.service.engine.plans import PlanCache, plan_file
 from dubito.service.metrics import Metrics, Series, model_bytes
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
-from dubito.service.sources import FILE, Found, Key, Source, find
+from dubito.service.sources import FILE, Key, Scan, Source, find
 
 PATHS = re.compile(r"(?<![\w.-])/\w")  # of the server's own files: a reply must not show them
 log = logging.getLogger("dubito")
@@ -89,14 +89,14 @@ class Repository:
             raise Problem(404, f"this model is not served in that version; it is in version {served.version}.")
         return served
 
-    def _scanned(self, found: Found) -> None:
+    def _scanned(self, scan: Scan) -> None:
         """Take over what lies on disk now, and log each folder that cannot be served, once."""
-        for (name, version), reason in found.refused.items():
+        for (name, version), reason in scan.refused.items():
             if (name, version) not in self.refused:
                 log.error("cannot serve a folder", extra={"model": name, "version": version, "error": reason})
-        for fault in found.faults:
+        for fault in scan.faults:
             log.error("cannot serve a path", extra={"error": fault})
-        self.sources, self.refused = found.sources, found.refused
+        self.sources, self.refused = scan.sources, scan.refused
 
     def _versions(self, name: str) -> list[str]:
         """On disk, the newest first."""

@@ -26,36 +26,36 @@ class Source:
 
 
 @dataclass
-class Found:
+class Scan:
     sources: dict[Key, Source] = field(default_factory=dict)
     refused: dict[Key, str] = field(default_factory=dict)  # folders of a repository that cannot be served, and why
     faults: list[str] = field(default_factory=list)  # of the paths given
 
-    def checked(self) -> "Found":
+    def checked(self) -> "Scan":
         """For the paths of a command line: raises the first fault."""
         if self.faults:
             raise ArtifactError(self.faults[0])
         return self
 
 
-def find(paths: Sequence[Path]) -> Found:
+def find(paths: Sequence[Path]) -> Scan:
     """The versions at the paths: an artifact is version 1, named after its file; a repository has NAME/VERSION/FILE.
 
     A folder that cannot be served leaves the others as they are. Hidden folders are no models.
     """
-    found = Found()
+    scan = Scan()
     for path in paths:
         if path.is_file():
-            _add(found, path.stem, "1", path)
+            _add(scan, path.stem, "1", path)
         elif path.is_dir():
-            _add_repository(found, path)
+            _add_repository(scan, path)
         else:
-            found.faults.append(f"there is no {path}; expected an artifact or a model repository.")
-    return found
+            scan.faults.append(f"there is no {path}; expected an artifact or a model repository.")
+    return scan
 
 
-def _add_repository(found: Found, root: Path) -> None:
-    here = Found()
+def _add_repository(scan: Scan, root: Path) -> None:
+    here = Scan()
     for name, version, place in _places(root, here):
         if fault := _fault(root, place, name, version):
             here.refused[_readable(name), _readable(version)] = _readable(fault)
@@ -63,28 +63,28 @@ def _add_repository(found: Found, root: Path) -> None:
             _add(here, name, version, root / place)
     if not here.sources:
         why = next(iter(here.refused.values()), f"expected NAME/VERSION/{FILE} with a whole number for a version.")
-        found.faults.append(f"{root} holds no model: {why}")
+        scan.faults.append(f"{root} holds no model: {why}")
     for source in here.sources.values():
-        _add(found, source.name, source.version, source.path)
-    found.refused |= here.refused
+        _add(scan, source.name, source.version, source.path)
+    scan.refused |= here.refused
 
 
-def _places(root: Path, found: Found) -> Iterator[tuple[str, str, Path]]:
+def _places(root: Path, scan: Scan) -> Iterator[tuple[str, str, Path]]:
     """Each NAME/VERSION/FILE below the root, links that lead nowhere included, and NAME/FILE with no version."""
-    for name in _folders(root, Path(), found):
+    for name in _folders(root, Path(), scan):
         if os.path.lexists(root / name / FILE):
             yield name, "", Path(name, FILE)
-        for version in _folders(root, Path(name), found):
+        for version in _folders(root, Path(name), scan):
             if os.path.lexists(root / name / version / FILE):
                 yield name, version, Path(name, version, FILE)
 
 
-def _folders(root: Path, below: Path, found: Found) -> list[str]:
+def _folders(root: Path, below: Path, scan: Scan) -> list[str]:
     try:
         with os.scandir(root / below) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
-        found.refused[_readable(str(below)), ""] = f"the folder cannot be read: {error.strerror}."
+        scan.refused[_readable(str(below)), ""] = f"the folder cannot be read: {error.strerror}."
         return []
 
 
@@ -106,20 +106,20 @@ def _fault(root: Path, place: Path, name: str, version: str) -> str:
     return ""
 
 
-def _add(found: Found, name: str, version: str, path: Path) -> None:
+def _add(scan: Scan, name: str, version: str, path: Path) -> None:
     if not NAME.fullmatch(name):
-        found.faults.append(
+        scan.faults.append(
             f"{path}: {name!r} is no name for a model; expected letters, digits, '.', '_' and '-' before .safetensors."
         )
-    elif (name, version) in found.sources:
-        found.faults.append(f"two artifacts are called {name!r} in version {version}; give them other names.")
+    elif (name, version) in scan.sources:
+        scan.faults.append(f"two artifacts are called {name!r} in version {version}; give them other names.")
     else:
         try:
             stat = path.stat()
         except OSError as error:  # it was there a moment ago
-            found.refused[name, version] = f"the file cannot be read: {error.strerror}."
+            scan.refused[name, version] = f"the file cannot be read: {error.strerror}."
             return
-        found.sources[name, version] = Source(name, version, path, (stat.st_ino, stat.st_mtime_ns, stat.st_size))
+        scan.sources[name, version] = Source(name, version, path, (stat.st_ino, stat.st_mtime_ns, stat.st_size))
 
 
 def _readable(text: str) -> str:

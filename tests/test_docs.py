@@ -165,6 +165,21 @@ def test_examples_of_help_texts_parse() -> None:
             check(shlex.split(line), f"{name} --help")
 
 
+def options(command: Any) -> Iterator[Any]:
+    """The parameters of all commands."""
+    if isinstance(command, typer.core.TyperGroup):
+        for one in command.commands.values():
+            yield from options(one)
+    else:
+        yield from command.params
+
+
+def test_no_option_has_its_own_name_for_its_value() -> None:
+    """typer 0.27 turns `rates: typer.Option(metavar="RATES")` into the option --RATES."""
+    for option in options(typer.main.get_command(app)):
+        assert option.metavar != str(option.name).upper() or "--" not in str(option.opts), option.name
+
+
 @pytest.mark.parametrize("line", ["dubito bench http URL --speed 40", "dubito train digits --set fit.epoch=1"])
 def test_a_wrong_command_is_seen(tmp_path: Path, line: str) -> None:
     page = tmp_path / "page.md"
@@ -256,7 +271,7 @@ def test_training_lists_every_key_of_a_recipe() -> None:
     of_whvi = table(page.partition("## Walsh–Hadamard VI")[2], "option")
     assert of_whvi.keys() <= {*known_options(), "spread"}
     architectures = inline_code(table(page.partition("`[network]`")[2], "key")["architecture"])
-    assert architectures == [*ARCHITECTURES, "torchvision/NAME"]
+    assert architectures == [*ARCHITECTURES, "torchvision/NAME", "timm/NAME", "package.module:function"]
 
 
 def test_laplace_lists_every_option() -> None:

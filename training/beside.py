@@ -23,6 +23,7 @@ from dubito.training.data.spoil import spoil, to_spoil
 from dubito.training.evaluation.evaluate import default_measure, quality
 from dubito.training.evaluation.predicting import ChosenPredictive, Summary
 from dubito.training.fit.checkpoint import draft_of
+from dubito.training.terminal import bar
 
 RESAMPLED = 100  # bootstrap samples for the standard error of a difference
 SAMPLES = 20  # K
@@ -41,10 +42,11 @@ class Answers:
 
 def answers_of(model: Model, examples: Examples, outside: Mapping[str, Tensor], seed: int, samples: int) -> Answers:
     predictive = ChosenPredictive.of(model, samples, None)
-    inside = predictive.predict(model, examples.x, seed)
-    measure = default_measure(inside, predictive.rule(model))
-    near = scores(inside)[measure]
-    far = [scores(predictive.predict(model, x, seed, requests=REQUESTS))[measure] for x in outside.values()]
+    with bar("measuring", max(1, predictive.K) * (len(examples) + sum(map(len, outside.values())))) as advance:
+        inside = predictive.predict(model, examples.x, seed, advance)
+        measure = default_measure(inside, predictive.rule(model))
+        answers = [predictive.predict(model, x, seed, advance, requests=REQUESTS) for x in outside.values()]
+    near, far = scores(inside)[measure], [scores(answer)[measure] for answer in answers]
     return Answers(inside, [(near, values) for values in far])
 
 

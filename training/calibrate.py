@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from dubito.models.predictions.sets import class_scores
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.config import Calibrate
 from dubito.training.data.data import Examples, enter
-from dubito.training.data.spoil import spoil, to_spoil
+from dubito.training.data.spoil import SPOILED, spoil, to_spoil
 from dubito.training.evaluation.predicting import (
     GRID,
     ChosenPredictive,
@@ -37,9 +37,11 @@ from dubito.training.evaluation.predicting import (
 from dubito.training.feature_bank import make_bank
 from dubito.training.metrics import placements
 from dubito.training.seeds import stream
-from dubito.training.terminal import remark
+from dubito.training.terminal import bar, remark
 
 PATCHES_FROM = 128  # examples on which the directions of the factored law are found
+KINDS = 6  # of inputs on which a measure is chosen: as they are, and five kinds of spoiled copies
+SPREAD_OF_T = 0.5  # standard deviation of log T a priori
 CHOOSING = 20  # K with which a measure, a temperature or the constants of RAPS are chosen
 CLEARLY = 2.0  # standard errors by which a new measure must be better
 # inputs of one request share draws, so their errors are correlated: thresholds need many requests
@@ -99,16 +101,17 @@ def calibrate(
     sets = choose_sets(model, validation, settings, seed)
     parts = _parts_of(model, held, settings)
     model = try_bank(model, train, settings, seed)
-    measure, auroc = choose_measure(model, held, seed, given=settings.measure)
-    measure_closed = measure
-    if model.manifest.closed_form:
-        measure_closed, _ = choose_measure(model, held, seed, "probit", given=settings.measure)
-    if "knn" not in (measure, measure_closed):
-        model = with_bank(model, None)
-    sampled = predict_grid(model, held.x, list(GRID), seed, requests=CALIBRATION_REQUESTS)
+    with bar("calibrating", CHOOSING * KINDS * min(len(held), SPOILED) + 2 * GRID[-1] * len(held)) as advance:
+        measure, auroc = choose_measure(model, held, seed, given=settings.measure, advance=advance)
+        measure_closed = measure
+        if model.manifest.closed_form:
+            measure_closed, _ = choose_measure(model, held, seed, "probit", given=settings.measure)
+        if "knn" not in (measure, measure_closed):
+            model = with_bank(model, None)
+        sampled = predict_grid(model, held.x, list(GRID), seed, advance, requests=CALIBRATION_REQUESTS)
+        settled = predict_auto(model, held.x, seed, advance, requests=CALIBRATION_REQUESTS)
     sampled |= predict_grid(model, held.x, [0], seed)
     limits = {K: _limits(sampled[K], held.y, settings, sets, parts) for K in sorted(sampled)}
-    settled = predict_auto(model, held.x, seed, requests=CALIBRATION_REQUESTS)
     of_auto = None if settled is None else _limits(settled[0], held.y, settings, sets, parts)
     of_closed = None
     if model.manifest.closed_form:
@@ -310,7 +313,10 @@ def strangeness(summary: Summary, y: Tensor, sets: Sets | None) -> Tensor:
 
 
 def best_temperature(model: Model, held: Examples, seed: int) -> float:
-    """The T that minimises the NLL of the mean over draws of softmax(logits/T), by golden section on log T."""
+    """The T that minimises the NLL of the mean over draws of softmax(logits/T), by golden section on log T.
+
+    log T has a prior N(0, `SPREAD_OF_T`²): on a few examples that are all right, the NLL alone would take T to zero.
+    """
     if model.network.task.kind == "regression":
         raise CalibrationError("a temperature belongs to classification; regression learns its noise.")
     K = draws_for(model, CHOOSING)
@@ -326,7 +332,7 @@ def best_temperature(model: Model, held: Examples, seed: int) -> float:
         for outputs, y in pieces:
             log_p = (outputs / math.exp(log_T)).log_softmax(-1).gather(2, y.expand(len(outputs), -1)[..., None])
             total -= float((log_p[..., 0].logsumexp(0) - math.log(len(outputs))).double().sum())
-        return total
+        return total + (log_T / SPREAD_OF_T) ** 2 / 2
 
     low, high, golden = math.log(0.1), math.log(10), (math.sqrt(5) - 1) / 2
     for _ in range(25):
@@ -370,7 +376,13 @@ def with_bank(model: Model, bank: FeatureBank | None) -> Model:
 
 
 def choose_measure(
-    model: Model, held: Examples, seed: int, predictive: Predictive = "sampling", *, given: Measure | None = None
+    model: Model,
+    held: Examples,
+    seed: int,
+    predictive: Predictive = "sampling",
+    *,
+    given: Measure | None = None,
+    advance: Callable[[int], None] = lambda n: None,
 ) -> tuple[Measure, dict[Measure, float]]:
     """The measure that best separates held-out examples from spoiled copies of them (or `given`), and all AUROCs.
 
@@ -382,14 +394,14 @@ def choose_measure(
     chosen = ChosenPredictive.of(model, CHOOSING, predictive)
     rng = torch.Generator().manual_seed(seed)
     x = to_spoil(held.x, rng)
-    inside = scores(chosen.predict(model, x, seed))
+    inside = scores(chosen.predict(model, x, seed, advance))
     if given is not None and given not in inside:
         raise CalibrationError(f"measure is {given!r}; this model has {', '.join(inside)}.")
     if not model.factors.random:
         inside.pop("mutual_information", None)  # zero without draws
     placed_by: dict[Measure, list[tuple[Tensor, Tensor]]] = {measure: [] for measure in inside}
     for spoiled in spoil(x, rng):
-        outside = scores(chosen.predict(model, spoiled, seed))
+        outside = scores(chosen.predict(model, spoiled, seed, advance))
         for measure, pairs in placed_by.items():
             pairs.append(placements(inside[measure], outside[measure]))
     # (2, n): placements of inside and of outside examples, mean over the kinds of spoiling

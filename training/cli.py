@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dubito.models.cli import Artifact, AsJson, Method, Network, Samples, chosen_method, chosen_samples, permit_network
-from dubito.models.names import LAPLACE, MEASURES, listed
+from dubito.models.extras import need
+from dubito.models.names import ARCHITECTURES, LAPLACE, MEASURES, listed
 from dubito.training.names import DATA, PARTS, recipes
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Ignore an earlier run's checkpoint and start from the beginning.")
 ]
+Force = Annotated[
+    bool, typer.Option("--force", help="Go on with a plain network that is no better than a guess on these data.")
+]
 Seed = Annotated[int, typer.Option(help="Fixes the draws.", min=0, max=1 << 62)]
 Default = Annotated[
     str | None,
@@ -36,6 +40,7 @@ Default = Annotated[
         "--method", help=f"Default predictive of a {LAPLACE} model: probit (closed form, the default) or sampling."
     ),
 ]
+HELD_OUT = {"validation": 0.15, "calibration": 0.25}  # shares of data that a network is not trained on here
 MOST_SAID = 5  # classes or groups with too few examples that are named
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The artifact to write.")]
 
@@ -84,13 +89,27 @@ def train(
             help="Train a network of your own: the class or function that makes it, as in package.module:factory. It "
             "gets those of the arguments classes, outputs, inputs, channels and size that it takes, and "
             "network.arguments of the recipe. Its code runs.",
-            show_default=False,
         ),
     ] = None,
     data_root: DataRoot = None,
     download: Download = False,
     device: Device = "auto",
     fresh: Fresh = False,
+    force: Force = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Weights of a trained network that the posterior starts from; the plain network is not trained then.",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A first answer in two minutes: a small network, few epochs, no trials.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print what would be done and how long it would take, by a few timed steps."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a Bayesian network, calibrate and measure it on held-out data, and write one artifact.
@@ -101,20 +120,29 @@ def train(
 
         dubito train fashion-mnist --data-root data --download --out fashion.safetensors
 
+        dubito train folder:pictures --quick
+
         dubito train csv:table.csv --set task=regression --set data.target=price
     """
-    from dubito.training.config import read_recipe
+    from dubito.training.choice import Request, plan
     from dubito.training.recipe import train as follow
+    from dubito.training.terminal import remark
 
+    out = _writable(Path(f"{_stem(recipe)}.safetensors") if out is None else out)
     permit_network(network)
-    if network is not None:
-        changes = [f"network.architecture={json.dumps(network)}", "network.arguments={}", *(changes or [])]
-    chosen = read_recipe(recipe, changes)
-    out = Path(f"{_stem(recipe)}.safetensors") if out is None else out
-    with _stopping():
-        trained = follow(
-            chosen, _writable(out), data_root=data_root, download=download, device=chosen_device(device), fresh=fresh
-        )
+    wanted = [] if network is None else [f"network.architecture={json.dumps(network)}", "network.arguments={}"]
+    wanted += [*(changes or ()), *([] if weights is None else [f"network.weights={json.dumps(str(weights))}"])]
+    where: dict[str, Any] = {"data_root": data_root, "download": download, "device": chosen_device(device)}
+    chosen = plan(Request(recipe, tuple(wanted), quick), out, **where, fresh=fresh)
+    if chosen.said:
+        remark(chosen.said)
+    if dry_run:
+        from dubito.training.dry_run import describe_run
+
+        print("\n".join(describe_run(chosen.recipe, **where)))
+        return
+    with _stopping(), chosen.kept():
+        trained = follow(chosen.recipe, out, **where, fresh=fresh, force=force)
     if trained is not None:
         _print_result(out, trained.model, as_json)
 
@@ -160,55 +188,106 @@ def prune(
 
 @app.command()
 def laplace(
-    file: Annotated[
-        Path,
+    net: Annotated[
+        str,
         typer.Argument(
-            metavar="FILE", help="A deterministic artifact, or with --arch a state dict; both .safetensors."
+            metavar="NET",
+            help="A deterministic artifact; weights (.safetensors, .pth, .pt, .ckpt) with --network; or the name of a "
+            "network with --weights.",
         ),
     ],
     data: DataName,
     out: Out,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            "--network",
+            "--arch",
+            metavar="NAME",
+            help="NET holds the weights of this network: torchvision/NAME, timm/NAME, package.module:function, "
+            f"{listed(ARCHITECTURES)}.",
+        ),
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="NET is a network's name, and these its weights.")
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OLD=NEW", help="Names in the weights: fc.1=fc; may be repeated."),
+    ] = None,
+    labels: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Names of the network's classes in the order of its outputs, one a line, or JSON; without it, those "
+            "that the weights' file states, or else the data's.",
+        ),
+    ] = None,
+    input_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Height and width of the network's pictures: 224, or 224x320. Without it: what torchvision or timm "
+            "say of the network, else the data's own.",
+        ),
+    ] = None,
+    crop: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of a picture's shorter side that is cut out of its middle, 0.875 for example; without it, both "
+            "sides are resized.",
+        ),
+    ] = None,
+    interpolation: Annotated[str | None, typer.Option(help="How pictures are resized: bilinear or bicubic.")] = None,
+    normalise: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the pixels: imagenet, unit (0 to 1), symmetric (-1 to 1), bytes (0 to 255) or data (by its own "
+            "mean and standard deviation).",
+        ),
+    ] = None,
+    mean: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Instead of --normalise: the mean by which pixels in [0, 1] were normalised, once per channel.",
+        ),
+    ] = None,
+    std: Annotated[list[float] | None, typer.Option(help="The standard deviation that goes with --mean.")] = None,
+    exif: Annotated[
+        bool, typer.Option(help="Turn the pictures of a folder as their EXIF orientation says, or not.")
+    ] = True,
+    task: Annotated[str, typer.Option(help="Of weights: classification or regression.")] = "classification",
+    target: Annotated[str | None, typer.Option(help="Of weights, with csv:PATH: the column to predict.")] = None,
     size: Annotated[
         int | None,
         typer.Option(
-            help="S: number of weights in the posterior; without it, 1,000, or all where there are fewer.", min=1
+            help="S: number of weights in the posterior; without it, 1,000, or all where there are fewer; of a last "
+            "layer all up to 2,000.",
+            min=1,
         ),
     ] = None,
     select: Annotated[
-        str, typer.Option(help="How the weights are chosen: variance, random, magnitude or last-layer.")
-    ] = "variance",
+        str | None,
+        typer.Option(
+            help="How the weights are chosen: variance, random, magnitude or last-layer. Without it: last-layer in a "
+            "network of more than a million weights, where others take a backward pass for each class; else variance.",
+        ),
+    ] = None,
     prior_precision: Annotated[
         float | None,
         typer.Option(help="Prior precision of the weights; without it, the best of a grid on the validation part."),
     ] = None,
     method: Default = None,
-    arch: Annotated[str | None, typer.Option(metavar="NAME", help="FILE is a state dict of this architecture.")] = None,
-    task: Annotated[str, typer.Option(help="For a state dict: classification or regression.")] = "classification",
-    target: Annotated[str | None, typer.Option(help="For a state dict with csv:PATH: the column to predict.")] = None,
-    mean: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="For a state dict: the mean by which pixels in [0, 1] were normalised, once per channel; without it, "
-            "that of the data."
-        ),
-    ] = None,
-    std: Annotated[list[float] | None, typer.Option(help="The standard deviation that goes with --mean.")] = None,
+    temperature: Annotated[
+        bool, typer.Option(help="Also fit a temperature of the logits, or not; of classification.")
+    ] = True,
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Of the numbers in the artifact: float32, float16, bfloat16 or int8; without it, as in FILE."
+            help="Of the numbers in the artifact: float32, float16, bfloat16 or int8; without it, as in NET.",
         ),
     ] = None,
-    network: Annotated[
-        str | None,
-        typer.Option(
-            "--network",
-            metavar="MODULE:FACTORY",
-            help="What makes the network of FILE, a state dict or an artifact: a class or function of your own, as in "
-            "package.module:factory. Its code runs.",
-            show_default=False,
-        ),
-    ] = None,
+    force: Force = False,
     seed: Seed = 0,
     data_root: DataRoot = None,
     download: Download = False,
@@ -217,50 +296,97 @@ def laplace(
 ) -> None:
     """Give a trained network a posterior over some of its weights (subnetwork Laplace), calibrate and measure it.
 
-    The network's own weights stay as they are. Try:
+    The network's own weights stay as they are. First its plain accuracy on the data is printed. Try:
 
         dubito laplace plain.safetensors --data digits --size 500 --out laplace.safetensors
 
-        dubito laplace weights.safetensors --arch resnet18-cifar --data cifar10 --data-root DIR --out out.safetensors
+        dubito laplace resnet18.pth --network torchvision/resnet18 --data folder:pictures --out model.safetensors
+
+        dubito laplace mine.nets:small --weights best.ckpt --data folder:pictures --input-size 64 --out out.safetensors
     """
     from pydantic import ValidationError
 
     from dubito.models.artifact.artifact import is_artifact
     from dubito.models.errors import InputError
-    from dubito.models.manifest import Image
-    from dubito.training.config import Calibrate, Laplace
+    from dubito.training import config
+    from dubito.training.config import Calibrate, Data, Laplace
     from dubito.training.posthoc import from_artifact, from_weights
+    from dubito.training.weights import read_labels
 
     _writable(out)
-    permit_network(network)
-    if network is not None and arch is None and not is_artifact(file):
-        arch = network
+    file, name = (Path(net), network) if weights is None else (weights, net)
+    if weights is not None and network is not None:
+        raise InputError(f"--network is {network} and NET {net}; with --weights, NET alone names the network.")
+    permit_network(name if name is not None and ":" in name else None)
+    if weights is None and network is not None and is_artifact(file):
+        name = None
+    elif name is None and not file.exists():
+        what = "names a network, whose weights are missing: --weights FILE" if _is_name(net) else "is no file"
+        raise InputError(f"NET is {net}, which {what}.")
+    moments = None if mean is None and std is None else (tuple(mean or ()), tuple(std or ()))
+    of_weights = {
+        "--target": target,
+        "--labels": labels,
+        "--rename": rename,
+        "--input-size": input_size,
+        "--crop": crop,
+        "--interpolation": interpolation,
+        "--normalise": normalise,
+        "--mean": mean,
+        "--std": std,
+    }
     try:
         settings = Laplace(size=size, select=select, prior_precision=prior_precision)  # type: ignore[arg-type]
-        image = None if mean is None and std is None else Image(mean=tuple(mean or ()), std=tuple(std or ()))
+        fit_temperature = temperature and task == "classification"
         common: dict[str, Any] = {
-            "calibrate": Calibrate(method=chosen_method(method)),
+            "calibrate": Calibrate(method=chosen_method(method), temperature=fit_temperature),
             "seed": seed,
             "data_root": data_root,
             "download": download,
             "device": chosen_device(device),
+            "force": force,
         }
         if precision is not None:
             common["precision"] = chosen_precision(precision)
-        if arch is None:
-            for name, value in (("--target", target), ("--mean", mean), ("--std", std)):
+        if name is None:
+            for option, value in of_weights.items():
                 if value is not None:
-                    raise InputError(f"{name} belongs to a state dict; say which network it is with --arch.")
+                    raise InputError(f"{option} belongs to weights; say which network they are of with --network.")
             model = from_artifact(file, data, out, settings, **common)
         else:
             if task not in ("classification", "regression"):
                 raise InputError(f"--task is {task!r}; expected classification or regression.")
-            model = from_weights(file, arch, data, out, settings, task=task, target=target, image=image, **common)
+            chosen: dict[str, Any] = {
+                **HELD_OUT,
+                "target": target,
+                "size": None if input_size is None else chosen_size(input_size),
+                "crop": crop,
+                "interpolation": interpolation,
+                "normalise": moments or normalise,
+                "exif": None if exif else False,
+            }
+            pictures = Data(name=data, **{key: value for key, value in chosen.items() if value is not None})
+            named = config.Network(architecture=name, rename=tuple(rename or ()))
+            known = None if labels is None else read_labels(labels)
+            model = from_weights(file, named, pictures, out, settings, task=task, labels=known, **common)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
-        place = "".join(f"--{part} " for part in first["loc"]).replace("_", "-")
+        place = "".join(f"--{part} " for part in first["loc"][:1]).replace("_", "-").replace("--size", "--input-size")
         raise InputError(f"{place}{first['msg'].removeprefix('Value error, ')}; it is {first['input']!r}.") from None
     _print_result(out, model, as_json)
+
+
+def _is_name(net: str) -> bool:
+    return net in ARCHITECTURES or ":" in net or net.startswith(("torchvision/", "timm/"))
+
+
+def chosen_size(text: str) -> tuple[int, int]:
+    from dubito.models.errors import InputError
+
+    sides = text.lower().replace("×", "x").split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and 0 < int(side) <= 1 << 13 for side in sides):
+        raise InputError(f"--input-size is {text}; expected a number of pixels, such as 224, or 224x320.")
+    return int(sides[0]), int(sides[-1])
 
 
 def chosen_precision(name: str) -> str:
@@ -433,9 +559,12 @@ def _print_result(out: Path, model: "Model", as_json: bool) -> None:
     for line in columns(model.card.metrics, plain):
         print(line)
     if calibration is not None:
+        closed = calibration.closed if calibration.method == "probit" else None
+        measure = calibration.measure if closed is None else closed.measure
         print(
-            f"calibrated: OOD by {calibration.measure} at {calibration.false_positive_rate:.0%} false positives, "
+            f"calibrated: OOD by {measure} at {calibration.false_positive_rate:.0%} false positives, "
             f"prediction sets for {calibration.coverage:.0%} coverage{said_of_sets(calibration)}"
+            + (f", temperature {calibration.temperature:.3g}" if calibration.temperature != 1 else "")
         )
         if (
             calibration.sets is not None
@@ -520,6 +649,7 @@ def evaluate(
         data_set = read_for(model.manifest, other, data_root, download=download, labelled=False)
         outside[other] = part_of(data_set, model.card)[1]
     if report is not None:
+        need("train", "matplotlib")
         from dubito.training.evaluation.report import open_folder, write
 
         open_folder(report)  # fails before the work, not after it

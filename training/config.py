@@ -112,7 +112,8 @@ class Data(Section):
 class Network(Section):
     architecture: str
     arguments: dict[str, JsonValue] = {}  # sizes that follow from the data (classes, inputs, channels …) are optional
-    weights: str | None = None  # a state dict (.safetensors) of the plain network to start from
+    weights: str | None = None  # a state dict (.safetensors, .pth, .pt, .ckpt) of the plain network to start from
+    rename: tuple[str, ...] = ()  # names in that file: OLD=NEW, as fc.1=fc
 
 
 class PosteriorOptions(Section):
@@ -198,16 +199,10 @@ class Tune(Section):
 class Laplace(Section):
     """`posterior.options` of the method subnetwork-laplace."""
 
-    size: Count | None = None  # S weights; None: 1,000, or all where there are fewer. Not for last-layer
-    select: Selection = "variance"
+    size: Count | None = None  # S weights; None: 1,000, or all where there are fewer, or the last layer's
+    select: Selection | None = None  # None: last-layer of a network with more than a million weights, else variance
     prior_precision: PositiveNumber | None = None  # None: a grid on the validation part's log-likelihood
     batch: Count = 128  # examples at a time, at most
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "Laplace":
-        if self.select == "last-layer" and self.size is not None:
-            raise ValueError(f"size is {self.size}, but select is 'last-layer', which has a size of its own")
-        return self
 
 
 class Context(Section):
@@ -327,9 +322,12 @@ def _first(error: ValidationError, section: type[BaseModel]) -> str:
     return f"{place} is {first['input']!r}; {first['msg'].replace('Input should be', 'expected')}"
 
 
-def read_recipe(source: str, changes: list[str] | None = None) -> Recipe:
-    """Read a shipped recipe by name, `npz:PATH` and the like, or a TOML file; `changes` are `dotted.key=value`."""
-    table = _read(source)
+def read_recipe(source: str, changes: list[str] | None = None, *, like: str | None = None) -> Recipe:
+    """Read a shipped recipe by name, `npz:PATH` and the like, or a TOML file; `changes` are `dotted.key=value`.
+
+    `like` names the shipped recipe for one's own data; without it, that of its kind.
+    """
+    table = _read(source, like)
     for change in changes or []:
         _set(table, change)
     try:
@@ -356,10 +354,10 @@ def _complaint(loc: tuple[int | str, ...], kind: str, message: str, came: object
     return f"{place} is {came!r}; {EXPECTED.get(kind, message.replace('Input should be', 'expected'))}"
 
 
-def _read(source: str) -> dict[str, Any]:
+def _read(source: str, like: str | None) -> dict[str, Any]:
     kind, _, place = source.partition(":")
     own = kind in OWN_DATA
-    name = kind if own else source
+    name = (like or kind) if own else source
     if own and not place:
         raise RecipeError(f"recipe {source!r} names no data; expected {kind}:PATH.")
     if name in shipped():

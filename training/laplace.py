@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dubito.models.conversion.start import CONVERTIBLE
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Input, SubnetworkEntry
+from dubito.models.manifest import Input, Selection, SubnetworkEntry
 from dubito.models.network.jacobian import Linearised, add_squares, layout
 from dubito.models.network.linearised import Subnetwork
 from dubito.models.network.network import BayesianNetwork
@@ -26,6 +26,8 @@ from dubito.training.metrics import gaussian_nll, nll
 from dubito.training.terminal import bar
 
 USUAL_SIZE = 1000  # default S
+LARGE = 1_000_000  # weights of a network for which the last layer is the default: no gradient goes further down
+MOST_LAST = 2000  # weights of a last layer that are all taken: every prediction reads their 2 million numbers
 JACOBIAN = 1 << 26  # numbers of a Jacobian held at a time
 VALIDATION = 1 << 28  # numbers of the Jacobian of validation examples, which is kept for the whole grid
 COARSE = tuple(10.0**n for n in range(-4, 5))
@@ -61,7 +63,9 @@ def linearise(
     precision, scores = settings.prior_precision, dict[float, float]()
     if precision is None:
         precision, scores = best_precision(network, validation, declared, index, H, settings.batch)
-    entry = SubnetworkEntry(size=len(index), select=settings.select, prior_precision=precision, examples=len(train))
+    entry = SubnetworkEntry(
+        size=len(index), select=selection(network.net, settings), prior_precision=precision, examples=len(train)
+    )
     network.set_joint(Subnetwork.of(index, factor(H, precision), entry))
     return FittedLaplace(network, scores)
 
@@ -97,12 +101,25 @@ def check_plain(network: BayesianNetwork) -> None:
         )
 
 
+def selection(net: nn.Module, settings: Laplace) -> Selection:
+    """As the settings say; else the last layer of a large network.
+
+    Anything below the last layer needs a backward pass through the network for each class, in the fit and in every
+    prediction.
+    """
+    large = sum(p.numel() for p in net.parameters()) > LARGE
+    return settings.select or ("last-layer" if large else "variance")
+
+
 def check_size(net: nn.Module, settings: Laplace) -> int:
-    """S, checked against the number of weights."""
-    D = sum(p.numel() for p in net.parameters())
-    S = min(USUAL_SIZE, D) if settings.size is None else settings.size
+    """S, checked against the number of weights to choose from."""
+    last = selection(net, settings) == "last-layer"
+    D = len(_last_layer(net)) if last else sum(p.numel() for p in net.parameters())
+    usual = D if last and D <= MOST_LAST else min(USUAL_SIZE, D)
+    S = usual if settings.size is None else settings.size
     if S > D:
-        raise LaplaceError(f"size is {S:,}, but the network has {D:,} weights; expected no more than those.")
+        whose = "last layer" if last else "network"
+        raise LaplaceError(f"size is {S:,}, but the {whose} has {D:,} weights; expected no more than those.")
     return S
 
 
@@ -110,12 +127,13 @@ def choose(network: BayesianNetwork, train: Examples, declared: Input, settings:
     """Indices (S,), ascending, of the chosen weights in the flattened parameters."""
     net = network.net
     D, device = sum(p.numel() for p in net.parameters()), next(net.parameters()).device
-    if settings.select == "last-layer":
-        return _last_layer(net).to(device)
-    S = check_size(net, settings)
-    match settings.select:
+    S, rng = check_size(net, settings), torch.Generator().manual_seed(seed)
+    match selection(net, settings):
+        case "last-layer":  # all of it, or some at random
+            every = _last_layer(net)
+            places = every[torch.randperm(len(every), generator=rng)[:S]].to(device)
         case "random":
-            places = torch.randperm(D, generator=torch.Generator().manual_seed(seed))[:S].to(device)
+            places = torch.randperm(D, generator=rng)[:S].to(device)
         case "magnitude":
             size = torch.cat([p.detach().abs().flatten() for p in net.parameters()])
             places = size.sort(descending=True, stable=True).indices[:S]
@@ -222,7 +240,7 @@ def best_precision(
     """Prior precision with the best validation log-likelihood of the probit predictive: powers of ten, then finer."""
     f, J, y = _validation_jacobian(network, validation, declared, index, batch)
     scores: dict[float, float] = {}
-    with bar("prior precision", len(COARSE) + 2 * (FINE - 1)) as advance:
+    with bar("choosing the prior precision", len(COARSE) + 2 * (FINE - 1)) as advance:
 
         def look(precisions: Iterator[float] | tuple[float, ...]) -> None:
             for precision in precisions:

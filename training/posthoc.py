@@ -1,23 +1,26 @@
 """Subnetwork Laplace for a network that is already trained: a deterministic artifact, or a state dict."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
-from pydantic import JsonValue
 
 from dubito.models import bayesianize
 from dubito.models.artifact.artifact import load
 from dubito.models.errors import ArtifactError
-from dubito.models.manifest import Image, Input, Precision, Provenance, Regression
+from dubito.models.manifest import Input, Precision, Provenance, Regression
 from dubito.models.names import LAPLACE
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.model import Model
 from dubito.training.config import Calibrate, Data, Fit, Laplace, Network, PosteriorOptions, Recipe
 from dubito.training.data.data import Parts, data_recipe, divide, input_of
 from dubito.training.data.sources import read_for
-from dubito.training.laplace import LaplaceError, check_plain, describe, linearise
+from dubito.training.inputs import as_made_for, channels_in, classes_in, describe_input
+from dubito.training.laplace import LaplaceError, check_plain, check_size, describe, linearise
+from dubito.training.plain import look_first
 from dubito.training.recipe import build_network, finish, read_parts, set_noise, task_of
 from dubito.training.terminal import remark
+from dubito.training.weights import read_weights
 
 
 def from_artifact(
@@ -32,9 +35,13 @@ def from_artifact(
     data_root: Path | None = None,
     download: bool = False,
     device: torch.device | None = None,
+    force: bool = False,
 ) -> Model:
     """Subnetwork Laplace for a deterministic artifact. Its own data set is divided as it was in training."""
-    model = load(file)
+    try:
+        model = load(file)
+    except ArtifactError as error:
+        raise ArtifactError(f"{error} If it holds the weights of a network, name that one: --network NAME.") from None
     check_plain(model.network)
     origin, own = model.card.provenance, data_recipe(model.card)
     data_set = read_for(model.manifest, data, data_root, download=download)
@@ -58,56 +65,74 @@ def from_artifact(
     )
     if model.card.input is None:
         raise ArtifactError(f"{file} does not say what its inputs look like; save it with a card that does.")
-    return _linearise_and_finish(model.network, recipe, parts, model.card.input, out, settings, device)
+    return _linearise_and_finish(model.network, recipe, parts, model.card.input, out, settings, device, force)
 
 
 def from_weights(
     file: Path,
-    architecture: str,
-    data: str,
+    network: Network,
+    data: Data,
     out: Path,
     settings: Laplace,
     *,
-    task: str = "classification",
-    target: str | None = None,
-    image: Image | None = None,
-    arguments: dict[str, JsonValue] | None = None,
+    task: Literal["classification", "regression"] = "classification",
+    labels: tuple[str, ...] | None = None,
     calibrate: Calibrate | None = None,
     precision: Precision = "float32",
     seed: int = 0,
     data_root: Path | None = None,
     download: bool = False,
     device: torch.device | None = None,
+    force: bool = False,
 ) -> Model:
-    """Subnetwork Laplace for a state dict in safetensors, of a named architecture.
+    """Subnetwork Laplace for a state dict of a network that is named.
 
     It is not known which examples the network was trained on: the data set is divided by the seed, and its parts are
     held out only if the network was not trained on them. A regression network must predict in the targets' own units;
-    the target noise is estimated from its errors on the validation part.
+    the target noise is estimated from its errors on the validation part. `labels` name the network's outputs in order;
+    without them the checkpoint may, and else the data's classes are taken in their own order.
     """
+    weights = read_weights(file).renamed(network.rename)
+    data = as_made_for(data, network)
+    if data.channels is None and data.name.startswith("folder:"):
+        data = data.model_copy(update={"channels": channels_in(weights)})
     recipe = Recipe(
         seed=seed,
-        task="regression" if task == "regression" else "classification",
-        data=Data(name=data, target=target),
-        network=Network(architecture=architecture, arguments=arguments or {}, weights=str(file)),
+        task=task,
+        data=data,
+        network=network.model_copy(update={"weights": str(file)}),
         posterior=PosteriorOptions(method=LAPLACE, options=settings.model_dump(mode="json", exclude_defaults=True)),
         fit=Fit(epochs=1),
         calibrate=Calibrate() if calibrate is None else calibrate,
         precision=precision,
     )
-    parts = read_parts(recipe, data_root, download)
-    declared = input_of(parts.train)
-    if image is not None:
-        if declared.image is None:
-            raise LaplaceError("a mean and a standard deviation of pixels came, but the data holds no pictures.")
-        declared = Input(shape=declared.shape, image=image)
-    net = build_network(recipe, parts, declared)
+    labels = labels or weights.labels
+    outputs = classes_in(weights, network, data) if task == "classification" else None
+    parts = read_parts(recipe, data_root, download, labels)
+    if outputs is not None and parts.labels is not None:
+        _check_classes(outputs, parts.labels, file, data.name, known=labels is not None)
+    declared = input_of(parts.train, data)
+    if declared.image is not None:
+        remark(f"inputs: {describe_input(declared)}")
+    net = build_network(recipe, parts, declared, weights)
     task_ = task_of(parts)
     if isinstance(task_, Regression):
         task_ = Regression(outputs=task_.outputs)
-    network = bayesianize(net, "deterministic", task=task_)
-    set_noise(network, parts.validation, declared)
-    return _linearise_and_finish(network, recipe, parts, declared, out, settings, device)
+    plain = bayesianize(net, "deterministic", task=task_, unsupported="leave")  # a ViT has free parameters
+    set_noise(plain, parts.validation, declared)
+    return _linearise_and_finish(plain, recipe, parts, declared, out, settings, device, force)
+
+
+def _check_classes(outputs: int, labels: tuple[str, ...], file: Path, data: str, *, known: bool) -> None:
+    """Refuse another number of names than the head has outputs."""
+    if len(labels) != outputs:
+        named = f"{len(labels)} are named" if known else f"{data} has {len(labels)}"
+        raise LaplaceError(
+            f"{file} tells {outputs} classes apart, but {named} ({', '.join(labels[:3])}, …). Name them as the "
+            "network has them, in the order of its outputs, by --labels FILE."
+        )
+    if not known:
+        remark(f"{file.name} does not name its {outputs} classes: those of the data are taken in their own order")
 
 
 def _linearise_and_finish(
@@ -118,8 +143,11 @@ def _linearise_and_finish(
     out: Path,
     settings: Laplace,
     device: torch.device | None,
+    force: bool,
 ) -> Model:
     network = network.to(torch.device("cpu") if device is None else device)
+    check_size(network.net, settings)
+    look_first(network.net, parts, declared, network.task, force=force)
     fitted = linearise(network, parts.train, parts.validation, declared, settings, recipe.seed)
     remark(describe(fitted))
     return finish(fitted.network, recipe, parts, declared, out, plain=network)

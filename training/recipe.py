@@ -1,6 +1,7 @@
 """Training by a recipe: data, network, fit, calibration, measurement, artifact."""
 
 import copy
+import inspect
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -9,12 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dubito.models import bayesianize, build, load, save
-from dubito.models.conversion.architectures import Standardise, check_permitted, sizes_of
+from dubito.models import bayesianize, load, save
+from dubito.models.conversion.architectures import Standardise
+from dubito.models.conversion.named import arguments_for, network_of
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Card, Classification, Input, Provenance, Regression, Task
 from dubito.models.network.network import BayesianNetwork
@@ -26,7 +26,7 @@ from dubito.training.calibrate import calibrate, divided
 from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data.augment import augmentation
 from dubito.training.data.data import Examples, Parts, divide, enter, input_of
-from dubito.training.data.sources import read_data
+from dubito.training.data.sources import numbered, read_data
 from dubito.training.evaluation.evaluate import measure
 from dubito.training.fit.checkpoint import draft_of, resume, save_checkpoint
 from dubito.training.fit.fit import Epoch, FitError, FitRun
@@ -37,8 +37,11 @@ from dubito.training.fit.remarks import remarks
 from dubito.training.fit.stop import stoppable
 from dubito.training.fit.target_noise import describe_noise, fit_noise
 from dubito.training.fit.tune import tune
+from dubito.training.inputs import as_made_for
 from dubito.training.laplace import check_size, describe, linearise
+from dubito.training.plain import look_first
 from dubito.training.terminal import remark
+from dubito.training.weights import Weights, fill, fitting_names, read_weights
 
 REMEMBERED = 1024  # training inputs whose hashes are stored in the artifact, to recognise them
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch
@@ -63,12 +66,16 @@ def train(
     download: bool = False,
     device: torch.device | None = None,
     fresh: bool = False,
+    force: bool = False,
 ) -> TrainedModel | None:
     """Fit, calibrate on the calibration part, measure on the test part, save; None on ranks other than the first.
 
-    Checkpoints are written beside `out`; the next call with the same recipe resumes from them.
+    Checkpoints are written beside `out`; the next call with the same recipe resumes from them. Weights to start from
+    must do better than a guess on these data, or `force` must be set.
     """
     device = torch.device("cpu") if device is None else device
+    if recipe.network.weights is not None:
+        recipe = recipe.model_copy(update={"data": as_made_for(recipe.data, recipe.network)})
     with Ranks.here().in_turn():
         parts = read_parts(recipe, data_root, download)
     declared = input_of(parts.train, recipe.data)
@@ -80,6 +87,7 @@ def train(
     plain: BayesianNetwork | None = None
     if recipe.network.weights is not None:
         plain = bayesianize(net, "deterministic", task=task)
+        look_first(plain.net, parts, declared, task, force=force)
         set_noise(plain, parts.validation, declared)
     trained_noise: dict[str, Tensor] | None = None  # target noise after the plain network's training
     if recipe.fit.pretrain_epochs:
@@ -128,7 +136,10 @@ def settle_noise(network: BayesianNetwork, recipe: Recipe, parts: Parts, declare
         remark(describe_noise(fit_noise(network, parts.validation, declared, choose=choose, seed=recipe.seed)))
 
 
-def read_parts(recipe: Recipe, root: Path | None, download: bool = False) -> Parts:
+def read_parts(
+    recipe: Recipe, root: Path | None, download: bool = False, labels: tuple[str, ...] | None = None
+) -> Parts:
+    """The data set, divided; its classes are numbered as `labels` has them, if those are known."""
     d, regression = recipe.data, recipe.task == "regression"
     data = read_data(
         d.name,
@@ -147,6 +158,8 @@ def read_parts(recipe: Recipe, root: Path | None, download: bool = False) -> Par
         raise RecipeError(f"the targets of {d.name} are {kind}, but the recipe's task is {recipe.task}: set task.")
     if data.labels is not None and len(data.labels) < 2:
         raise RecipeError(f"{d.name} has one class only ({data.labels[0]!r}); expected two or more to tell apart.")
+    if labels is not None:
+        data = numbered(data, d.name, labels)
     parts = divide(data, d.validation, d.calibration, d.test, recipe.seed)
     held = (parts.calibration, parts.validation)
     divided(*held, recipe.calibrate, recipe.task, recipe.seed)  # raises before the work if calibration would fail
@@ -192,47 +205,58 @@ def set_noise(network: BayesianNetwork, validation: Examples, declared: Input) -
     network.noise = Positive(error, 1e-4)
 
 
-def build_network(recipe: Recipe, parts: Parts, declared: Input) -> nn.Module:
+def build_network(recipe: Recipe, parts: Parts, declared: Input, weights: Weights | None = None) -> nn.Module:
     """The plain network; sizes that the recipe does not give follow from the data."""
     task = task_of(parts, recipe)
     outputs = task.numbers if isinstance(task, Regression) else len(parts.labels or ())
     sizes: dict[str, Any] = {"classes": outputs, "outputs": outputs, "inputs": parts.train.x[0].numel()}
     if len(declared.shape) == 3:
         sizes |= {"channels": declared.shape[0], "size": list(declared.shape[1:])}
-    check_permitted(recipe.network.architecture)
-    taken = sizes_of(recipe.network.architecture)
-    arguments = {k: v for k, v in sizes.items() if k in taken} | recipe.network.arguments
-    net = build(recipe.network.architecture, **arguments)
+    name = recipe.network.architecture
+    net = network_of(name, **arguments_for(name, sizes) | recipe.network.arguments)
     for module in net.modules():
         if isinstance(module, Standardise):
             x = enter(parts.train.x, declared).flatten(1).double()
             scale = x.std(0, unbiased=False)
             module.shift.copy_(x.mean(0))
             module.scale.copy_(torch.where(scale > 0, scale, 1.0))
-    if recipe.network.weights is not None:
-        _load_weights(net, recipe.network.weights)
-    _check_sizes(net, recipe.network.architecture, declared.shape, outputs)
+    if weights is None and recipe.network.weights is not None:
+        weights = read_weights(Path(recipe.network.weights)).renamed(recipe.network.rename)
+    if weights is not None:
+        weights = fitting_names(weights, list(net.state_dict()))
+        for said in weights.remarks:
+            remark(said)
+        fill(net, weights, name)
+    _check_sizes(net, name, declared.shape, outputs)
     return net
 
 
 def _check_sizes(net: nn.Module, name: str, shape: tuple[int, ...], outputs: int) -> None:
-    """Check that the network takes inputs of this shape, and has one output per class or target."""
+    """Check that the network takes one input of this shape, and has one output per class or target."""
+    needed = [p for p in inspect.signature(net.forward).parameters.values() if p.default is p.empty and p.kind < 2]
+    if len(needed) > 1:
+        names = ", ".join(p.name for p in needed)
+        raise RecipeError(f"network.architecture: {name} takes {len(needed)} inputs ({names}); expected one.")
     try:
         with evaluating(net), torch.no_grad():
-            came = tuple(net(torch.zeros(1, *shape)).shape)
+            answer = net(torch.zeros(1, *shape))
     except Exception as error:  # any error of a network that was built for other inputs
+        if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in net.modules()):
+            raise RecipeError(
+                f"network.architecture: {name} takes token ids, as its embedding shows; expected numbers or pictures."
+            ) from None
         said = " ".join(str(error).split())
         raise RecipeError(f"network.architecture: {name} cannot take inputs of shape {shape}: {said}.") from None
+    if not isinstance(answer, Tensor):
+        raise RecipeError(f"network.architecture: {name} answers with a {type(answer).__name__}; expected one tensor.")
+    came = tuple(answer.shape)
+    if len(came) > 2:
+        raise RecipeError(
+            f"network.architecture: {name} answers with {came[1:]} numbers, as for each pixel or token; expected "
+            f"{outputs} for an input."
+        )
     if came != (1, outputs):
         raise RecipeError(f"network.arguments: {name} answers with {came[1:]} numbers; the data has {outputs}.")
-
-
-def _load_weights(net: nn.Module, path: str) -> None:
-    try:
-        net.load_state_dict(load_file(path))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        first = " ".join(str(error).split())[:300]
-        raise RecipeError(f"network.weights: {path} cannot be loaded into the network: {first}.") from None
 
 
 def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts) -> None:
@@ -277,11 +301,14 @@ class Phases:
         """File with the results of the trials of `tune` so far."""
         return self.out.with_name(f"{self.out.stem}.trials.json")
 
+    def names(self) -> list[str]:
+        """The phases in their order."""
+        trials = () if self.recipe.tune is None else range(1, len(self.recipe.tune.trials) + 1)
+        return ["plain"] * (self.recipe.fit.pretrain_epochs > 0) + [f"trial-{i}" for i in trials] + ["posterior"]
+
     def clean(self) -> None:
         """Delete the checkpoints, and drafts left by a killed process."""
-        trials = () if self.recipe.tune is None else range(1, len(self.recipe.tune.trials) + 1)
-        paths = [self.checkpoint(phase) for phase in ("plain", *(f"trial-{i}" for i in trials), "posterior")]
-        for path in (*paths, self.trials):
+        for path in (*map(self.checkpoint, self.names()), self.checkpoint("plain"), self.trials):
             for file in (path, draft_of(path)):
                 file.unlink(missing_ok=True)
 
@@ -321,7 +348,9 @@ class Phases:
 
         name = self.out.stem if phase == "posterior" else f"{self.out.stem}.{phase}"
         board = tensorboard(self.out.with_name(f"{name}.tensorboard")) if first else nullcontext(lambda _: None)
-        with stoppable() as stop, progress_bar(run, phase) as show, board as note:
+        names = self.names()
+        title = f"{phase} ({names.index(phase) + 1} of {len(names)})" if phase in names[:-1] else phase
+        with stoppable() as stop, progress_bar(run, title) as show, board as note:
             while not run.done:
                 ended = run.epoch(show, pause)
                 stopped = run.ranks.any(stop(), self.device)

@@ -49,9 +49,9 @@ def write_inducing(s: Sampler, name: str, q: Inducing, f: InducingFactors, scale
     if f.lam == 0:
         A_r = g.mul(g.op("Transpose", rows.A_T()), _times(g, f.sigma, scale))
         return FactoredDraws(columns.A_T(), len(q.Z_c.value), A_r, V)
-    B_r_T, B_c_T = rows.B_T(f.matheron.B_r), columns.B_T(f.matheron.B_c)
     if f.noise == "exact":
-        return DenseDraws(_exact_law(s, name, f, V, rows, columns, B_r_T, B_c_T, scale))
+        return DenseDraws(_exact_law(s, name, f, V, rows, columns, scale))
+    B_r_T, B_c_T = rows.B_T(f.matheron.B_r), columns.B_T(f.matheron.B_c)
     p, t = array(f.matheron.p), array(f.matheron.q)
     d_out, r_out, r = len(f.matheron.B_r), len(p), len(t)
     R = f.B.shape[1] - r
@@ -90,18 +90,9 @@ def _unknown(g: Graph, p: Array, q: Array) -> str:
     return g.op("Sqrt", g.op("Relu", g.op("Sub", g.constant(1.0), known)))
 
 
-def _exact_law(
-    s: Sampler,
-    name: str,
-    f: InducingFactors,
-    V: str,
-    rows: "_Side",
-    columns: "_Side",
-    B_r_T: str,
-    B_c_T: str,
-    scale: Array,
-) -> str:
+def _exact_law(s: Sampler, name: str, f: InducingFactors, V: str, rows: "_Side", columns: "_Side", scale: Array) -> str:
     """Draws by the exact law: W itself, (K, d_out, d_in)."""
+    B_r_T, B_c_T = rows.B_T(f.matheron.B_r), columns.B_T(f.matheron.B_c)
     g, (d_out, d_in), (r_out, r_in) = s.graph, f.shape, f.matheron.known.shape
     E = g.reshape(s.normals(d_out * d_in, f"{name}:E"), (s.K, d_out, d_in))
     eps = g.reshape(s.normals(r_out * r_in, f"{name}:eps"), (s.K, r_out, r_in))

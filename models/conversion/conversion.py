@@ -14,6 +14,7 @@ from dubito.models.conversion.options import Options, Overrides, check_used, nam
 from dubito.models.conversion.start import CONVERTIBLE, Start, geometry_of, origin_of, weight_of
 from dubito.models.errors import ConversionError
 from dubito.models.manifest import Hierarchy, Layer, Task
+from dubito.models.names import some
 from dubito.models.network.features import watched
 from dubito.models.network.geometry import Linear
 from dubito.models.network.layers import BayesianLayer, MemberLayer
@@ -155,6 +156,7 @@ def assemble(
 def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
     """Layers that can be converted, by name; any other layer that holds weights is named in the error."""
     standing = owners(net)
+    read: frozenset[str] = getattr(net, "tensors_read", frozenset())  # only a traced network knows
     convertible: dict[str, nn.Module] = {}
     refused: dict[str, str] = {}
     closed: list[str] = []  # layers that use their children's weights without calling the children
@@ -164,24 +166,20 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
         own = [p for p in module._parameters.values() if p is not None]
         plain = type(module) in CONVERTIBLE and "weight" in module._parameters and not _hooked(module)
         tied = any(standing[p] > 1 for p in own)
-        if plain and not tied:
+        past = any(f"{name}.{tensor}" in read for tensor in module._parameters)
+        if plain and not tied and not past:
             convertible[name] = module
         elif isinstance(module, CONVERTIBLE) or any(_is_matrix(p) for p in own):
             if isinstance(module, nn.MultiheadAttention | nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
                 closed.append(name)
-            refused[name] = (
-                f"{name or 'the network itself'} ({type(module).__name__}{', tied weights' if tied else ''})"
-            )
+            why = ", tied weights" if tied else ", whose weights are read without calling it" if past else ""
+            refused[name] = f"{name or 'the network itself'} ({type(module).__name__}{why})"
     if refused and unsupported == "error":
         raise ConversionError(
-            f"cannot convert {_some(list(refused.values()))}: only plain Linear, Conv1d, Conv2d and Conv3d layers can "
+            f"cannot convert {some(list(refused.values()))}: only plain Linear, Conv1d, Conv2d and Conv3d layers can "
             'be made Bayesian. Pass unsupported="leave" to keep these deterministic.'
         )
     return convertible
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ those that carry most of the inputs' energy matter most.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,11 @@ def set_directions(network: BayesianNetwork, x: Tensor, R: int, seed: int = 0) -
     rng = torch.Generator().manual_seed(seed)
     chosen = {name: layer for name, layer in network.layers.items() if layer.q.takes_directions}
     patches: dict[str, Tensor] = {}
-    hooks = [layer.register_forward_pre_hook(_gather(name, patches, rng)) for name, layer in chosen.items()]
     factors = network.factors()
-    try:
+    with ExitStack() as hooks:
+        for name, layer in chosen.items():
+            hooks.enter_context(layer.register_forward_pre_hook(_gather(name, patches, rng)))
         predict(network, factors, x, samples=0, max_rows=len(x))
-    finally:
-        for hook in hooks:
-            hook.remove()
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # the low-rank SVD starts at random
         for name, layer in chosen.items():

@@ -5,7 +5,9 @@ as a graph) carries them along.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,19 +50,15 @@ def last_linear(net: nn.Module, run: Callable[[], Tensor]) -> str | None:
     Its inputs must be one vector for each row, of at most `MOST_FEATURES` numbers, and it must be called once.
     """
     calls: list[tuple[str, Tensor, Tensor]] = []
-    hooks = []
-    for name, module in net.named_modules():
-        if is_linear(module):
 
-            def note(module: nn.Module, given: tuple[Any, ...], out: Tensor, name: str = name) -> None:
-                calls.append((name, given[0], out))
+    def note(name: str, module: nn.Module, given: tuple[Any, ...], out: Tensor) -> None:
+        calls.append((name, given[0], out))
 
-            hooks.append(module.register_forward_hook(note))
-    try:
+    with ExitStack() as hooks:
+        for name, module in net.named_modules():
+            if is_linear(module):
+                hooks.enter_context(module.register_forward_hook(partial(note, name)))
         out = run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     if not calls:
         return None
     name, features, layer_out = calls[-1]

@@ -8,7 +8,7 @@ that stand elsewhere than in a layer of one input and one output are differentia
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -165,12 +165,10 @@ class Tape:
             edge = get_gradient_edge(output) if output.requires_grad else None
             calls.setdefault(module, []).append(Call(x, x._version, edge))
 
-        hooks = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
-        try:
+        with ExitStack() as hooks:
+            for layer in layers:
+                hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
             f = functional_call(self.net, self.parameters, (self.x,))
-        finally:
-            for handle in hooks:
-                handle.remove()
         if not isinstance(f, Tensor) or f.dim() != 2 or len(f) != len(self.x):
             came = f"shape {tuple(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
             raise PredictionError(f"the network answers with {came}; expected (B, classes) or (B, values).")

@@ -503,12 +503,11 @@ def units_of(network: BayesianNetwork) -> ValueTally | None:
     """An empty tally with the noise and units of a regression, on the host; None for classification."""
     if network.task.kind == "classification":
         return None
-    if network.learned.noise is None:
-        tally = tally_for(network)
-        assert isinstance(tally, ValueTally)
-        return tally.to(torch.device("cpu"))
-    noise, gain = network.learned.noise  # its device may be busy
-    return ValueTally(noise, torch.tensor(network.task.shift), torch.tensor(network.task.scale), gain)
+    known = network.learned.noise  # kept on the host: the device may be busy
+    if known is None:
+        assert network.noise is not None
+        known = network.noise().detach().cpu(), None if network.gain is None else network.gain.cpu()
+    return ValueTally(known[0], torch.tensor(network.task.shift), torch.tensor(network.task.scale), known[1])
 
 
 def never_train(network: BayesianNetwork) -> None:

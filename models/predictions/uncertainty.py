@@ -158,11 +158,6 @@ class ValueTally:
         self.M2: Tensor | float = 0.0
         self.ratio: Tensor | None = None  # mean of σ(x)²/σ²
 
-    def to(self, device: torch.device) -> "ValueTally":
-        """One for the same targets elsewhere, with nothing added up."""
-        noise, shift, scale = (t.to(device) for t in (self.noise, self.shift, self.scale))
-        return ValueTally(noise, shift, scale, None if self.gain is None else self.gain.to(device))
-
     def add(self, outputs: Tensor) -> None:
         """(k, B, D) means in the network's units, followed by D raw log-deviations where there is a gain."""
         D = len(self.noise)

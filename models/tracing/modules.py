@@ -41,8 +41,16 @@ def parameters_of(kind: str) -> Mapping[str, Any]:
 def describe(module: nn.Module) -> TorchModule | None:
     """None for a module that is not of the list, or that a constructor would not give back as it is."""
     kind = type(module).__name__
-    if MODULES.get(kind) is not type(module):
-        return None
+    return _described(kind, module) if MODULES.get(kind) is type(module) else None
+
+
+def describe_base(module: nn.Module) -> TorchModule | None:
+    """The module of the list that this one extends, with the same sizes and tensors; None where it extends none."""
+    base = next((cls for cls in type(module).__mro__ if MODULES.get(cls.__name__) is cls), None)
+    return None if base is None else _described(base.__name__, module)
+
+
+def _described(kind: str, module: nn.Module) -> TorchModule | None:
     try:
         entry = TorchModule(kind=kind, arguments=_arguments(kind, module))
         with torch.device("meta"):
@@ -55,7 +63,8 @@ def describe(module: nn.Module) -> TorchModule | None:
 def _alike(one: nn.Module, other: nn.Module) -> bool:
     shapes = [{n: (t.shape, t.dtype) for n, t in m.state_dict().items()} for m in (one, other)]
     kept = {n for n, _ in one.named_buffers()} <= one.state_dict().keys()
-    return repr(one) == repr(other) and shapes[0] == shapes[1] and kept
+    same = repr(one) == repr(other) or type(one) is not type(other)
+    return same and shapes[0] == shapes[1] and kept
 
 
 def _arguments(kind: str, module: nn.Module) -> dict[str, JsonValue]:

@@ -66,18 +66,21 @@ METHODS = frozenset(
         "type_as unbind unflatten unfold unsqueeze unsqueeze_ var view view_as where zero_"
     )
 )
-ATTRIBUTES = frozenset(("shape", "dtype", "device", "ndim", "T", "mT", "data", "real", "imag"))
+ATTRIBUTES = frozenset(("shape", "dtype", "device", "ndim", "T", "mT", "data", "real", "imag", "values", "indices"))
+MANY = (str, bytes, tuple, list, dict)
 PIECES = frozenset(("split", "split_with_sizes", "tensor_split", "chunk", "unbind"))
 
 
 def _arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:
     """Python's operator for tensors and plain numbers; text and lists could grow without bound."""
 
+    power = function in (operator.pow, operator.ipow)
+
     def checked(*values: Any) -> Any:
-        if any(isinstance(value, str | bytes | tuple | list | dict) for value in values):
-            return _of_tuples(function, values)
-        numbers = not any(isinstance(value, Tensor | fx.Proxy) for value in values)
-        if function in (operator.pow, operator.ipow) and numbers and any(abs(value) > 1024 for value in values):
+        for value in values:
+            if isinstance(value, MANY):
+                return _of_tuples(function, values)
+        if power and not any(isinstance(v, Tensor | fx.Proxy) for v in values) and any(abs(v) > 1024 for v in values):
             raise ValueError("a power of numbers beyond 1024")
         result = function(*values)
         if isinstance(result, int) and abs(result) > LARGEST_NUMBER:
@@ -181,4 +184,5 @@ MODULES: Mapping[str, type[nn.Module]] = {
     **{name: getattr(nn, name) for name in (*PLAIN, *RECURRENT, "TransformerEncoder") if hasattr(nn, name)},
     "ScaleShift": ScaleShift,  # ours: a folded BatchNorm
 }
-MOST_LAYERS = 256  # of a recurrent network or an encoder: each takes memory even without storage
+MANIFOLD = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerEncoder", *RECURRENT)  # of many modules each
+MOST_LAYERS = 1024  # of these in a network, those inside encoders counted: they take memory even without storage

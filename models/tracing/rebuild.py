@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -12,10 +13,18 @@ from torch.overrides import TorchFunctionMode
 
 from dubito.models.errors import ArtifactError
 from dubito.models.network.layers import layer_by_layer
-from dubito.models.traced import Call, Forward, OwnTensor, TorchModule, Traced
+from dubito.models.traced import OwnTensor, TorchModule, Traced, TracedCall, TracedForward
 from dubito.models.tracing.arguments import InputDevice, Ref, decode, short
 from dubito.models.tracing.modules import construct
-from dubito.models.tracing.operators import ATTRIBUTES, FUNCTIONS, METHODS, MOST_PIECES, PIECES
+from dubito.models.tracing.operators import (
+    ATTRIBUTES,
+    FUNCTIONS,
+    MANIFOLD,
+    METHODS,
+    MOST_LAYERS,
+    MOST_PIECES,
+    PIECES,
+)
 
 ROWS = 2  # of the trial
 LARGEST_RESULT = 1 << 28  # numbers of any result for one input
@@ -24,9 +33,10 @@ PART = re.compile(r"(?!__)[A-Za-z0-9_-]{1,100}")
 
 def rebuild(traced: Traced) -> nn.Module:
     """Call it where tensors have no storage."""
-    root: Part = TracedNetwork(traced)
+    root: Container = TracedNetwork(traced)
     if isinstance(whole := traced.parts.get(""), TorchModule):
         return construct(whole)
+    _check_layers(traced)
     for name, entry in traced.parts.items():
         _place(root, name, entry)
     for name, first in traced.same.items():
@@ -35,7 +45,16 @@ def rebuild(traced: Traced) -> nn.Module:
     return root
 
 
-def _place(root: "Part", name: str, entry: TorchModule | Forward | OwnTensor) -> None:
+def _check_layers(traced: Traced) -> None:
+    """Each of these layers is several modules, which take memory even without storage."""
+    entries = [entry for entry in traced.parts.values() if isinstance(entry, TorchModule) and entry.kind in MANIFOLD]
+    stated = [entry.arguments.get("num_layers", 1) for entry in entries]
+    layers = sum(number if isinstance(number, int) else 1 for number in stated)
+    if layers > MOST_LAYERS:
+        raise ArtifactError(f"its network has {layers:,} attention or recurrent layers; at most {MOST_LAYERS} fit.")
+
+
+def _place(root: "Container", name: str, entry: TorchModule | TracedForward | OwnTensor) -> None:
     owner, last = _owner(root, name)
     if isinstance(entry, OwnTensor):
         _hold(owner, last, entry)
@@ -52,14 +71,14 @@ def _place(root: "Part", name: str, entry: TorchModule | Forward | OwnTensor) ->
     owner.add_module(last, inner)
 
 
-def _owner(root: "Part", name: str) -> tuple["Part", str]:
+def _owner(root: "Container", name: str) -> tuple["Container", str]:
     """The part that holds this name, made where it is not there yet, and the last word of the name."""
     *above, last = name.split(".")
     for word in above:
         inner = root._modules.get(word)
         if inner is None:
-            root.add_module(_free(root, word), inner := Part())
-        if type(inner) is not Part:
+            root.add_module(_free(root, word), inner := Container())
+        if type(inner) is not Container:
             raise ArtifactError(f"its network has {short(name)} inside a module that has no other modules.")
         root = inner
     return root, _free(root, last)
@@ -80,7 +99,7 @@ def _hold(part: nn.Module, name: str, entry: OwnTensor) -> None:
         part.register_buffer(name, tensor)
 
 
-def _repeat(root: "Part", name: str, first: str) -> None:
+def _repeat(root: "Container", name: str, first: str) -> None:
     owner, word = _walk(root, first)
     held = None if owner is None else {**owner._modules, **owner._parameters, **owner._buffers}.get(word)
     if held is None:
@@ -106,7 +125,7 @@ def _walk(root: nn.Module, name: str) -> tuple[nn.Module | None, str]:
     return module, last
 
 
-def _check_calls(net: nn.Module, forward: Forward | Traced) -> None:
+def _check_calls(net: nn.Module, forward: TracedForward | Traced) -> None:
     """Modules and tensors that are named are there."""
     modules, tensors = {name for name, _ in net.named_modules()} - {""}, net.state_dict().keys()
     for call in forward.calls:
@@ -122,10 +141,11 @@ def try_out(net: nn.Module, shape: tuple[int, ...]) -> None:
         try:
             with torch.no_grad(), torch.device("meta"), layer_by_layer(True), _Sizes():
                 out = net(torch.empty(ROWS, *shape, dtype=dtype))
-            if isinstance(out, Tensor) and out.dim() > 0 and len(out) == ROWS:
+            if isinstance(out, Tensor) and out.dim() > 0 and len(out) == ROWS and out.is_floating_point():
                 return
-            came = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(f"it answers {ROWS} of them with {came}; expected one row for each")
+            kind = type(out).__name__
+            came = f"a tensor of shape {tuple(out.shape)} and {out.dtype}" if isinstance(out, Tensor) else kind
+            raise ValueError(f"it answers {ROWS} of them with {came}; expected one row of real numbers for each")
         except Exception as error:  # torch has many kinds
             failed = failed or error
     reason = (str(failed) or type(failed).__name__).splitlines()[0].rstrip(".")
@@ -161,14 +181,14 @@ def _pieces(name: str, x: Tensor, *args: Any, **named: Any) -> int:
     return x.shape[axis] // max(1, how) if name == "split" else int(how)
 
 
-class Part(nn.Module):
+class Container(nn.Module):
     """Holds modules and tensors under their names, and computes nothing."""
 
 
-class TracedNetwork(Part):
+class TracedNetwork(Container):
     """Runs calls in order; each was looked up in the lists of `operators.py` when it was built."""
 
-    def __init__(self, forward: Forward | Traced) -> None:
+    def __init__(self, forward: TracedForward | Traced) -> None:
         super().__init__()
         self.calls = Calls(forward)
 
@@ -179,6 +199,11 @@ class TracedNetwork(Part):
             for done in step.last_used:
                 values[done] = None
         return _fill(self.calls.output, values)
+
+    @property
+    def tensors_read(self) -> frozenset[str]:
+        """Names of parameters and buffers that are used without a call of the module that holds them."""
+        return frozenset(".".join(step.path) for step in self.calls.steps if step.run is _run_tensor)
 
     def extra_repr(self) -> str:
         return f"{len(self.calls.steps)} calls"
@@ -193,11 +218,24 @@ class _Step:
     named: dict[str, Any]
     last_used: tuple[int, ...]  # results that no later step needs
 
+    @cached_property
+    def flat(self) -> bool:
+        """No argument holds others, as most calls have it."""
+        return not any(isinstance(one, tuple | list | dict | slice | InputDevice) for one in self.args)
+
+    def call(self, function: Callable[..., Any], values: list[Any]) -> Any:
+        """With the results that its arguments refer to."""
+        if self.flat:
+            args = [values[one] if type(one) is Ref else one for one in self.args]
+        else:
+            args = _fill(self.args, values)
+        return function(*args, **_fill(self.named, values)) if self.named else function(*args)
+
 
 class Calls:
     """Never changed, so that copies of a network share it."""
 
-    def __init__(self, forward: Forward | Traced) -> None:
+    def __init__(self, forward: TracedForward | Traced) -> None:
         self.described = forward if isinstance(forward, Traced) else None
         needs: list[tuple[Any, Any]] = []
         for number, call in enumerate(forward.calls, 1):
@@ -240,7 +278,7 @@ def _refs(used: Any) -> list[int]:
     return []
 
 
-def _step(call: Call, args: tuple[Any, ...], named: dict[str, Any], last_used: tuple[int, ...]) -> _Step:
+def _step(call: TracedCall, args: tuple[Any, ...], named: dict[str, Any], last_used: tuple[int, ...]) -> _Step:
     match call.do:
         case "module":
             return _Step(_run_module, tuple(call.of.split(".")), None, args, named, last_used)
@@ -269,7 +307,7 @@ def _run_module(net: TracedNetwork, step: _Step, values: list[Any]) -> Any:
     module: nn.Module = net
     for part in step.path:
         module = module._modules[part]  # type: ignore[assignment]
-    return module(*_fill(step.args, values), **_fill(step.named, values))
+    return step.call(module, values)
 
 
 def _run_tensor(net: TracedNetwork, step: _Step, values: list[Any]) -> Any:
@@ -282,7 +320,7 @@ def _run_tensor(net: TracedNetwork, step: _Step, values: list[Any]) -> Any:
 
 def _run_function(net: TracedNetwork, step: _Step, values: list[Any]) -> Any:
     assert step.function is not None
-    return step.function(*_fill(step.args, values), **_fill(step.named, values))
+    return step.call(step.function, values)
 
 
 def _fill(template: Any, values: Sequence[Any]) -> Any:

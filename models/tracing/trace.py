@@ -23,9 +23,9 @@ from dubito.models.errors import DubitoError
 from dubito.models.network.features import watched
 from dubito.models.network.geometry import Conv, Geometry
 from dubito.models.network.layers import BayesianLayer, MemberLayer, layer_by_layer
-from dubito.models.traced import Call, Dtype, Forward, OwnTensor, TorchModule, Traced
+from dubito.models.traced import Dtype, OwnTensor, TorchModule, Traced, TracedCall, TracedForward
 from dubito.models.tracing.arguments import encode
-from dubito.models.tracing.modules import describe
+from dubito.models.tracing.modules import construct, describe, describe_base
 from dubito.models.tracing.operators import ATTRIBUTES, FACTORIES, METHODS, NAMES, proxy_among, words
 
 ROWS = (2, 3)
@@ -82,26 +82,25 @@ def trace(net: nn.Module, shape: tuple[int, ...] | None) -> tuple[Traced, dict[s
     if (whole := describe(bare)) is not None:
         return Traced(parts={"": whole}, calls=(), output={"#": 0}), {}
     hints = None if shape is None else tuple(torch.empty(rows, *shape, device="meta") for rows in ROWS)
-    tracer = _Tracer(hints)
+    tracer = _NetworkTracer(hints)
     calls, output = tracer.follow(bare)
-    inner = {name: _Tracer(given) for name, given in tracer.inner.items()}
-    parts: dict[str, TorchModule | Forward | OwnTensor] = {}
+    inner = {name: _NetworkTracer(given) for name, given in tracer.inner.items()}
+    parts: dict[str, TorchModule | TracedForward | OwnTensor] = {}
     constants = dict(tracer.constants)
     within = ""  # the module whose parts come with it
     for name, module in bare.named_modules():
         if within and name.startswith(within):
             continue
         dot = f"{name}." if name else ""
-        own = {
-            key: _entry(dot + key, t)
-            for key, t in [*module._parameters.items(), *module._buffers.items()]
-            if t is not None
-        }
+        own = {key: _entry(dot + key, t) for key, t in _held(module)}
         if name in inner:
             forward, result = inner[name].follow(module)
             constants |= {dot + key: t for key, t in inner[name].constants.items()}
             own |= {key: _entry(dot + key, t, constant=True) for key, t in inner[name].constants.items()}
-            parts[name] = Forward(tensors=own, calls=forward, output=result)
+            parts[name] = TracedForward(tensors=own, calls=forward, output=result)
+            entry = describe_base(module)
+            if entry is not None and _follows_base(entry, inner[name], forward, result):
+                parts[name] = entry
         elif (entry := tracer.entry(module)) is not None:
             parts[name] = entry
         else:
@@ -112,6 +111,15 @@ def trace(net: nn.Module, shape: tuple[int, ...] | None) -> tuple[Traced, dict[s
     special = any(one.special for one in (tracer, *inner.values()))
     traced = Traced(parts=parts, same=_repeated(bare), calls=calls, output=output, input=shape if special else None)
     return traced, constants
+
+
+def _follows_base(
+    entry: TorchModule, tracer: "_NetworkTracer", calls: tuple[TracedCall, ...], output: JsonValue
+) -> bool:
+    """Whether a module that extends one of torch's makes the same calls as that one: a Linear of another library."""
+    with torch.device("meta"):
+        plain = construct(entry).eval()
+    return (calls, output) == _NetworkTracer(tracer.hints).follow(plain)
 
 
 def _held(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -148,7 +156,7 @@ def _repeated(bare: nn.Module) -> dict[str, str]:
 class _Proxy(fx.Proxy):
     """A result during tracing; sizes that do not depend on the number of inputs can be used as plain numbers."""
 
-    tracer: "_Tracer"
+    tracer: "_NetworkTracer"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -179,7 +187,7 @@ class _Attribute(_Proxy, fx.proxy.Attribute):
     pass
 
 
-class _Tracer(fx.Tracer):
+class _NetworkTracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, hints: tuple[Any, ...] | None) -> None:
@@ -191,11 +199,11 @@ class _Tracer(fx.Tracer):
         self.evaluating = False
         self.entries: dict[nn.Module, TorchModule | None] = {}
 
-    def follow(self, module: nn.Module) -> tuple[tuple[Call, ...], JsonValue]:
+    def follow(self, module: nn.Module) -> tuple[tuple[TracedCall, ...], JsonValue]:
         """The calls of its forward method, and which result it returns."""
         self.entries = {part: describe(part) for part in module.modules()}  # while torch's modules are as ever
         try:
-            with _recorded_factories(self), torch.no_grad():
+            with _recorded_factories(self), _recorded_len(self, module), torch.no_grad():
                 graph = self.trace(module)
         except Exception as error:  # whatever the network's code, or torch inside it, comes up with
             raise TraceError(_where(error)) from None
@@ -220,23 +228,23 @@ class _Tracer(fx.Tracer):
             numbers[node] = len(calls)
         return tuple(calls), output
 
-    def _call(self, node: fx.Node, number: Callable[[Any], int | None]) -> Call:
+    def _call(self, node: fx.Node, number: Callable[[Any], int | None]) -> TracedCall:
         args, target = tuple(node.args), node.target
         named = {key: encode(value, number) for key, value in node.kwargs.items()}
         if node.op == "get_attr":
             held = dict(self.root.named_parameters()) | dict(self.root.named_buffers())
             if str(target) not in held:
                 self.constants[str(target)] = operator.attrgetter(str(target))(self.root).detach().cpu()
-            return Call(do="tensor", of=str(target))
+            return TracedCall(do="tensor", of=str(target))
         if target is getattr:
-            return Call(do="attribute", of=str(args[1]), args=(encode(args[0], number),))
+            return TracedCall(do="attribute", of=str(args[1]), args=(encode(args[0], number),))
         encoded = tuple(encode(value, number) for value in args)
         match node.op:
             case "call_module":
-                return Call(do="module", of=str(target), args=encoded, named=named)
+                return TracedCall(do="module", of=str(target), args=encoded, named=named)
             case "call_method":
-                return Call(do="method", of=str(target), args=encoded, named=named)
-        return Call(do="function", of=NAMES[target], args=encoded, named=named)
+                return TracedCall(do="method", of=str(target), args=encoded, named=named)
+        return TracedCall(do="function", of=NAMES[target], args=encoded, named=named)
 
     # what torch.fx asks
 
@@ -360,7 +368,7 @@ class _Tracer(fx.Tracer):
 
 
 @contextmanager
-def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
+def _recorded_factories(tracer: _NetworkTracer) -> Iterator[None]:
     """torch.zeros and its like, called with sizes of an input, are recorded; torch.fx does not see them."""
     before = {name: getattr(torch, name) for name in FACTORIES}
 
@@ -380,6 +388,27 @@ def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(torch, name, function)
+
+
+@contextmanager
+def _recorded_len(tracer: _NetworkTracer, net: nn.Module) -> Iterator[None]:
+    """`len(x)` in the network's own files gives the number of rows as a result; Python's must give a plain number."""
+
+    def length(value: Any) -> Any:
+        if not isinstance(value, fx.Proxy) or tracer.evaluating:
+            return len(value)
+        hints, shape = value.node.meta["hints"], operator.attrgetter("shape")
+        return shape(value)[0] if hints is None or isinstance(hints[0], Tensor) else tracer.settle(value, len)
+
+    scopes = [getattr(type(module).forward, "__globals__", {}) for module in net.modules()]
+    own = {id(scope): scope for scope in scopes if "len" not in scope and _is_own(scope.get("__file__", ""))}
+    for scope in own.values():
+        scope["len"] = length
+    try:
+        yield
+    finally:
+        for scope in own.values():
+            del scope["len"]
 
 
 def _is_own(file: str) -> bool:

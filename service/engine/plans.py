@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -77,14 +77,12 @@ class Plans:
         units: list[nn.Module] = [m for m in form.modules() if isinstance(m, Unit)]
         within = {unit.layer for unit in units}
         units += [layer for layer in structure.layers.values() if layer not in within]
-        hooks = [unit.register_forward_pre_hook(choose) for unit in units]
-        try:
-            with evaluating(job.network), torch.inference_mode(), suppress(FoldError):  # then draws run one by one
+        with ExitStack() as hooks, evaluating(job.network), torch.inference_mode():
+            for unit in units:
+                hooks.enter_context(unit.register_forward_pre_hook(choose))
+            with suppress(FoldError):  # then draws run one by one
                 draws = Draws(K, Normals(0, job.device).rows(K, job.factors.normals), 0)
                 job.factors.outputs(job.network, job.x, draws, lambda B, K: self.usual, job.B)
-        finally:
-            for hook in hooks:
-                hook.remove()
         self.known[job.B, K] = MappingProxyType(chosen)
         if self.wrong:  # wrong at one size: not used at any
             self.usual = self._without_wrong(self.usual, chosen)

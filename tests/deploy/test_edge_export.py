@@ -25,7 +25,7 @@ from dubito.deploy.edge.rotations import completed, logarithm
 from dubito.deploy.edge.runtime import EdgeModel
 from dubito.models import bayesianize, build, ensemble, load
 from dubito.models import save as save_artifact
-from dubito.models.conversion.architectures import input_of
+from dubito.models.conversion.architectures import FACTORIES, input_of
 from dubito.models.conversion.directions import set_directions
 from dubito.models.embedded import embedded
 from dubito.models.manifest import Calibration, Card, Input, Regression
@@ -356,7 +356,7 @@ def test_named_networks_answer_as_torch(name: str, tmp_path: Path) -> None:
     assert parity(path, model, inputs_for(model, 2)).largest < CLOSE
 
 
-def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Linear(3, 2))
     model = saved(bayesianize(net, "ffg-u", inducing=2), tmp_path, Card(), net)
     with pytest.raises(ExportError, match="does not say what its inputs look like"):
@@ -373,7 +373,8 @@ def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path) -> None:
             out: Tensor = self.layer(x if float(x.sum()) > 0 else -x)
             return out
 
-    odd = Fixed()
+    monkeypatch.setitem(FACTORIES, "tests:Fixed", Fixed)
+    odd = build("tests:Fixed")
     model = saved(bayesianize(odd, "ffg-u", inducing=2), tmp_path, Card(input=Input(shape=(3,))), odd)
     with pytest.raises(ExportError, match="torch cannot export this network"):
         export(model)

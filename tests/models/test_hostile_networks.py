@@ -28,6 +28,7 @@ from dubito.models.manifest import Card, Input, Manifest
 from dubito.models.tracing.operators import ATTRIBUTES, FUNCTIONS, METHODS, MODULES
 from tests import forked
 from tests.examples import at_most
+from tests.models.test_hostile_files import LIMIT, UNDER_A_LIMIT
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]  # of a traced network and of the tensors
 BIG = 1 << 24
@@ -38,7 +39,7 @@ class Scale(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.rand(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return x * self.gamma
 
 
@@ -52,7 +53,7 @@ class Small(nn.Module):
         self.token = nn.Parameter(torch.rand(1, 4))
         self.last = nn.Sequential(nn.ReLU(), nn.Linear(4, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.scale(self.first(x.reshape(x.shape[0], -1)))
         y = F.gelu(y) + self.token.expand(x.shape[0], -1)
         return self.last(torch.cat([y[:, :2], y[..., 2:]], dim=1))
@@ -127,7 +128,7 @@ def deeper(net: dict[str, Any], tensors: object) -> None:
     net["output"] = {"#": len(net["calls"])}
 
 
-def powers(net: dict[str, Any], tensors: object) -> None:
+def powers(net: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """A whole number that is squared until it fills the memory."""
     net["calls"].append({"do": "attribute", "of": "ndim", "args": [{"#": 0}]})
     for number in range(len(net["calls"]), len(net["calls"]) + 60):
@@ -204,7 +205,15 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     ),
     "a layer of a million layers": (
         part("more", {"kind": "LSTM", "arguments": {"input_size": 2, "hidden_size": 2, "num_layers": 10**6}}),
-        "has LSTM of 1000000 layers; expected 1 to 256",
+        "has 1,000,000 attention or recurrent layers; at most 1024 fit",
+    ),
+    "two thousand encoder layers": (
+        lambda n, t: n["parts"].update({f"e{i}": {"kind": "TransformerEncoderLayer"} for i in range(2000)}),
+        "has 2,000 attention or recurrent layers",
+    ),
+    "minus one layers": (
+        part("more", {"kind": "GRU", "arguments": {"input_size": 2, "hidden_size": 2, "num_layers": -1}}),
+        "has GRU of -1 layers; expected 1 to 1024",
     ),
     "a tensor of 2**60": (part("more", {"shape": [BIG, BIG, 1 << 12]}), "tensor 'net.more' is missing"),
     "a tensor without end": (part("more", {"shape": [10**12]}), WRONG + "traced.*parts"),
@@ -396,7 +405,7 @@ def test_no_network_raises_anything_else(place: Path, changes: list[tuple[float,
 def test_no_calls_of_the_list_raise_anything_else(place: Path, calls: list[tuple[str, str, list[Any]]]) -> None:
     """Calls of what is on the list, with arguments that make no sense, most of them on the results before."""
 
-    def change(net: dict[str, Any], tensors: object) -> None:
+    def change(net: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         for do, of, args in calls:
             call(do, of, {"#": len(net["calls"])}, *args)(net, tensors)
 
@@ -406,24 +415,6 @@ def test_no_calls_of_the_list_raise_anything_else(place: Path, calls: list[tuple
 
 # memory
 
-LIMIT = 300 << 20
-UNDER_A_LIMIT = """
-import resource, sys, torch
-from dubito.models import load
-from dubito.models.errors import ArtifactError, PredictionError
-
-limit, honest, *hostile = sys.argv[1:]
-load(honest)
-held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-resource.setrlimit(resource.RLIMIT_AS, (held + int(limit), held + int(limit)))
-for path in hostile:
-    try:
-        load(path)
-    except ArtifactError as error:
-        print("refused", error)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024)
-"""
 ABSURD = [
     "a module of 10**12",
     "a tensor of 2**60",
@@ -446,7 +437,8 @@ def test_absurd_networks_are_refused_without_allocating(tmp_path: Path) -> None:
         paths[-1].write_bytes(forge(change))
     answer = forked.run(str(LIMIT), tmp_path / "honest", *paths, code=UNDER_A_LIMIT)
     assert answer.returncode == 0, answer.stderr
-    *refused, grown = answer.stdout.splitlines()
+    first, *refused, grown = answer.stdout.splitlines()
+    assert first == "limited"
     assert len(refused) == len(paths) - 1  # a sum that is doubled forty times is an honest network
     assert all("memory" not in line for line in refused)
     assert int(grown) < LIMIT

@@ -1,6 +1,7 @@
 """Networks of one's own: written as data, rebuilt without their class, with the same answers to the bit."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load as parse
+from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, load, predict, save
-from dubito.models.errors import ArtifactError
+from dubito.models.artifact.artifact import KEY, digest
+from dubito.models.conversion.architectures import FACTORIES
+from dubito.models.errors import ArtifactError, ConversionError
 from dubito.models.manifest import Card, Input
 from dubito.models.names import METHODS
 from dubito.models.network.network import BayesianNetwork
@@ -31,7 +36,7 @@ class Scale(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.rand(features))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return x * self.gamma
 
 
@@ -41,7 +46,7 @@ class Block(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(channels)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.norm(self.conv(x))
         y += x
         return F.relu(y, inplace=True)
@@ -55,13 +60,15 @@ class Own(nn.Module):
         self.stem = nn.Conv2d(3, 4, 3, padding=1)
         self.blocks = nn.ModuleList(Block(4) for _ in range(2))
         self.register_buffer("mean", torch.tensor([0.1, 0.2, 0.3]))
+        self.grid: Tensor
         self.register_buffer("grid", torch.linspace(0, 1, 8), persistent=False)
         self.shift = torch.tensor(0.25)  # no buffer: a plain attribute
         self.head = nn.Linear(8, classes)
 
-    def forward(self, x: Tensor, extra: Tensor | None = None, scale: float = 0.5) -> Tensor:
+    def forward(self, x: Tensor, extra: Tensor | None = None, scale: float = 0.5) -> Any:
         B, C, H, _ = x.shape
         assert C == 3
+        assert len(x.shape) == 4
         if H % 2 == 1:
             raise ValueError("an even height is needed")
         x = (x - self.get_buffer("mean").view(1, -1, 1, 1)) * scale + self.shift
@@ -73,7 +80,8 @@ class Own(nn.Module):
         weights = torch.arange(H, device=x.device).float() * self.grid[:H]
         edge = torch.zeros(B, 4, dtype=x.dtype, device=x.device)
         edge[:, 1:3] = x[:, 1:3, 0, -1]
-        rows = (x * weights[None, None, :, None]).mean((-2, -1))
+        rows = (x * weights[None, None, :, None]).mean((-2, -1)).reshape(len(x), -1)
+        rows = rows + rows.topk(2).values.sum(1, keepdim=True) - rows.max(1, keepdim=True)[0]
         return self.head(torch.cat([rows, edge], dim=-1))
 
 
@@ -90,12 +98,12 @@ class Attention(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.embed(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1) + self.position
         y, _ = self.attention(x, x, x, need_weights=False)
-        q = k = v = self.norm(x + self.scale(y))
-        x = x + F.scaled_dot_product_attention(q, k, v)
+        q = k = v = self.norm(x + self.scale(y)).unsqueeze(1)
+        x = x + F.scaled_dot_product_attention(q, k, v).squeeze(1)
         return self.head(x[:, 0])
 
 
@@ -106,7 +114,7 @@ class Encoder(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False)
         self.head = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.head(self.encoder(x).mean(1))
 
 
@@ -116,7 +124,7 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(8, 6, num_layers=2, batch_first=True)
         self.head = nn.Linear(6, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         out, (hidden, _) = self.lstm(x)
         return self.head(out.mean(1) + hidden[-1])
 
@@ -128,7 +136,7 @@ class Words(nn.Module):
         self.head = nn.Linear(6, 10, bias=False)
         self.head.weight = self.embedding.weight  # tied
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.head(self.embedding(x.long()).mean(1))
 
 
@@ -253,7 +261,14 @@ def test_every_module_of_the_list_can_be_read_off_and_built(tmp_path: Path) -> N
     """Those whose arguments follow from defaults and one or two sizes."""
     from dubito.models.tracing.modules import construct, describe, parameters_of
 
-    sizes = {"num_groups": 2, "num_channels": 4, "kernel_size": 3, "groups": 2, "output_size": 2, "padding": 1}
+    sizes: dict[str, Any] = {
+        "num_groups": 2,
+        "num_channels": 4,
+        "kernel_size": 3,
+        "groups": 2,
+        "output_size": 2,
+        "padding": 1,
+    }
     sizes |= {"upscale_factor": 2, "downscale_factor": 2, "num_heads": 2, "embed_dim": 4, "d_model": 4, "nhead": 2}
     sizes |= {"unflattened_size": (2, 2), "dim": 1, "norm_type": 2.0, "threshold": 0.1, "value": 2.0, "size": 4}
     checked = 0
@@ -277,45 +292,45 @@ class Branching(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         if x.mean() > 0:
             return self.a(x)
         return self.b(x)
 
 
 class ByRows(Branching):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.a(x) if len(x) > 2 else self.b(x)
 
 
 class Random(Branching):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.a(F.dropout(x, 0.5))
 
 
 class Asking(Branching):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.a(x) if isinstance(x, Tensor) else self.b(x)
 
 
 class Several(Branching):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Any:
         return self.a(x), self.b(x)
 
 
 class Two(Branching):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
         return self.a(x) + self.b(y)
 
 
 class Counting(Branching):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.a.bias.add_(1)
         return self.a(x)
 
 
 class Exotic(Branching):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.a(torch.linalg.inv(x))
 
 
@@ -391,6 +406,50 @@ def test_it_loads_where_its_class_is_not(tmp_path: Path) -> None:
     assert said.stdout.splitlines() == [str([v.hex() for v in expected.flatten().tolist()]), "[]"], said.stderr
 
 
+class Past(Branching):
+    """Reads the weight of one of its layers without calling that layer, as attention of torchvision's Swin does."""
+
+    def forward(self, x: Tensor) -> Any:
+        return F.linear(x, self.a.weight, self.a.bias) + self.b(x)
+
+
+def test_a_layer_whose_weight_is_read_past_it_stays_as_it_is(tmp_path: Path) -> None:
+    network = bayesianize(Past(), "deterministic", layers={"a": "deterministic"})
+    save(network, tmp_path / "m", card=Card(input=Input(shape=(4,))))
+    traced = load(tmp_path / "m").network.net
+    with pytest.raises(ConversionError, match=r"a \(Linear, whose weights are read without calling it\)"):
+        bayesianize(traced, "ffg-u", inducing=2)
+    left = bayesianize(traced, "ffg-u", inducing=2, unsupported="leave")
+    assert list(left.layers) == ["b"]
+    assert predict(left, left.factors(), torch.randn(3, 4), 2).samples == 2
+
+
+def test_an_earlier_artifact_of_ones_own_network_takes_a_factory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Format 1 says `custom` and no more: the caller brings the network, or names the one factory that makes it."""
+    network, shape, x = made("attention")
+    manifest = save(network, tmp_path / "m", card=Card(input=Input(shape=shape)))
+    content = (tmp_path / "m").read_bytes()
+    before = manifest.model_copy(update={"format": 1, "traced": None})
+    signed = before.model_copy(update={"sha256": digest(before.model_dump(mode="json"), parse(content))})
+    (tmp_path / "m").write_bytes(serialise(parse(content), {KEY: signed.model_dump_json()}))
+    with pytest.raises(
+        ArtifactError, match="says nothing of its network: give the factory that makes it with --network"
+    ):
+        load(tmp_path / "m")
+    for permitted in list(FACTORIES):  # by other tests
+        monkeypatch.delitem(FACTORIES, permitted)
+    monkeypatch.setitem(FACTORIES, "tests:Attention", Attention)
+    again = load(tmp_path / "m").network.net
+    assert isinstance(again, Attention)
+    with torch.no_grad():
+        assert torch.equal(again(x), network.net(x))
+    monkeypatch.setitem(FACTORIES, "tests:Own", Own)
+    with pytest.raises(ArtifactError, match="says nothing of its network"):
+        load(tmp_path / "m")
+
+
 def test_named_networks_are_saved_by_their_names_as_before(tmp_path: Path) -> None:
     manifest = save(bayesianize(build("mlp", inputs=4, hidden=[3], outputs=2), "ffg-w"), tmp_path / "m")
     assert (manifest.format, manifest.architecture.name, manifest.traced) == (1, "mlp", None)
@@ -401,3 +460,11 @@ def test_a_traced_network_is_its_calls(tmp_path: Path) -> None:
     net = stored(network, tmp_path / "m", input=Input(shape=shape)).network.net
     assert isinstance(net, TracedNetwork)
     assert not math.isnan(len(net.calls.steps))
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "networks.md").read_text()
+    code = re.findall(r"^```python\n(.*?)^```", page, flags=re.S | re.M)[0]
+    ended = forked.begin(code, [], tmp_path, tmp_path).end()
+    assert ended.returncode == 0, ended.stderr
+    assert load(tmp_path / "mine.safetensors").card.labels == ("cat", "dog")

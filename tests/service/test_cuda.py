@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from dubito.models import bayesianize, build, load, save
+from dubito.models.conversion.architectures import FACTORIES
 from dubito.models.embedded import embedded
 from dubito.models.errors import InputError, PredictionError
 from dubito.models.manifest import Card, Input
@@ -220,11 +221,14 @@ class Waits(torch.nn.Module):
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_what_cannot_be_captured_is_served_without(turns: bool, tmp_path: Path) -> None:
+def test_what_cannot_be_captured_is_served_without(
+    turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FACTORIES, "tests:Waits", Waits)  # the first kind cannot be traced, so its class makes it
     torch.manual_seed(0)
-    network = bayesianize(Waits(turns), "ffg-u", inducing=4, start="prior").eval()
+    network = bayesianize(build("tests:Waits", turns=turns), "ffg-u", inducing=4, start="prior").eval()
     save(network, tmp_path / "m.safetensors", card=Card(input=Input(shape=(8,))))
-    model = load(tmp_path / "m.safetensors", Waits(turns))
+    model = load(tmp_path / "m.safetensors")
     engine = Engine(reside(model, CUDA, torch.float32), (1, 2), None, 5.0)
     engine.warm(4, nullcontext())
     assert engine.graphs is not None

@@ -27,7 +27,8 @@ from dubito.models.manifest import Image as ImageInput
 from dubito.service.client import Client
 from dubito.training.data.data import enter
 from dubito.training.data.sources import read_for
-from tests.service.test_edge import page as page  # a fixture
+from tests.service.test_edge import browser as browser  # fixtures
+from tests.service.test_edge import page as page
 from tests.small_models import mlp
 
 if TYPE_CHECKING:

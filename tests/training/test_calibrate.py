@@ -154,20 +154,29 @@ def test_one_more_value_stays_within_the_outer_quantile_as_often_as_asked(n: int
     assert chance - share < 1 / (n + 1)
 
 
-def test_the_best_temperature_has_the_least_nll(trained: Model) -> None:
+def test_the_best_temperature_is_the_most_probable(trained: Model) -> None:
+    """By the likelihood of 1,000 examples and the prior of log T, N(0, 0.5²)."""
     held = clusters(1000, 6)
     T = best_temperature(trained, held, 0)
     outputs = trained.predict(held.x, 20, stream(0, "temperature", 0), keep_outputs=True).outputs
     assert outputs is not None
 
-    def nll(T: float) -> float:
+    def surprise(T: float) -> float:
         p = np.exp(outputs.double().numpy() / T)
         p = (p / p.sum(-1, keepdims=True)).mean(0)
-        return float(-np.log(p[np.arange(1000), held.y.numpy()]).mean())
+        return float(-np.log(p[np.arange(1000), held.y.numpy()]).sum()) + (math.log(T) / 0.5) ** 2 / 2
 
-    grid = np.exp(np.linspace(math.log(0.3), math.log(3), 400))
-    best = float(grid[np.argmin([nll(t) for t in grid])])
-    assert abs(math.log(T / best)) < 0.01
+    grid = np.exp(np.linspace(math.log(0.1), math.log(3), 400))
+    best = float(grid[np.argmin([surprise(t) for t in grid])])
+    assert abs(math.log(T / best)) < 0.01  # the grid has steps of 0.0085
+
+
+def test_a_few_examples_that_are_all_right_do_not_take_the_temperature_to_zero(trained: Model) -> None:
+    held = clusters(200, 6)
+    summary = trained.predict(held.x, 20, 0).summary
+    assert isinstance(summary, Classified)
+    right = (summary.probabilities.argmax(-1) == held.y).nonzero()[:, 0][:20]
+    assert 0.3 < best_temperature(trained, held[right], 0) < 1  # the NLL alone: 0.1, the least that is tried
 
 
 @pytest.mark.usefixtures("few_here")

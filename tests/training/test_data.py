@@ -341,7 +341,7 @@ def test_a_target_column_by_name(table: Callable[..., str]) -> None:
     data = read_data(name, target="kind")
     assert (data.train.x.tolist(), data.train.y.tolist(), data.labels) == ([[1, 2], [3, 4]], [0, 1], ("cat", "dog"))
     assert (data.columns, data.targets) == (("a", "b"), ("kind",))
-    assert "has 0 columns 'species'; it has: kind, a, b" in complaint(name, target="species")
+    assert "has no column 'species'; its columns are: kind, a, b" in complaint(name, target="species")
 
 
 def test_a_group_column_by_name(table: Callable[..., str]) -> None:
@@ -350,7 +350,7 @@ def test_a_group_column_by_name(table: Callable[..., str]) -> None:
     assert (data.train.x.tolist(), data.train.y.tolist(), data.columns) == ([[1, 2], [3, 4]], [0, 1], ("a", "b"))
     assert data.train.group is not None
     assert data.train.group.tolist() == ["north", "south"]
-    assert "has 0 columns 'place'; it has: a, where, b, y" in complaint(name, group="place")
+    assert "has no column 'place'; its columns are: a, where, b, y" in complaint(name, group="place")
     assert "column 'y' is both data.group and the target" in complaint(name, group="y")
 
 

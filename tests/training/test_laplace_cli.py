@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 
 from dubito.models import build, load
 from dubito.models.predictions.uncertainty import Classified
+from dubito.training.config import Data, Laplace, Network
+from dubito.training.posthoc import from_weights
 from tests.small_models import mlp
 from tests.training.test_train import refused, run
 
@@ -21,6 +23,7 @@ QUICK = [
     "--set=fit.likelihood_epochs=0",
     "--set=fit.warmup_epochs=0",
     "--set=fit.epochs=4",
+    "--set=fit.lr=0.02",
     "--set=data.calibration=0.2",
 ]
 LAPLACE = ["--set=posterior.method=subnetwork-laplace"]
@@ -121,7 +124,7 @@ def test_of_anybodys_state_dict(data: Path, tmp_path: Path) -> None:
     net = build("mlp", inputs=8, outputs=2)
     optimiser = torch.optim.Adam(net.parameters(), 1e-3)
     x, y = torch.from_numpy(rows["x"]), torch.from_numpy(rows["y"])
-    for _ in range(20):
+    for _ in range(60):
         optimiser.zero_grad()
         torch.nn.functional.cross_entropy(net(x), y).backward()
         optimiser.step()
@@ -147,17 +150,13 @@ def test_of_a_state_dict_that_predicts_numbers(tmp_path: Path) -> None:
         net.get_parameter("1.bias").fill_(100.0)
     weights, out = tmp_path / "weights.safetensors", tmp_path / "l.safetensors"
     save_file(net.state_dict(), weights)
-    from dubito.training.config import Laplace
-    from dubito.training.posthoc import from_weights
-
     model = from_weights(
         weights,
-        "mlp",
-        f"csv:{table}",
+        Network(architecture="mlp", arguments={"hidden": []}),
+        Data(name=f"csv:{table}"),
         out,
         Laplace(prior_precision=1.0),
         task="regression",
-        arguments={"hidden": []},
     )
     noise = model.network.noise
     assert noise is not None
@@ -169,11 +168,20 @@ def test_what_is_refused(plain: Path, data: Path, tmp_path: Path) -> None:
     out, of = tmp_path / "l.safetensors", ["--data", f"npz:{data}"]
     assert "has 134 weights" in refused("laplace", plain, *of, "--out", out, "--size", "1000000")
     assert "--select" in refused("laplace", plain, *of, "--out", out, "--select", "best")
-    assert "size of its own" in refused("laplace", plain, *of, "--out", out, "--select", "last-layer", "--size", "3")
+    last = ["--select", "last-layer", "--size", "27"]
+    assert "the last layer has 26 weights" in refused("laplace", plain, *of, "--out", out, *last)
     assert "expected probit or sampling" in refused("laplace", plain, *of, "--out", out, "--method", "guess")
-    assert "belongs to a state dict" in refused("laplace", plain, *of, "--out", out, "--mean", "0.5")
-    assert "cannot be loaded" in refused("laplace", plain, "--arch", "mlp", *of, "--out", out)
-    assert "no architecture" in refused("laplace", plain, "--arch", "nothing", *of, "--out", out)
+    assert "--mean belongs to weights" in refused("laplace", plain, *of, "--out", out, "--mean", "0.5")
+    weights = tmp_path.parent / "plain.pt"
+    torch.save(load(plain).network.net.state_dict(), weights)
+    assert "name that one: --network NAME" in refused("laplace", weights, *of, "--out", out)
+    assert "no architecture" in refused("laplace", weights, "--arch", "nothing", *of, "--out", out)
+    assert "it has nothing, where the network has 5.weight" in refused(
+        "laplace", weights, "--arch", "mlp", *of, "--out", out
+    )
+    assert "--weights FILE" in refused("laplace", "torchvision/resnet18", *of, "--out", out)
+    assert "is no file" in refused("laplace", "resnet.pth", *of, "--out", out)
+    assert "NET alone names" in refused("laplace", "mlp", "--weights", weights, "--arch", "mlp", *of, "--out", out)
     recipe: list[str | Path] = ["train", f"npz:{data}", "--out", out, *QUICK, *LAPLACE]
     assert "has 134 weights" in refused(*recipe, "--set=posterior.options={size=200}")
     assert not list(tmp_path.iterdir())  # refused before the work

@@ -23,6 +23,7 @@ ARRAYS = ("x", "y", "x_test", "y_test", "group", "group_test")  # of an .npz fil
 MOST_LETTERS = 100  # of a group's name
 UCI = {"uci": "standard", "uci-gap": "gap"}  # divided at random; or the middle third of one feature is the test part
 MOST_CLASSES = 1 << 16  # larger whole numbers are not classes
+PEEKED = 100  # pictures whose size is looked at before they are read
 MOST_BYTES = 1 << 34  # of pictures in the size of the first one, if the recipe gives no size
 
 
@@ -55,7 +56,7 @@ def read_for(
     if regression != (data.labels is None):
         kinds = ("classes", "numbers")
         raise DataError(f"{name} has {kinds[not regression]} for targets; this model predicts {kinds[regression]}.")
-    return data if manifest.card.labels is None else _numbered(data, name, manifest.card.labels)
+    return data if manifest.card.labels is None else numbered(data, name, manifest.card.labels)
 
 
 def _ordered(data: DataSet, known: tuple[str, ...] | None) -> DataSet:
@@ -72,7 +73,7 @@ def _ordered(data: DataSet, known: tuple[str, ...] | None) -> DataSet:
     return replace(data, train=train, test=test, columns=known)
 
 
-def _numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
+def numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
     """Number the classes as the model does: by name if it knows all names, else by position if there are as many."""
     labels = data.labels
     if labels is None or labels == known:
@@ -300,6 +301,28 @@ def _pictures(
     return Examples(torch.stack(pixels), torch.tensor(folder.targets)), tuple(folder.classes), size
 
 
+def count_pictures(path: Path) -> tuple[int, int, tuple[int, int], int]:
+    """Number of pictures, of those of a test part, median height and width of some, and number of classes."""
+    from PIL import Image
+    from torchvision.datasets import ImageFolder
+
+    divided = _is_divided(path)
+    try:
+        train = ImageFolder(str(path / "train" if divided else path))
+        tested = len(ImageFolder(str(path / "test"))) if divided and (path / "test").is_dir() else 0
+    except OSError as error:
+        raise DataError(f"{path}: {_reason(error)}; expected one folder of pictures per class.") from None
+    sizes = []
+    for file, _ in train.samples[:: max(1, len(train) // PEEKED)]:
+        try:
+            with Image.open(file) as picture:
+                sizes.append((picture.height, picture.width))
+        except (OSError, ValueError):  # reading the data says which, and why
+            continue
+    height, width = np.median(sizes or [(1, 1)], axis=0).astype(int).tolist()
+    return len(train), tested, (height, width), len(train.classes)
+
+
 def _picture(file: str, fitting: Fitting) -> Tensor:
     """A picture as (channels, H, W) uint8, read as `dubito predict` reads it."""
     try:
@@ -401,7 +424,8 @@ def _csv(path: Path, regression: bool | None, target: str | None, group: str | N
     header, lines, body = _table(path)
     for wanted in (target, group):
         if wanted is not None and header.count(wanted) != 1:
-            raise DataError(f"{path} has {header.count(wanted)} columns {wanted!r}; it has: {', '.join(header)}.")
+            many = f"{header.count(wanted)} columns" if wanted in header else "no column"
+            raise DataError(f"{path} has {many} {wanted!r}; its columns are: {', '.join(header)}.")
     groups = None
     if group is not None:
         if group == (header[-1] if target is None else target):

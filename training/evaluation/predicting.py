@@ -87,7 +87,9 @@ def predict_grid(
     return {K: _joined(of_K, order) for K, of_K in parts.items()}
 
 
-def predict_auto(model: Model, x: Tensor, seed: int, *, requests: int = REQUESTS) -> tuple[Summary, Tensor] | None:
+def predict_auto(
+    model: Model, x: Tensor, seed: int, advance: Callable[[int], None] = lambda rows: None, *, requests: int = REQUESTS
+) -> tuple[Summary, Tensor] | None:
     """Predictions with `samples="auto"`, and each input's number of draws (N,); None for a model without draws."""
     rows = _rows_by_request(len(x), requests)
     parts: list[Summary] = []
@@ -99,6 +101,7 @@ def predict_auto(model: Model, x: Tensor, seed: int, *, requests: int = REQUESTS
                 return None
             parts.append(prediction.summary)
             draws.append(prediction.settled.samples)
+            advance(len(piece) * GRID[-1])  # about as many draws as that
     order = torch.cat(rows).argsort()
     return _joined(parts, order), torch.cat(draws)[order]
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -306,14 +306,11 @@ class FitRun:
         parts = {name: m for name, m in self.network.net.named_modules() if isinstance(m, BayesianLayer)}
         inside = {m for layer in parts.values() for m in layer.modules()}
         parts |= {n: m for n, m in self.network.net.named_modules() if m not in inside and not any(m.children())}
-        hooks = [module.register_forward_hook(watch(name)) for name, module in parts.items()]
-        try:
+        with ExitStack() as hooks, torch.no_grad():
+            for name, module in parts.items():
+                hooks.enter_context(module.register_forward_hook(watch(name)))
             sow(self._stream(self.step - 1), self.device)
-            with torch.no_grad():
-                self.network.sample(x, self.fit.samples)
-        finally:
-            for hook in hooks:
-                hook.remove()
+            self.network.sample(x, self.fit.samples)
         bad = [name for name, p in self.network.named_parameters() if not p.isfinite().all()]
         collapsed = [name for name, layer in self.network.layers.items() if not layer.q.kl().isfinite()]
         place, cause = "the loss itself", "the targets are out of range"

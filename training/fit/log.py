@@ -2,6 +2,7 @@
 
 import csv
 import io
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from dubito.training.fit.checkpoint import write_whole
 from dubito.training.fit.fit import Epoch, FitRun, Progress
+from dubito.training.terminal import duration
 
 
 def write_csv(log: list[Epoch], path: Path) -> None:
@@ -50,6 +52,7 @@ def progress_bar(run: FitRun, title: str) -> Iterator[Callable[[Progress], None]
     total = run.fit.epochs * len(run.batches)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
     quiet = run.ranks.index > 0
+    began, done = time.monotonic(), run.step
     with rich.progress.Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(title, total=total, completed=run.step, text="")
 
@@ -59,6 +62,10 @@ def progress_bar(run: FitRun, title: str) -> Iterator[Callable[[Progress], None]
                 text += f"  accuracy {p.accuracy:.2%}"
             bar.update(task, completed=p.epoch * p.steps + p.step, text=text)
             if p.step == p.steps and not quiet and not console.is_terminal:
-                console.print(f"{title}: {text}", highlight=False)
+                now = p.epoch * p.steps + p.step
+                left = duration((time.monotonic() - began) / (now - done) * (total - now))
+                console.print(
+                    f"{title}: {text}{f'  {left} left' if now < total else ''}", highlight=False, soft_wrap=True
+                )
 
         yield show
