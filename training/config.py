@@ -42,6 +42,7 @@ NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]] | None] = 
 }
 PICTURES = ("folder:", "npz:", "digits", *TORCHVISION)
 MOST_COMPLAINTS = 3  # shown at a time
+FEWEST_PROBES = 3  # of a variance whose logarithm has a gradient with a finite variance
 
 
 class RecipeError(DubitoError):
@@ -212,16 +213,18 @@ class Context(Section):
     margin: NonNegative = 0.5  # of uniform inputs that are no pictures: share of the range that is added on both sides
     points: Count = 32  # inputs in a step
     covariance: Literal["diagonal", "full"] = "diagonal"  # full: between all inputs of a step, for each output
-    probes: Count = 16  # draws of the linearised network in a step
+    probes: Annotated[int, Field(strict=True, ge=FEWEST_PROBES)] = 4  # draws of the linearised network in a step
     prior_variance: PositiveNumber = 100.0  # of every output
     prior_mean: Literal["zero", "start"] = "zero"  # start: the network as it was before the fit
 
     @model_validator(mode="after")
     def _consistent(self) -> "Context":
-        if self.covariance == "full" and self.probes < self.points:
+        if self.covariance == "full" and self.probes < self.points + 2:
             raise ValueError(
-                f"probes is {self.probes} and points {self.points}; a full covariance needs as many probes as points"
+                f"probes is {self.probes} and points {self.points}; a full covariance needs two probes more than points"
             )
+        if self.inputs != "uniform" and self.margin != type(self).model_fields["margin"].default:
+            raise ValueError(f"margin is {self.margin:g}, which belongs to inputs = 'uniform'; it is {self.inputs!r}")
         return self
 
 
@@ -303,6 +306,16 @@ class Recipe(Section):
             raise ValueError(f"pretrain: {_first(error, Pretrain)}") from None
         if self.fit.objective == "elbo" and self.context != Context():
             raise ValueError("context belongs to fit.objective 'function-space'; it is 'elbo'")
+        if self.fit.objective == "function-space":
+            if self.posterior.method == LAPLACE:
+                raise ValueError(f"fit.objective is 'function-space', but {LAPLACE} is not fitted by variation: use elbo")
+            if self.fit.function_space:
+                raise ValueError("fit.function_space weighs a KL of weights; fit.objective 'function-space' has none")
+            if self.context.inputs == "augmented" and self.context.points > self.fit.batch:
+                raise ValueError(
+                    f"context.points is {self.context.points} and fit.batch {self.fit.batch}; augmented inputs are "
+                    "those of the batch: expected no more points than that"
+                )
         if self.task == "classification" and self.noise is not None:
             raise ValueError(f"noise is {self.noise!r}, which belongs to regression; the task is classification")
         if self.task == "regression" and self.calibrate.temperature:

@@ -18,8 +18,9 @@ from dubito.training.data.augment import augmentation
 from dubito.training.data.data import Parts, enter, input_of
 from dubito.training.evaluation.predicting import GRID, REQUESTS
 from dubito.training.fit.fit import FitRun
+from dubito.training.fit.function_space import FunctionSpace
 from dubito.training.inputs import as_made_for
-from dubito.training.recipe import build_network, make_bayesian, read_parts, task_of
+from dubito.training.recipe import build_network, make_bayesian, read_context, read_parts, task_of
 from dubito.training.terminal import duration
 
 STEPS = 3  # timed in each phase, after as many that are not
@@ -36,6 +37,7 @@ def describe_run(
     if recipe.network.weights is not None:
         recipe = recipe.model_copy(update={"data": as_made_for(recipe.data, recipe.network)})
     parts = read_parts(recipe, data_root, download)
+    context = read_context(recipe, parts.train, data_root, download)
     declared, task = input_of(parts.train, recipe.data), task_of(parts, recipe)
     net = build_network(recipe, parts, declared)
     plain = bayesianize(net, "deterministic", task=task)
@@ -48,6 +50,7 @@ def describe_run(
         f"data: {recipe.data.name}, {shape} to {targets}: {', '.join(f'{n:,} {name}' for name, n in sizes.items())}",
         f"network: {recipe.network.architecture}{_options(recipe.network.arguments)}, {count(net):,} parameters",
         f"posterior: {recipe.posterior.method}{_options(recipe.posterior.options)}, {count(posterior):,} parameters",
+        *_objective(recipe),
         f"device: {'GPU' if device.type == 'cuda' else f'CPU, {torch.get_num_threads()} threads'}",
     ]
     phases = []
@@ -59,7 +62,11 @@ def describe_run(
     phases.append(("posterior" if recipe.laplace is None else "plain network", 1, posterior, recipe.fit))
     augment, total = augmentation(recipe.data, parts.train), 0.0
     for name, times, network, fit in phases:
-        run = FitRun(network, parts.train, parts.validation, declared, fit, recipe.seed, device, augment)
+        functions = None
+        if fit.objective == "function-space":
+            functions = FunctionSpace.of(recipe.context, network.to(device), parts.train, declared, context)
+        data = (parts.train, parts.validation, declared)
+        run = FitRun(network, *data, fit, recipe.seed, device, augment, functions)
         each = times * fit.epochs * (_step(run) * len(run.batches) + _time(run.validate))
         total += each
         lines.append(
@@ -70,6 +77,16 @@ def describe_run(
     lines.append(f"calibration and measurement: about {duration(rest)}")
     lines.append(f"in all: about {duration(total + rest)}")
     return lines
+
+
+def _objective(recipe: Recipe) -> list[str]:
+    c = recipe.context
+    if recipe.fit.objective == "elbo":
+        return []
+    return [
+        f"objective: function-space, {c.points} context inputs ({c.inputs}) and {c.probes} probes a step, "
+        f"prior variance {c.prior_variance:g}"
+    ]
 
 
 def _options(options: Mapping[str, object]) -> str:
@@ -91,7 +108,7 @@ def _step(run: FitRun) -> float:
     def take(steps: int) -> None:
         for i in range(steps):
             x, y, share = next(run.batches.epoch(i))
-            run.take_step(enter(x, run.declared), y, share)
+            run.take_step(enter(x, run.declared), y, share, run.context(x, i, 0))
 
     take(before)
     return _time(lambda: take(STEPS)) / STEPS

@@ -30,7 +30,7 @@ from dubito.training.data.sources import numbered, read_data
 from dubito.training.evaluation.evaluate import measure
 from dubito.training.fit.checkpoint import draft_of, resume, save_checkpoint
 from dubito.training.fit.fit import Epoch, FitError, FitRun
-from dubito.training.fit.function_space import OF_TRAINING, FunctionSpace
+from dubito.training.fit.function_space import OF_TRAINING, FunctionSpace, check_gaussian
 from dubito.training.fit.log import progress_bar, tensorboard, write_csv
 from dubito.training.fit.ranks import Ranks
 from dubito.training.fit.remarks import remarks
@@ -78,8 +78,9 @@ def train(
         recipe = recipe.model_copy(update={"data": as_made_for(recipe.data, recipe.network)})
     with Ranks.here().in_turn():
         parts = read_parts(recipe, data_root, download)
+        context = read_context(recipe, parts.train, data_root, download)
     declared = input_of(parts.train, recipe.data)
-    phases = Phases(recipe, parts, declared, out, device, fresh, root=data_root)
+    phases = Phases(recipe, parts, declared, out, device, fresh, context=context)
     torch.manual_seed(recipe.seed)
     net = build_network(recipe, parts, declared)
     _check_posteriors(net, recipe, parts)
@@ -166,6 +167,26 @@ def read_parts(
     if regression:
         _check_units(parts.train.y, d.name)
     return parts
+
+
+def read_context(recipe: Recipe, train: Examples, root: Path | None, download: bool = False) -> Tensor | None:
+    """Context inputs of another data set, which must be like those of the training part; None: they are made of it."""
+    name, d = recipe.context.inputs, recipe.data
+    if recipe.fit.objective != "function-space" or name in OF_TRAINING:
+        return None
+    try:
+        sizes: dict[str, Any] = {"size": d.size, "channels": d.channels, "fitting": d.fitting}
+        x = read_data(name, root, download=download, **sizes).train.x
+    except DubitoError as error:
+        of_training = ", ".join(OF_TRAINING)
+        raise RecipeError(f"context.inputs is {name!r}; expected {of_training} or a data set: {error}") from None
+    if x.shape[1:] != train.x.shape[1:] or x.dtype != train.x.dtype:
+        came, wanted = (f"{tuple(t.shape[1:])} in {str(t.dtype).removeprefix('torch.')}" for t in (x, train.x))
+        raise RecipeError(
+            f"context.inputs is {name!r}, whose inputs are {came}; those of {d.name} are {wanted}. Use other data, or "
+            "bring both to one form by data.size and data.channels."
+        )
+    return x
 
 
 def _check_units(y: Tensor, name: str) -> None:
@@ -263,7 +284,9 @@ def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts) -> None:
     """Refuse options of the posterior that are not valid, before the work; uses the meta device."""
     blank = copy.deepcopy(net).to("meta")
     for options in ({}, *(recipe.tune.trials if recipe.tune is not None else ())):
-        make_bayesian(blank, recipe.with_options(options), parts, "prior")
+        network = make_bayesian(blank, recipe.with_options(options), parts, "prior")
+        if recipe.fit.objective == "function-space":
+            check_gaussian(network)
 
 
 def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["network", "prior"]) -> BayesianNetwork:
@@ -291,7 +314,7 @@ class Phases:
     device: torch.device
     fresh: bool = False
     start: str = ""  # identifies the initial network, if the recipe does not
-    root: Path | None = None  # where data sets are, for context inputs
+    context: Tensor | None = None  # inputs of another data set, for function-space VI
 
     def checkpoint(self, phase: str) -> Path:
         return self.out.with_name(f"{self.out.stem}.{phase}.checkpoint.safetensors")
@@ -312,21 +335,17 @@ class Phases:
             for file in (path, draft_of(path)):
                 file.unlink(missing_ok=True)
 
-    def functions(self, network: BayesianNetwork) -> FunctionSpace:
-        context, train = self.recipe.context, self.parts.train
-        other: Tensor | None = None
-        if context.inputs not in OF_TRAINING:
-            other = read_data(context.inputs, self.root).train.x
-            if other.shape[1:] != train.x.shape[1:] or other.dtype != train.x.dtype:
-                came, wanted = (f"{x.dtype} {tuple(x.shape[1:])}" for x in (other, train.x))
-                raise RecipeError(f"context.inputs is {context.inputs!r}, whose inputs are {came}; expected {wanted}.")
-        return FunctionSpace.of(context, network.to(self.device), train, self.declared, other)
-
     def fit(self, network: BayesianNetwork, fit: Fit, phase: str) -> FitRun:
         """Fit to the end; a signal stops it after a step, with a checkpoint."""
         parts, path, origin = self.parts, self.checkpoint(phase), f"{self.parts.hash} {self.start}"
         augment = augmentation(self.recipe.data, parts.train)
-        functions = self.functions(network) if fit.objective == "function-space" else None
+        functions = None
+        if fit.objective == "function-space":
+            settings, start = self.recipe.context, network.to(self.device)
+            functions = FunctionSpace.of(settings, start, parts.train, self.declared, self.context)
+            some = parts.train.x[: max(fit.batch, settings.points)].to(self.device)
+            if (said := functions.out_of_reach(start, some, self.recipe.seed)) is not None:
+                remark(said)
         data = (parts.train, parts.validation, self.declared)
         run = FitRun(network, *data, fit, self.recipe.seed, self.device, augment, functions)
         first = run.ranks.index == 0

@@ -286,9 +286,8 @@ class BayesianNetwork(nn.Module):
     @property
     def gaussian(self) -> bool:
         """Whether the weights are a linear function of standard normals."""
-        posteriors = [layer.q for layer in self.layers.values()]
-        above = [] if self.hierarchy is None else [self.hierarchy.q]
-        return self.joint is None and bool(posteriors) and all(q.gaussian for q in [*posteriors, *above])
+        layers = [*self.layers.values(), *([] if self.hierarchy is None else [self.hierarchy])]
+        return self.joint is None and bool(layers) and all(m.q.gaussian and not m.entry.ensemble for m in layers)
 
     def _sample(self, x: Tensor, K: int, normals: Callable[[int], Tensor]) -> Tensor:
         if x.device.type == "cpu":

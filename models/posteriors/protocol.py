@@ -209,8 +209,8 @@ class Posterior(nn.Module, ABC):
 
     @property
     def gaussian(self) -> bool:
-        """Whether W is a linear function of standard normals."""
-        return self.trainable().members == 0
+        """Whether W, for each member of an ensemble, is a linear function of standard normals."""
+        return True
 
     @property
     def takes_directions(self) -> bool:

@@ -42,7 +42,7 @@ class Epoch:
     epoch: int
     loss: float  # mean over the examples, with the draws of training
     nll: float
-    kl: float  # of the whole network, at the last step
+    kl: float  # of the whole network, or at the context inputs; at the last step
     kl_weight: float
     accuracy: float | None  # of the training part, with the draws of training; None for regression
     validation_nll: float
@@ -130,7 +130,7 @@ class FitRun:
         started = time.perf_counter()
         number, first = divmod(self.step, len(self.batches))
         for i, (x, y, share) in enumerate(self.batches.epoch(number, first), first + 1):
-            self.take_step(enter(x, self.declared), y, share, self._context(x, number, i - 1))
+            self.take_step(enter(x, self.declared), y, share, self.context(x, number, i - 1))
             last = i == len(self.batches)
             if i % self._look and not last:
                 continue
@@ -143,8 +143,8 @@ class FitRun:
         self._end(number, time.perf_counter() - started)
         return True
 
-    def _context(self, batch: Tensor, number: int, i: int) -> Tensor | None:
-        """Inputs at which functions are compared with their prior in this step, the same on every rank."""
+    def context(self, batch: Tensor, number: int, i: int) -> Tensor | None:
+        """Inputs at which functions are compared with their prior in step i of epoch `number`; None for the ELBO."""
         if self.functions is None:
             return None
         return self.functions.inputs(batch, torch.Generator().manual_seed(stream(self.seed, "context", number, i)))
@@ -283,7 +283,7 @@ class FitRun:
         for i, (raw, y, share) in enumerate(self.batches.epoch(number, first), first):
             x = enter(raw, self.declared)
             before = {k: v.clone() for k, v in self.network.state_dict().items()}
-            self.take_step(x, y, share, self._context(raw, number, i))
+            self.take_step(x, y, share, self.context(raw, number, i))
             if not self.ranks.add(self.sums).isfinite().all():
                 self.network.load_state_dict(before)
                 raise FitError(self._blame(x, y, number))

@@ -19,12 +19,17 @@ from torch import Tensor, nn
 
 from dubito.models.manifest import Input
 from dubito.models.network.network import BayesianNetwork
+from dubito.models.numerics.parameters import Positive
 from dubito.training.config import Context, RecipeError
 from dubito.training.data.data import Examples, enter
 from dubito.training.data.spoil import spoil
+from dubito.training.seeds import sow
 
 OF_TRAINING = ("uniform", "spoiled", "augmented")  # kinds of context inputs that the training data gives
 JITTER = 1e-6  # of a covariance, as a share of its mean variance
+REACH = 16  # probes by which the posterior's reach is measured
+FAR = 10.0  # standard deviations of the prior over the largest of the posterior's, from which on a remark is made
+AT_CAP = 20.0  # before the sigmoid of a capped number
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,7 @@ class FunctionSpace:
     def of(
         cls, context: Context, network: BayesianNetwork, train: Examples, declared: Input, other: Tensor | None = None
     ) -> Self:
-        if not network.gaussian:
-            raise RecipeError(
-                "fit.objective is 'function-space', which needs a Gaussian posterior; ensembles, dropout, flows and "
-                "the plain network have none. Use ffg-u, fcg-u, ffg-w, fcg-w or whvi."
-            )
+        check_gaussian(network)
         start = copy.deepcopy(network).requires_grad_(False).eval() if context.prior_mean == "start" else None
         return cls(context, train, declared, other, start)
 
@@ -74,21 +75,55 @@ class FunctionSpace:
         u = torch.rand(n, len(low), generator=rng)
         return torch.lerp(low.cpu(), high.cpu(), u).view(n, *x.shape[1:])
 
+    @torch.no_grad()
+    def out_of_reach(self, network: BayesianNetwork, batch: Tensor, seed: int) -> str | None:
+        """A remark where the caps of the posterior keep its functions far narrower than the prior."""
+        wide = copy.deepcopy(network).eval()
+        capped = [m for m in wide.modules() if isinstance(m, Positive) and m.cap is not None]
+        if not capped:
+            return None
+        for part in capped:
+            part.raw.fill_(AT_CAP)
+        sow(seed, batch.device)
+        x = self.inputs(batch, torch.Generator().manual_seed(seed))
+        _, probes = _linearised(wide, x, max(REACH, self.context.probes))
+        most, prior = float(probes.square().mean().sqrt()), math.sqrt(self.context.prior_variance)
+        if FAR * most > prior:
+            return None
+        return (
+            f"The prior of the functions has a standard deviation of {prior:.3g}; with every cap reached, the posterior "
+            f"has one of {most:.3g} at the context inputs. Its doubt stays below the prior's: raise sigma_max in "
+            "posterior.options, or lower context.prior_variance."
+        )
+
     def kl(self, network: BayesianNetwork, x: Tensor) -> Tensor:
         """An estimate of the KL at these context inputs."""
         return function_kl(network, x, self.context, self.start)
 
 
+def check_gaussian(network: BayesianNetwork) -> None:
+    if not network.gaussian:
+        raise RecipeError(
+            "fit.objective is 'function-space', which needs a Gaussian posterior; ensembles, dropout, flows and "
+            "the plain network have none. Use ffg-u, fcg-u, ffg-w, fcg-w or whvi (without flows)."
+        )
+
+
 def function_kl(network: BayesianNetwork, x: Tensor, context: Context, start: BayesianNetwork | None) -> Tensor:
     """KL of the linearised posterior to the prior at the context inputs x (n, …), summed over outputs."""
-    D = network.task.outputs if network.task.kind == "regression" else None  # not the columns that the noise follows
-    with evaluating_norms(network):
-        mean, probes = network.sample_linearised(x, context.probes)
-    mean, probes = mean.float()[..., :D].flatten(1), probes.float()[..., :D].flatten(2)  # (n, C), (S, n, C)
+    mean, probes = _linearised(network, x, context.probes)
     if start is not None:
         with torch.no_grad():
-            mean = mean - start.mean(x).float()[..., :D].flatten(1)
+            mean = mean - start.mean(x).float()[..., : mean.shape[1]]
     return gaussian_kl(mean, probes, context.prior_variance, full=context.covariance == "full")
+
+
+def _linearised(network: BayesianNetwork, x: Tensor, S: int) -> tuple[Tensor, Tensor]:
+    """Mean (n, C) and S probes (S, n, C) of the outputs, without the columns that the targets' noise follows."""
+    C = network.task.outputs if network.task.kind == "regression" else None
+    with evaluating_norms(network):
+        mean, probes = network.sample_linearised(x, S)
+    return mean.float()[..., :C], probes.float()[..., :C]
 
 
 def gaussian_kl(mean: Tensor, probes: Tensor, variance: float, full: bool) -> Tensor:
