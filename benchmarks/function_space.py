@@ -85,6 +85,7 @@ def train(
     seed: int = 0,
     objective: Literal["elbo", "function-space"] = "function-space",
     hidden: int = 100,
+    lr: float = 5e-3,
     tell: Callable[[], None] = lambda: None,
 ) -> Doubt:
     """Train one network on a toy, and measure its doubt; `tell` is called after each step."""
@@ -99,7 +100,7 @@ def train(
     network = bayesianize(net, method, start="prior", task=task, **METHODS[method])
     often = max(1, steps // ROUNDS)  # an epoch holds the data, and the KL, many times
     many = Examples(data.x.repeat(often, 1), data.y.repeat(often, *[1] * (data.y.dim() - 1)))
-    fit = Fit(epochs=ROUNDS, batch=N, samples=4, lr=5e-3, kl=float(often), objective=objective)
+    fit = Fit(epochs=ROUNDS, batch=N, samples=4, lr=lr, kl=float(often), objective=objective)
     functions = None
     if objective == "function-space":
         context = Context(points=40, probes=4, prior_variance=10.0, margin=1.0)

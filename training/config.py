@@ -308,7 +308,9 @@ class Recipe(Section):
             raise ValueError("context belongs to fit.objective 'function-space'; it is 'elbo'")
         if self.fit.objective == "function-space":
             if self.posterior.method == LAPLACE:
-                raise ValueError(f"fit.objective is 'function-space', but {LAPLACE} is not fitted by variation: use elbo")
+                raise ValueError(
+                    f"fit.objective is 'function-space', but {LAPLACE} is not fitted by variation: use elbo"
+                )
             if self.fit.function_space:
                 raise ValueError("fit.function_space weighs a KL of weights; fit.objective 'function-space' has none")
             if self.context.inputs == "augmented" and self.context.points > self.fit.batch:

@@ -1,8 +1,10 @@
 """Function-space VI: the linearised law and its KL against a dense Jacobian, and training by it."""
 
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,10 +15,12 @@ from benchmarks import function_space as toy
 from dubito.models import bayesianize
 from dubito.models.manifest import Regression
 from dubito.models.network.network import BayesianNetwork, Draws, as_matrix
-from dubito.training.config import Context, Fit, RecipeError
+from dubito.training.config import Context, Fit, Recipe, RecipeError, read_recipe
 from dubito.training.data.data import Examples, input_of
+from dubito.training.dry_run import describe_run
 from dubito.training.fit.fit import FitRun
 from dubito.training.fit.function_space import FunctionSpace, function_kl, gaussian_kl
+from dubito.training.recipe import train as train_by
 
 METHODS: dict[str, dict[str, Any]] = {
     "ffg-w": {},
@@ -56,10 +60,10 @@ def made(method: str, net: nn.Module | None = None) -> BayesianNetwork:
 
 
 def weights(network: BayesianNetwork, noise: Tensor | None) -> dict[nn.Module, Tensor]:
-    """Weight matrices of each layer under one draw, or at the mean."""
+    """Weight matrices of each layer, (K, d_out, d_in), of K draws, or one at the mean."""
     factors = network.factors()
-    run = network.arrange(factors, Draws(1, noise, 0), {})
-    return {layer: as_matrix(run.operands[layer]())[0].double() for layer in network.layers.values()}
+    run = network.arrange(factors, Draws(1 if noise is None else len(noise), noise, 0), {})
+    return {layer: as_matrix(run.operands[layer]()).double() for layer in network.layers.values()}
 
 
 def dense(network: BayesianNetwork, net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,9 +73,8 @@ def dense(network: BayesianNetwork, net: nn.Module, x: Tensor) -> tuple[Tensor, 
     """
     net = net.double().eval()
     names = {layer: name for name, layer in network.layers.items()}
-    centre = weights(network, None)
-    eye = torch.eye(network.factors().normals)
-    columns = [weights(network, row[None]) for row in eye]
+    centre = {layer: W[0] for layer, W in weights(network, None).items()}
+    columns = weights(network, torch.eye(network.factors().normals))
     own = dict(network.net.named_modules())
     state = {
         f"{name}.{k}": v.double()
@@ -89,9 +92,8 @@ def dense(network: BayesianNetwork, net: nn.Module, x: Tensor) -> tuple[Tensor, 
 
     mean = {names[layer]: W for layer, W in centre.items()}
     J: dict[str, Tensor] = jacrev(outputs)(mean)
-    A = torch.stack(
-        [sum(torch.einsum("ncoi,oi->nc", J[names[m]], c[m] - centre[m]) for m in centre) for c in columns]  # type: ignore[misc]
-    )
+    parts = [torch.einsum("ncoi,aoi->anc", J[names[m]], columns[m] - centre[m]) for m in centre]
+    A = torch.stack(parts).sum(0)  # (normals, n, C)
     return outputs(mean).detach(), torch.einsum("anc,amd->ncmd", A, A).detach()
 
 
@@ -101,7 +103,7 @@ def inputs(n: int) -> Tensor:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_probes_have_the_covariance_of_the_linearised_network(method: str) -> None:
-    network, x, S = made(method), inputs(4), 4000
+    network, x, S = made(method), inputs(4), 500
     mean, covariance = dense(network, plain(), x)
     torch.manual_seed(0)
     ours, probes = network.sample_linearised(x, S)
@@ -118,7 +120,7 @@ def test_probes_have_the_covariance_of_the_linearised_network(method: str) -> No
 @pytest.mark.parametrize("method", ["ffg-w", "ffg-u", "whvi"])
 def test_the_kl_has_no_bias(method: str, full: bool) -> None:
     """Against the closed form for a dense covariance, over many estimates with as few probes as there may be."""
-    n, S, R, v = 4, 5, 800, 7.0
+    n, S, R, v = 4, 5, 100, 7.0
     network, x = made(method), inputs(n)
     mean, covariance = dense(network, plain(), x)
     expected = 0.0
@@ -135,7 +137,7 @@ def test_the_kl_has_no_bias(method: str, full: bool) -> None:
 
 def test_the_gradient_has_no_bias() -> None:
     """Of the KL with respect to the posterior's spread: against the derivative of the closed form."""
-    n, S, R, v = 3, 4, 3000, 2.0
+    n, S, R, v = 3, 5, 600, 2.0
     torch.manual_seed(0)
     A = torch.randn(n, n)
     scale = torch.tensor(1.5, requires_grad=True)
@@ -187,6 +189,48 @@ def test_context_inputs(kind: str, pictures: bool) -> None:
         assert ((ours >= low - margin) & (ours <= high + margin)).all()
 
 
+def test_caps_that_keep_the_prior_out_of_reach_are_remarked_on() -> None:
+    x = torch.randn(40, 3)
+    train = Examples(x, torch.zeros(40, dtype=torch.long))
+    for cap, expected in ((0.01, True), (30.0, False)):
+        torch.manual_seed(0)
+        network = bayesianize(nn.Linear(3, 2), "ffg-w", sigma_max=cap)
+        before = {k: v.clone() for k, v in network.state_dict().items()}
+        said = FunctionSpace.of(Context(), network, train, input_of(train)).out_of_reach(network, x, 0)
+        assert (said is not None) == expected
+        assert said is None or "standard deviation of 10; with every cap reached, the posterior has one of 0.0" in said
+        assert all(torch.equal(v, before[k]) for k, v in network.state_dict().items())
+
+
+def digits(*changes: str) -> Recipe:
+    return read_recipe("digits", ["fit={epochs=2, objective='function-space'}", *changes])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["posterior={method='ensemble-u'}", "tune=none"], "needs a Gaussian posterior; ensembles, dropout, flows"),
+        (["context.inputs=uci/yacht"], "context.inputs is 'uci/yacht'; expected uniform, spoiled, augmented or a data"),
+        (["context.inputs=nothing"], "context.inputs is 'nothing'; expected uniform, spoiled, augmented or a data set"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_the_work(tmp_path: Path, changes: list[str], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        train_by(digits(*changes), tmp_path / "m.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_context_data_of_another_shape_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "other.npz", x=np.zeros((30, 1, 9, 8), np.uint8), y=np.arange(30) % 2)
+    with pytest.raises(RecipeError, match=r"inputs are \(1, 9, 8\) in uint8; those of digits are \(1, 8, 8\) in uint8"):
+        train_by(digits(f"context.inputs=npz:{tmp_path}/other.npz"), tmp_path / "m.safetensors")
+
+
+def test_a_dry_run_times_the_objective() -> None:
+    lines = describe_run(digits("network={architecture='mlp', arguments={hidden=[8]}}", "context.points=4"))
+    assert "objective: function-space, 4 context inputs (uniform) and 4 probes a step, prior variance 100" in lines
+
+
 def hinges() -> nn.Module:
     """Features relu(−x) and relu(x): data at x < 0 say nothing about the weight of the second."""
     net = nn.Sequential(nn.Linear(1, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False))
@@ -207,23 +251,23 @@ def test_training_finds_the_optimum() -> None:
     x = -1 - torch.rand(30, 1, generator=rng)
     train = Examples(x, -2 * x)
     other = torch.tensor([[-1.5], [-0.5], [0.5], [1.0], [2.0]])
-    network = bayesianize(hinges(), "ffg-w", layers={"0": "deterministic"}, task=Regression(), sigma_max=10, spread=0.5)
+    network = bayesianize(hinges(), "ffg-w", layers={"0": "deterministic"}, task=Regression(), sigma_max=10, spread=0.2)
     network.net.get_parameter("0.weight").requires_grad_(False)
     assert network.noise is not None
     network.noise.requires_grad_(False)
     v, r = 4.0, float(network.noise().detach())
-    context = Context(inputs="mnist", points=200, probes=3, prior_variance=v)  # a name; the inputs are those below
+    context = Context(inputs="mnist", points=50, probes=3, prior_variance=v)  # a name; the inputs are those below
     functions = FunctionSpace.of(context, network, train, input_of(train), other)
-    often = 60  # steps in an epoch
+    often = 40  # steps in an epoch
     many = Examples(train.x.repeat(often, 1), train.y.repeat(often, 1))
-    fit = Fit(epochs=4, batch=30, lr=0.1, samples=8, kl=float(often), objective="function-space")
+    fit = Fit(epochs=4, batch=30, lr=0.15, samples=8, kl=float(often), objective="function-space")
     run = FitRun(network, many, train, input_of(train), fit, 0, torch.device("cpu"), None, functions)
     while not run.done:
         run.epoch()
     W = next(iter(run.finish().layers.values())).q.trainable().q_W  # type: ignore[attr-defined]
     phi = torch.cat([-x, x], 1).relu().square().sum(0)
     at_context = torch.cat([-other, other], 1).relu()
-    share = 200 / len(other)
+    share = 50 / len(other)
     seen = share * (at_context > 0).sum(0)
     penalty = share * at_context.square().sum(0) / v
     expected = (seen / (phi / r**2 + penalty)).sqrt()
@@ -235,7 +279,7 @@ def test_training_finds_the_optimum() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ffg-w", "ffg-u"])
 def test_doubt_is_large_away_from_the_data(method: str) -> None:
-    """The line of benchmarks.function_space, which has two more toys' worth of figures in benchmarks/RESULTS.md."""
+    """The line of benchmarks.function_space, with more figures in benchmarks/RESULTS.md."""
     found = toy.train("line", method, 2000)
     assert found.right < 0.15
     assert found.ratio > 5

@@ -91,9 +91,9 @@ class FunctionSpace:
         if FAR * most > prior:
             return None
         return (
-            f"The prior of the functions has a standard deviation of {prior:.3g}; with every cap reached, the posterior "
-            f"has one of {most:.3g} at the context inputs. Its doubt stays below the prior's: raise sigma_max in "
-            "posterior.options, or lower context.prior_variance."
+            f"The prior of the functions has a standard deviation of {prior:.3g}; with every cap reached, the "
+            f"posterior has one of {most:.3g} at the context inputs. Its doubt stays below the prior's: raise "
+            "sigma_max in posterior.options, or lower context.prior_variance."
         )
 
     def kl(self, network: BayesianNetwork, x: Tensor) -> Tensor:
