@@ -37,6 +37,7 @@ TOYS: tuple[Toy, ...] = ("line", "moons")
 METHODS: dict[str, dict[str, Any]] = {  # without caps that bind, and narrow at the start
     "ffg-w": {"sigma_max": 10.0, "spread": 0.02},
     "ffg-u": {"inducing": 50, "lam_max": 0, "sigma_max": 10.0, "spread": 0.05},
+    "fcg-u": {"inducing": 16, "lam_max": 0, "sigma_max": 10.0, "spread": 0.05},
     "whvi": {"spread": 0.05},
 }
 N = 200
