@@ -12,10 +12,11 @@ from dubito.models.network.network import BayesianNetwork
 from dubito.models.numerics.parameters import count
 from dubito.models.predictions.prediction import predict
 from dubito.training import beside
-from dubito.training.calibrate import CALIBRATION_REQUESTS, CHOOSING, SPOILED
+from dubito.training.calibrate import CALIBRATION_REQUESTS, CHOOSING
 from dubito.training.config import Recipe
 from dubito.training.data.augment import augmentation
 from dubito.training.data.data import Parts, enter, input_of
+from dubito.training.data.spoil import SPOILED
 from dubito.training.evaluation.predicting import GRID, REQUESTS
 from dubito.training.fit.fit import FitRun
 from dubito.training.fit.function_space import FunctionSpace

@@ -275,7 +275,8 @@ class BayesianNetwork(nn.Module):
         """
 
         def normals(n: int) -> Tensor:
-            return forward_ad.make_dual(torch.zeros(S, n, device=x.device), torch.randn(S, n, device=x.device))
+            dual: Tensor = forward_ad.make_dual(torch.zeros(S, n, device=x.device), torch.randn(S, n, device=x.device))
+            return dual
 
         with warnings.catch_warnings(), forward_ad.dual_level():
             warnings.filterwarnings("ignore", "`torch.jit.script`", FutureWarning)  # by which torch loads its own rules

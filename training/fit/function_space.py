@@ -145,7 +145,8 @@ def gaussian_kl(mean: Tensor, probes: Tensor, variance: float, full: bool) -> Te
         log_det = 2 * torch.linalg.cholesky(covariance).diagonal(dim1=1, dim2=2).log().sum().to(mean.dtype)
     else:
         log_det = squares.clamp(min=torch.finfo(squares.dtype).tiny).log().sum()
-    return (quadratic - n * outputs + n * outputs * math.log(variance) - (log_det - outputs * bias)) / 2
+    kl: Tensor = (quadratic - n * outputs + n * outputs * math.log(variance) - (log_det - outputs * bias)) / 2
+    return kl
 
 
 @contextmanager
