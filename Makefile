@@ -42,8 +42,8 @@ test: $(READY) wasm ## lint and every test that takes seconds; mypy runs beside 
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -rs; tests=$$?; \
 	wait $$types; types=$$?; echo "$(MYPY)"; cat $$said; rm -f $$said; exit $$((tests + types))
 
-test-slow: $(READY) ## the tests that take minutes, and more of the examples that hypothesis makes
-	TEST_EXAMPLES=5 $(BIN)/pytest -m 'slow or hypothesis' --durations=10
+test-slow: $(READY) ## the tests that take minutes, and more draws and examples of those that are made at random
+	TEST_EXAMPLES=5 $(BIN)/pytest -m 'slow or hypothesis or draws' --durations=10
 
 test-soak: $(READY) ## ten minutes of load on a server, mistakes included
 	$(BIN)/pytest -m soak --durations=10

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._measure import machine, take_turns
 from dubito.models import bayesianize, build, predict
-from dubito.models.manifest import SubnetworkEntry
 from dubito.models.network.linearised import Subnetwork
 from dubito.models.network.network import BayesianNetwork
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.models.predictions.prediction import predict_closed
 from dubito.models.predictions.uncertainty import Classified
 

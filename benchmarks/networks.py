@@ -39,6 +39,7 @@ from dubito.models.manifest import Card, Image, Input
 from dubito.models.names import METHODS
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.numerics.parameters import count
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.models.predictions.resident import reside
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
 from dubito.training.config import Laplace
@@ -206,7 +207,7 @@ def with_posterior(file: Path, out: Path, card: Card, side: int) -> int:
     assert isinstance(fitted.network, BayesianNetwork)
     out.parent.mkdir(parents=True, exist_ok=True)
     manifest = save(fitted.network, out, card=card)
-    assert manifest.subnetwork is not None
+    assert isinstance(manifest.subnetwork, SubnetworkEntry)
     return manifest.subnetwork.size
 
 

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from benchmarks._measure import machine
 from dubito.models import bayesianize, build
-from dubito.models.manifest import Selection
 from dubito.models.network.jacobian import Linearised
 from dubito.models.network.linearised import Subnetwork
 from dubito.models.network.network import BayesianNetwork
+from dubito.models.posteriors.subnetwork import Selection
 from dubito.models.predictions.prediction import evaluating, predict_closed
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.config import Fit, Laplace

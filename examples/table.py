@@ -36,8 +36,9 @@ with open("friedman.csv", "w", newline="") as file:
     csv.writer(file).writerows([["a", "b", "c", "d", "e", "y"], *np.column_stack([x, y]).tolist()])
 
 # 2. Train: an ensemble whose networks also say how noisy y is, calibrated on rows that are held out.
-changes = [word for change in ["task=regression", "data.target=y", *options.set] for word in ("--set", change)]
-subprocess.run(["dubito", "train", "csv:friedman.csv", "--out", "table.safetensors", *changes], check=True)
+changes = [word for change in ["task=regression", *options.set] for word in ("--set", change)]
+train = ["dubito", "train", "csv:friedman.csv", "--target", "y", "--out", "table.safetensors"]
+subprocess.run([*train, *changes], check=True)
 
 # 3. Serve it, and ask: 500 new rows, and one far outside of the table.
 new = rng.random((500, 5))

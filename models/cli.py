@@ -122,7 +122,7 @@ def count(
     with torch.device("meta") if on_meta(architecture) else nullcontext():
         net = build(architecture, **({} if classes is None else {"classes": classes}))
         last = [name for name, module in net.named_modules() if isinstance(module, CONVERTIBLE)][-1]
-        joint = JOINT.get(method)
+        joint = None if method in METHODS else JOINT.get(method)
         if joint is not None and size > (D := count_parameters(net)):
             raise ConversionError(
                 f"size is {size:,}, but {architecture} has {D:,} weights; expected no more than those."

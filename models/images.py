@@ -66,26 +66,29 @@ def prepare(pixels: Tensor, declared: Input) -> Tensor:
         raise InputError(
             f"this model takes tensors of shape {declared.shape}, not pictures: give a .npy file of that shape."
         )
-    channels = declared.shape[0]
     if pixels.dtype != torch.uint8 or pixels.dim() not in (2, 3) or 0 in pixels.shape:
         raise InputError(
             f"a picture came as {pixels.dtype} of shape {tuple(pixels.shape)}; "
             "expected uint8 (height, width, channels)."
         )
     x = (pixels[..., None] if pixels.dim() == 2 else pixels).permute(2, 0, 1).float() / 255
-    x = fitted(with_channels(x, channels), declared.shape, declared.image.fitting or Fitting())
+    x = fitted(x, declared.shape, declared.image.fitting or Fitting())
     mean, std = (torch.tensor(v)[:, None, None] for v in (declared.image.mean, declared.image.std))
     return (x - mean) / std
 
 
 def fitted(x: Tensor, shape: tuple[int, ...], fitting: Fitting) -> Tensor:
-    """A picture (channels, h, w) of values in [0, 1] at the height and width of `shape`."""
+    """A picture (c, h, w) with the channels, height and width of `shape`.
+
+    Values are in [0, 1] or, as data sets are kept, uint8, which rounding changes by a step at most.
+    """
+    x = with_channels(x, shape[0])
     sides, (top, left) = fitting.box(x.shape[1], x.shape[2], shape)
     if sides[0] * sides[1] > max(LARGEST_RESIZED, shape[1] * shape[2]):
         raise InputError(f"a picture of {x.shape[1]} × {x.shape[2]} pixels is too long to cut the middle out of.")
     if x.shape[1:] != sides:
         x = F.interpolate(x[None], sides, mode=fitting.interpolation, antialias=True)[0]
-        if fitting.interpolation == "bicubic":
+        if fitting.interpolation == "bicubic" and x.is_floating_point():
             x = x.clamp(0, 1)  # beside edges it goes beyond
     return x[:, top : top + shape[1], left : left + shape[2]]
 
@@ -99,5 +102,6 @@ def with_channels(x: Tensor, channels: int) -> Tensor:
     if len(x) == 1:
         return x.expand(channels, -1, -1)
     if len(x) == 3 and channels == 1:
-        return (x * torch.tensor(LUMINANCE)[:, None, None]).sum(0, keepdim=True)
+        grey = (x * torch.tensor(LUMINANCE)[:, None, None]).sum(0, keepdim=True)
+        return grey if x.is_floating_point() else grey.round().to(x.dtype)
     raise InputError(f"a picture has {len(x)} channels; this model takes {channels}.")

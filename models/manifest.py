@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from math import prod
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -13,6 +13,7 @@ from pydantic import (
     SerializeAsAny,
     SerializerFunctionWrapHandler,
     ValidationError,
+    ValidationInfo,
     model_serializer,
     model_validator,
 )
@@ -20,14 +21,15 @@ from pydantic_core import PydanticCustomError
 
 from dubito.models.fields import Members, PositiveFinite, Share, Size, Strict
 from dubito.models.names import Measure, listed
-from dubito.models.posteriors.dictionary import entry_classes
-from dubito.models.posteriors.entry import Entry
+from dubito.models.posteriors.dictionary import entry_classes, joint_entry_class
+from dubito.models.posteriors.entry import Entry, JointEntry
 from dubito.models.traced import Traced
 
 # 2: a calibration with `sets`, `classes` or `groups`, which readers of format 1 do not know
 # 3: a calibration with `auroc`, or thresholds of `energy` or `knn`; a bank of features
 # 4: pictures with a `fitting`; a traced network
-FORMATS = (1, 2, 3, 4)
+# 5: inducing inputs
+FORMATS = (1, 2, 3, 4, 5)
 LARGEST_INPUT = 1 << 26  # numbers
 LARGEST_BANK = 1 << 26  # numbers
 LARGEST_RESIZE = 1 << 12  # of a picture's shorter side
@@ -35,7 +37,6 @@ LARGEST_RESIZE = 1 << 12  # of a picture's shorter side
 Names = Annotated[tuple[str, ...], Field(max_length=1 << 20)]
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Predictive = Literal["probit", "sampling"]  # how a linearised network answers: in closed form, or by draws
-Selection = Literal["variance", "random", "magnitude", "last-layer"]
 SetScore = Literal["probability", "aps", "raps"]
 Interpolation = Literal["bilinear", "bicubic"]
 
@@ -82,12 +83,28 @@ def _read_entry(value: Any) -> Entry:
     try:
         return kinds[kind].model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, (kind, *first["loc"])))
-        raise PydanticCustomError("entry", "{place}: {reason}", {"place": place, "reason": first["msg"]}) from None
+        raise _in_one_line(error, kind) from None
+
+
+def _read_joint(value: Any, info: ValidationInfo) -> JointEntry | None:
+    """An entry by its key."""
+    if value is None or isinstance(value, JointEntry):
+        return value
+    assert info.field_name is not None
+    try:
+        return joint_entry_class(info.field_name).model_validate(value)
+    except ValidationError as error:
+        raise _in_one_line(error) from None
+
+
+def _in_one_line(error: ValidationError, *within: str) -> PydanticCustomError:
+    first = error.errors()[0]
+    place = ".".join(map(str, (*within, *first["loc"])))
+    return PydanticCustomError("entry", "{place}: {reason}", {"place": place, "reason": first["msg"]})
 
 
 Layer = Annotated[SerializeAsAny[Entry], BeforeValidator(_read_entry)]
+Joint = Annotated[SerializeAsAny[JointEntry] | None, BeforeValidator(_read_joint)]
 
 
 class Hierarchy(Strict):
@@ -102,24 +119,6 @@ class Hierarchy(Strict):
         if self.layer.below in (None, self.layer.method):
             raise ValueError(f"a layer of method {self.layer.method} cannot draw the V's of others")
         return self
-
-
-class SubnetworkEntry(Strict):
-    """A Gaussian over S of the weights of an otherwise plain network [Daxberger21]."""
-
-    closed_form: ClassVar[bool] = True  # its predictive has one
-    method: Literal["subnetwork-laplace"] = "subnetwork-laplace"
-    size: Size  # S
-    select: Selection
-    prior_precision: PositiveFinite
-    examples: Annotated[int, Field(gt=0)]  # that the curvature was summed over
-
-    def check(self, manifest: "Manifest") -> None:
-        """It is over the weights of a plain network, and its closed form knows one noise for all inputs."""
-        if manifest.task.kind == "regression" and manifest.task.noise == "input":
-            raise ValueError("a subnetwork knows constant noise only, but this task's noise depends on the input")
-        if manifest.layers or manifest.members or manifest.hierarchy or manifest.batchnorm != "kept":
-            raise ValueError("a subnetwork belongs to a plain network, without Bayesian layers or folded BatchNorm")
 
 
 class FeatureBankEntry(Strict):
@@ -351,11 +350,18 @@ class Card(Strict):
     provenance: Provenance = Provenance()
 
 
-Format = Literal[1, 2, 3, 4]
+Format = Literal[1, 2, 3, 4, 5]
 
 
-def format_of(card: Card, bank: FeatureBankEntry | None = None, traced: Traced | None = None) -> Format:
-    """The oldest format whose readers understand the card, the bank and the network."""
+def format_of(
+    card: Card,
+    bank: FeatureBankEntry | None = None,
+    traced: Traced | None = None,
+    joint: JointEntry | None = None,
+) -> Format:
+    """The oldest format whose readers understand the card, the bank, the network and the posterior over all of it."""
+    if joint is not None and joint.since == 5:
+        return 5
     if traced is not None:
         return 4
     calibration = card.calibration
@@ -375,7 +381,8 @@ class Manifest(Strict):
     layers: dict[str, Layer]  # by module name; layers not named here are deterministic
     members: dict[str, Members] = {}  # modules kept in one copy per ensemble member
     hierarchy: Hierarchy | None = None
-    subnetwork: SubnetworkEntry | None = None
+    subnetwork: Joint = None
+    inducing_inputs: Joint = None
     feature_bank: FeatureBankEntry | None = None
     batchnorm: Literal["kept", "folded"]
     precision: Precision = "float32"  # of the numbers in the file
@@ -383,9 +390,9 @@ class Manifest(Strict):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of this manifest without it, and of all tensors
 
     @property
-    def joint(self) -> SubnetworkEntry | None:
+    def joint(self) -> JointEntry | None:
         """The posterior over the network as a whole; None: each layer has its own, or none."""
-        return self.subnetwork
+        return self.inducing_inputs if self.subnetwork is None else self.subnetwork
 
     @property
     def closed_form(self) -> bool:
@@ -400,7 +407,7 @@ class Manifest(Strict):
 
     @model_validator(mode="after")
     def _formats(self) -> "Manifest":
-        if self.format < (needed := format_of(self.card, self.feature_bank, self.traced)):
+        if self.format < (needed := format_of(self.card, self.feature_bank, self.traced, self.joint)):
             raise ValueError(f"the format is {self.format}, but it has keys of format {needed}")
         if self.feature_bank is not None and self.task.kind == "regression":
             raise ValueError("a bank of features belongs to classification")
@@ -412,7 +419,7 @@ class Manifest(Strict):
     @model_serializer(mode="wrap")
     def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """What readers of earlier formats do not know is left out where it says nothing."""
-        newer = ("feature_bank", "traced")
+        newer = ("feature_bank", "traced", "inducing_inputs")
         return {key: value for key, value in write(self).items() if key not in newer or value is not None}
 
     @model_validator(mode="after")
@@ -424,8 +431,13 @@ class Manifest(Strict):
 
     @model_validator(mode="after")
     def _jointly(self) -> "Manifest":
+        if self.subnetwork is not None and self.inducing_inputs is not None:
+            raise ValueError("a subnetwork and inducing inputs do not go together")
         if self.joint is not None:
             self.joint.check(self)
+        in_sequence = self.joint is not None and self.joint.in_sequence
+        if not in_sequence and any(layer.in_sequence for layer in self.layers.values()):
+            raise ValueError("layers that are drawn in sequence need inducing inputs")
         closed = self.card.calibration is not None and self.card.calibration.closed is not None
         if closed and not self.closed_form:
             raise ValueError("a closed form was calibrated, but the network has none")

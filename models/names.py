@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from dubito.models.posteriors.dictionary import POSTERIORS
+from dubito.models.posteriors.dictionary import COMPOSED, POSTERIORS
 
-METHODS = (*POSTERIORS, "deterministic")  # of `bayesianize`, layer by layer
+METHODS = (*POSTERIORS, *COMPOSED, "deterministic")  # of `bayesianize`
 LAPLACE = "subnetwork-laplace"  # of a whole network that is trained already
 Measure = Literal["entropy", "mutual_information", "max_probability", "epistemic_variance", "energy", "knn"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)  # that OOD flags can go by

@@ -233,9 +233,10 @@ class Repository:
         """Number of seeds and draws of the bank; None without a bank: by settings, for this model, or for lack of
         memory."""
         settings, factors, share = self.settings, engine.model.factors, engine.share
-        if settings.sample_mode == "fresh" or factors.normals == 0:
+        automatic = settings.sample_mode == "auto" and factors.ahead
+        if factors.normals == 0 or not (automatic or settings.sample_mode == "bank"):
             return None
-        sets, samples = settings.bank_sets, settings.bank_samples
+        sets, samples = settings.bank_sets, settings.samples if automatic else settings.bank_samples
         size = sets * samples * (share.sample - 4 * factors.normals)  # the normals are not kept
         if size == 0:  # draws are not weights of layers
             return None

@@ -65,9 +65,10 @@ class Settings(BaseSettings):
         min_length=1,
         description="Batches are padded to these sizes; each runs once at the start.",
     )
-    sample_mode: Literal["fresh", "bank"] = Field(
-        default="fresh",
-        description="Draws for requests without a seed: fresh ones, or from a bank drawn ahead of time.",
+    sample_mode: Literal["auto", "fresh", "bank"] = Field(
+        default="auto",
+        description="Draws for requests without a seed: fresh ones, or from a bank drawn ahead of time; auto: a bank "
+        "of `samples` draws for models that take long to draw (gi), fresh ones for others.",
     )
     bank_sets: PositiveInt = Field(default=8, description="Seeds in the bank of each model.")
     bank_samples: PositiveInt = Field(

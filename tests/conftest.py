@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,9 +20,11 @@ CACHE.mkdir(exist_ok=True)  # torch warns where there is none
 os.environ["XDG_CACHE_HOME"] = str(CACHE)
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: one thread each, in their subprocesses too
     os.environ["OMP_NUM_THREADS"] = "1"
+gc.disable()  # until all is imported
 pytest.MonkeyPatch().setattr(typer.main, "get_command", cache(typer.main.get_command))  # else built for each command
 
 FIRST = ("test_readme.py", "service", "training", "deploy", "models")  # longest first: none is left with one at the end
+EXPORT = ("/test_edge", "service/test_pictures.py", "models/test_contract.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,12 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Files go to workers whole. Those that export networks go to one: the first export of a process takes seconds."""
+    """Files go to workers whole. Those that export networks go to one: the first export of a process takes seconds, and
+    equal networks are traced once (`quick_exports`)."""
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
     def scope(nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "edge" if "/test_edge" in file else file
+        return "exports" if any(name in file for name in EXPORT) else file
 
     scheduler: object = LoadFileScheduling(config, log)
     scheduler._split_scope = scope  # type: ignore[attr-defined]
@@ -55,7 +59,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the collector of garbage need not look at it again and again.
+    """What was imported stays: the collector of garbage need not look at it again and again, nor often at the rest.
 
     To loggers whose records do not reach the root logger, pytest adds a handler before each test and removes it after.
     torch has sixty such.
@@ -65,6 +69,8 @@ def pytest_collection_finish() -> None:
             logger.propagate = True
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
@@ -82,3 +88,12 @@ def pytest_runtest_setup() -> None:
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)
+
+
+@pytest.fixture(scope="session")
+def quick_exports() -> Iterator[None]:
+    """In this process, from here on."""
+    from tests import exports
+
+    with exports.quick_exports():
+        yield

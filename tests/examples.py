@@ -1,4 +1,4 @@
-"""How many examples hypothesis tries."""
+"""How many examples hypothesis tries, and how many draws a margin of standard errors is for."""
 
 import os
 

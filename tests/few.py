@@ -1,21 +1,29 @@
 """Settings under which a small model is calibrated and evaluated in a fraction of the time."""
 
+from functools import cache
+
 import pytest
 
-from dubito.training import beside, calibrate
+from dubito.training import beside, calibrate, choice
 from dubito.training.data import spoil
 from dubito.training.evaluation import evaluate, predicting
 
 REQUESTS = 4
+GRID = (1, 4, 20)
+timed = cache(choice.timed)  # once for all tests of a process
 
 
 def few(patch: pytest.MonkeyPatch) -> None:
-    """Fewer requests, resamples and spoiled inputs: most of the time of a small training or evaluation.
+    """Fewer requests, draws, resamples and spoiled inputs: most of the time of a small training or evaluation. How fast
+    the machine is is measured once.
 
     For tests that ask neither how well a calibration keeps its promises nor how exact a standard error is.
     """
     patch.setattr(calibrate, "CALIBRATION_REQUESTS", REQUESTS)
     patch.setattr(spoil, "SPOILED", 50)
+    for room in (calibrate, evaluate, predicting):
+        patch.setattr(room, "GRID", GRID)
+    patch.setattr(choice, "timed", timed)
     patch.setattr(beside, "RESAMPLED", 10)
     patch.setattr(beside, "REQUESTS", REQUESTS)
     patch.setattr(evaluate, "REQUESTS", REQUESTS)

@@ -20,6 +20,7 @@ from typing import IO
 
 LIMIT = 600.0  # seconds, after which a command is hopeless even on a busy machine
 DUBITO = "from dubito.cli import main; main()"
+FEW = f"import pytest; from tests.few import few; few(pytest.MonkeyPatch()); {DUBITO}"  # it calibrates in short
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["tests.preloaded"])
 
@@ -82,10 +83,10 @@ class Begun:
         return ended
 
 
-def interpret(code: str) -> subprocess.CompletedProcess[str]:
+def interpret(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     """In a process that is not forked: triton reads this setting as it is imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
 
 

@@ -4,6 +4,7 @@ import atexit
 import gc
 from importlib import import_module
 
+gc.disable()  # until all is imported
 for name in (
     "dubito.cli",
     "dubito.service.run",
@@ -17,6 +18,7 @@ for name in (
     "tests.forked",
 ):
     import_module(name)
+gc.enable()
 gc.collect()
 gc.freeze()  # the processes' collectors of garbage need not look at all of this
 atexit.register(gc.unfreeze)

@@ -14,8 +14,9 @@ import typer
 from dubito.cli import app
 from dubito.models.conversion.architectures import OURS
 from dubito.models.conversion.options import known_options
-from dubito.models.manifest import Precision, Predictive, Selection
+from dubito.models.manifest import Precision, Predictive
 from dubito.models.names import ARCHITECTURES, LAPLACE, METHODS
+from dubito.models.posteriors.subnetwork import Selection
 from dubito.service.settings import read_settings
 from dubito.service.web.oip import PARAMETERS
 from dubito.service.web.openapi import SCHEMAS, STATUSES

@@ -85,7 +85,7 @@ def test_readme_runs_with_a_short_training(tmp_path: Path) -> None:
     assert train in commands
     with scripts(tmp_path / ".venv" / "bin"):
         commands = commands.replace(train, f"dubito train digits {SHORT} --out")
-        check(tmp_path, commands, readme, DUBITO_BUCKETS="1,4")
+        check(tmp_path, commands, readme, DUBITO_BUCKETS="1,4", DUBITO_PLAN_SECONDS="0")
 
 
 def test_script_keeps_order_and_line_numbers(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ direction, no circles, public names, no pickle, no needless seconds."""
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
@@ -68,7 +68,9 @@ NAMED_IN = {  # a method, or classes of it: the only files of models/, service/ 
         "models/posteriors/dictionary.py",
         "deploy/edge/inducing.py",
     },
-    r"Subnetwork(Factors)?\b|LinearisedFactors": {
+    r"Subnetwork(Factors|Entry)?\b|LinearisedFactors": {
+        "models/posteriors/subnetwork.py",
+        "models/posteriors/dictionary.py",
         "models/network/linearised.py",
         "models/network/joint.py",
         "deploy/edge/linear.py",
@@ -78,14 +80,26 @@ PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "she
 FILES = [file.relative_to(REPO) for room in MAY_IMPORT for file in sorted((REPO / room).rglob("*.py"))]
 
 
+Nodes = Sequence[ast.AST]
+
+
+def nodes_of(code: str) -> Nodes:
+    return tuple(ast.walk(ast.parse(code)))
+
+
 @cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse((REPO / file).read_text())
+def parsed(file: Path) -> Nodes:
+    return nodes_of((REPO / file).read_text())
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+@cache
+def imported(nodes: Nodes) -> tuple[str, ...]:
     """The dotted name of each import, wherever in the file it stands: `from a import b` gives `a.b`."""
-    for node in ast.walk(tree):
+    return tuple(_imported(nodes))
+
+
+def _imported(nodes: Nodes) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -93,12 +107,13 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def rooms_imported(tree: ast.AST) -> set[str]:
+def rooms_imported(nodes: Nodes) -> set[str]:
     """`import dubito.models.errors` and `from dubito import models` both give `models`."""
-    parts = [name.split(".") for name in imported(tree)]
+    parts = [name.split(".") for name in imported(nodes)]
     return {part[1] for part in parts if part[0] == "dubito" and len(part) > 1 and part[1] in MAY_IMPORT}
 
 
+@cache
 def file_of(name: str) -> Path | None:
     """The file of ours that an imported name stands in: `dubito.models.errors.DubitoError` -> models/errors.py."""
     first, *parts = name.split(".")
@@ -146,12 +161,19 @@ def circle(graph: dict[Path, set[Path]]) -> list[str]:
     return []
 
 
-def pickles_used(tree: ast.AST) -> set[str]:
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` for the attribute of an attribute of a name; empty for attributes of anything else."""
+    if isinstance(node, ast.Attribute):
+        return f"{of}.{node.attr}" if (of := dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def pickles_used(nodes: Nodes) -> set[str]:
     """The imports and attributes, such as `torch.load`, that read or write pickles, and `allow_pickle` unless False."""
-    names = set(imported(tree)) | {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names = {*imported(nodes), *(dotted(node) for node in nodes if isinstance(node, ast.Attribute))}
     keywords = {
         ast.unparse(node)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False"
     }
     return keywords | {name for name in names if any(f"{name}.".startswith(f"{banned}.") for banned in PICKLES)}
@@ -198,7 +220,7 @@ def test_a_method_is_named_in_its_own_files_and_in_the_dictionary_only(name: str
 
 
 def test_a_name_of_a_class_names_one_class() -> None:
-    classes = [node.name for file in FILES for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef)]
+    classes = [node.name for file in FILES for node in parsed(file) if isinstance(node, ast.ClassDef)]
     assert {name for name in classes if classes.count(name) > 1} == set()
 
 
@@ -211,7 +233,7 @@ def test_no_pickle(file: Path) -> None:
 
 
 def test_weights_are_read_by_the_restricted_unpickler_and_never_by_the_server() -> None:
-    calls = [node for node in ast.walk(parsed(READS_WEIGHTS)) if isinstance(node, ast.Call)]
+    calls = [node for node in parsed(READS_WEIGHTS) if isinstance(node, ast.Call)]
     loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
     assert [{k.arg: ast.unparse(k.value) for k in call.keywords}["weights_only"] for call in loads] == ["True"]
     reached = {file for file in FILES if file.parts[0] in ("service", "deploy", "models")}
@@ -224,16 +246,16 @@ def test_the_checks_see_what_they_should() -> None:
     code = (
         "import dubito.models.errors\nfrom dubito import service\ndef f():\n    from dubito.training.recipe import run"
     )
-    assert rooms_imported(ast.parse(code)) == {"models", "service", "training"}
+    assert rooms_imported(nodes_of(code)) == {"models", "service", "training"}
     assert file_of("dubito.models.errors.DubitoError") == Path("models/errors.py")
     assert file_of("dubito.models.network.layers") == Path("models/network/layers.py")
     assert file_of("dubito.models.load") == Path("models/__init__.py")
     assert (file_of("dubito.__version__"), file_of("torch.nn")) == (Path("root/__init__.py"), None)
     code = "if TYPE_CHECKING:\n    from dubito.models.network import plan"
-    assert [file_of(name) for name in imported(ast.parse(code))] == [Path("models/network/plan.py")]
+    assert [file_of(name) for name in imported(nodes_of(code))] == [Path("models/network/plan.py")]
     a, b, c = Path("a"), Path("b"), Path("c")
     assert circle({a: {b}, b: {c}, c: {b}}) in (["b", "c", "b"], ["c", "b", "c"])
     assert circle({a: {b, c}, b: {c}}) == []
     code = "from pickle import loads\nfrom torch import load\ntorch.save(x)\nnp.load(x, allow_pickle=True)\nz.load(x)"
-    assert pickles_used(ast.parse(code)) == {"pickle.loads", "torch.load", "torch.save", "allow_pickle=True"}
-    assert pickles_used(ast.parse("np.load(x, allow_pickle=False)\nloads(x)\ntorch.loader")) == set()
+    assert pickles_used(nodes_of(code)) == {"pickle.loads", "torch.load", "torch.save", "allow_pickle=True"}
+    assert pickles_used(nodes_of("np.load(x, allow_pickle=False)\nloads(x)\ntorch.loader")) == set()

@@ -30,9 +30,11 @@ from dubito.training.data.sources import count_pictures, read_data
 from dubito.training.fit.checkpoint import write_whole
 from dubito.training.fit.fit import VALIDATION_SAMPLES
 from dubito.training.fit.ranks import Ranks
-from dubito.training.inputs import as_made_for
+from dubito.training.inputs import as_made_for, channels_in
 from dubito.training.names import OWN_DATA
+from dubito.training.recipe import answer_of
 from dubito.training.terminal import duration
+from dubito.training.weights import read_weights
 
 MINUTES, QUICK, FROM_WEIGHTS = 10.0, 1.0, 30.0  # at the rounded speed; the machine may be half as fast
 SPEED = {"cpu": 1e10, "cuda": 2e12}  # typical multiply-adds a second: of a core, of a GPU
@@ -40,7 +42,7 @@ STEP = {"cpu": 4e-3, "cuda": 1e-3}  # seconds of a step beside them
 BACKWARD, POSTERIOR = 3.0, 1.3  # cost of a training step over a pass, and of a posterior's over the plain network's
 PASSES = 220, 140  # draws in calibration and measurement, of each calibration and each test example …
 MOST_PASSED = 1000  # … but at most so many examples of each
-STEPS = 400, 2000  # of the plain network: fewest with which a larger network is worth while, and enough for any
+STEPS = 400, 2000  # of the plain network: fewest with which it is better than chance, and enough for any
 EPOCHS = (240, 180, 120, 90, 60, 48, 36, 30, 24, 18, 12, 6)  # of the plain network
 ENOUGH = 30  # of them, where there are many batches
 SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # of a table's epochs
@@ -132,7 +134,7 @@ def choose(request: Request, facts: Facts, machine: Machine) -> list[str]:
     minutes = QUICK if request.quick else FROM_WEIGHTS if request.recipe().network.weights else MINUTES
     chosen: list[str] = []
     for values in _candidates(request, facts):
-        chosen = [f"{key}={_toml(value)}" for key, value in values.items()]
+        chosen = [f"{key}={as_toml(value)}" for key, value in values.items()]
         if seconds(request.recipe(chosen), facts, machine) * machine.rounded <= 60 * minutes:
             break
     return chosen
@@ -154,8 +156,9 @@ def _candidates(request: Request, facts: Facts) -> Iterator[dict[str, Any]]:
     batch = 2 ** round(math.log2(min(max(n / 40, BATCH[0]), BATCH[1])))
     least, most = (steps * batch / n for steps in STEPS)  # epochs
     for rung in reversed(ladder):
+        fewest = (0 if own else min(least, EPOCHS[0])) if rung is ladder[0] else least
         for E in EPOCHS:
-            if (least <= E or rung is ladder[0]) and max(most, ENOUGH) >= E:
+            if fewest <= E <= max(most, ENOUGH, fewest):
                 yield _values(request, facts, rung, E, batch)
 
 
@@ -191,11 +194,12 @@ def _values(request: Request, facts: Facts, rung: Rung, E: int, batch: int) -> d
     return values
 
 
-def _toml(value: Any) -> str:
+def as_toml(value: Any) -> str:
+    """A value in the form of `--set`."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {_toml(v)}' for key, v in value.items())}}}"
+        return f"{{{', '.join(f'{key} = {as_toml(v)}' for key, v in value.items())}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(as_toml, value))}]"
     return "none" if value is None else json.dumps(value)
 
 
@@ -236,8 +240,8 @@ def multiply_adds(architecture: str, arguments: str, entering: tuple[tuple[int, 
         sizes |= {"channels": shape[0], "size": list(shape[1:])}
     with torch.device("meta" if architecture in OURS or architecture.startswith("torchvision/") else "cpu"):
         net = network_of(architecture, **arguments_for(architecture, sizes) | json.loads(arguments))
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            net.eval()(torch.zeros(1, *shape))
+        with FlopCounterMode(display=False) as counter:
+            answer_of(net, architecture, shape)
     return int(counter.get_total_flops()) // 2
 
 
@@ -281,6 +285,15 @@ def look(request: Request, root: Path | None, download: bool) -> Facts:
     tested = 0 if data.test is None else len(data.test)
     pictures = data.train.x.dtype == torch.uint8 and min(shape[1:]) >= SMALLEST
     return Facts(len(data.train), tested, shape, outputs, pictures=pictures)
+
+
+def _as_weights_have_it(request: Request) -> Request:
+    """With a folder's pictures in grey or colour, as given weights take them."""
+    weights = request.recipe().network.weights
+    if weights is None or not request.source.startswith("folder:") or request.sets("data.channels"):
+        return request
+    channels = channels_in(read_weights(Path(weights)))
+    return request if channels is None else replace(request, changes=(*request.changes, f"data.channels={channels}"))
 
 
 def _made_for(recipe: Recipe) -> tuple[int, int] | None:
@@ -333,9 +346,8 @@ def plan(
         recipe = request.recipe(())
         return Plan(request.recipe(["fit.pretrain_epochs=0"]) if recipe.network.weights else recipe, "", file)
     if request.recipe().network.weights is not None and not request.sets("network.architecture"):
-        raise RecipeError(
-            "weights came without their network: name it, such as --set network.architecture=resnet18-cifar."
-        )
+        raise RecipeError("weights came without their network: name it, such as --network torchvision/resnet18.")
+    request = _as_weights_have_it(request)
     facts = look(request, data_root, download)
     if facts.pictures and request.recipe().task == "classification" and not request.source.startswith("folder:"):
         request = replace(request, like="folder")
@@ -344,17 +356,14 @@ def plan(
     chosen = None if fresh else _kept(file, key)
     chosen = choose(request, facts, machine) if chosen is None else chosen
     recipe = request.recipe(chosen)
-    said = f"{facts}, {machine}: {_words(recipe)}, {about(recipe, facts, machine)}."
+    said = f"{facts}, {machine}: {_words(recipe)}."
     if machine.kind == "cpu" and facts.pictures:
         gpu = Machine("cuda")
         better = request.recipe(choose(request, facts, gpu))
         same = _words(better) == _words(recipe)
-        said += f" A GPU would {'only be faster' if same else f'train {_words(better)}'}: {about(better, facts, gpu)}."
+        more = "only be faster" if same else f"train {_words(better)}"
+        said += f" A GPU would {more}, in about {duration(seconds(better, facts, gpu))}."
     return Plan(recipe, said, file, json.dumps({**key, "chosen": chosen}))
-
-
-def about(recipe: Recipe, facts: Facts, machine: Machine) -> str:
-    return f"about {duration(seconds(recipe, facts, machine) * machine.slowness)}"
 
 
 def _words(recipe: Recipe) -> str:

@@ -40,6 +40,51 @@ Default = Annotated[
         "--method", help=f"Default predictive of a {LAPLACE} model: probit (closed form, the default) or sampling."
     ),
 ]
+# a trained network, and its inputs: of `train` and `laplace`
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(metavar="OLD=NEW", help="Names in the weights: fc.1=fc; may be repeated."),
+]
+Labels = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Names of the network's classes in the order of its outputs, one a line, or JSON; without it, those "
+        "that the weights' file states, or else the data's.",
+    ),
+]
+InputSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="Height and width of the network's pictures: 224, or 224x320. Without it: of weights what torchvision or "
+        "timm say of the network, else the data's own, which `train` may make smaller.",
+    ),
+]
+Crop = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of a picture's shorter side that is cut out of its middle, 0.875 for example; without it, both "
+        "sides are resized.",
+    ),
+]
+Interpolation = Annotated[str | None, typer.Option(help="How pictures are resized: bilinear or bicubic.")]
+Normalise = Annotated[
+    str | None,
+    typer.Option(
+        help="Of the pixels: imagenet, unit (0 to 1), symmetric (-1 to 1), bytes (0 to 255) or data (by its own "
+        "mean and standard deviation).",
+    ),
+]
+Mean = Annotated[
+    list[float] | None,
+    typer.Option(
+        help="Instead of --normalise: the mean by which pixels in [0, 1] were normalised, once per channel.",
+    ),
+]
+Std = Annotated[list[float] | None, typer.Option(help="The standard deviation that goes with --mean.")]
+Exif = Annotated[bool, typer.Option(help="Turn the pictures of a folder as their EXIF orientation says, or not.")]
+Target = Annotated[str | None, typer.Option(help="With csv:PATH: the column to predict; without it, the last.")]
 HELD_OUT = {"validation": 0.15, "calibration": 0.25}  # shares of data that a network is not trained on here
 MOST_SAID = 5  # classes or groups with too few examples that are named
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The artifact to write.")]
@@ -85,24 +130,36 @@ def train(
         str | None,
         typer.Option(
             "--network",
-            metavar="MODULE:FACTORY",
-            help="Train a network of your own: the class or function that makes it, as in package.module:factory. It "
-            "gets those of the arguments classes, outputs, inputs, channels and size that it takes, and "
-            "network.arguments of the recipe. Its code runs.",
+            metavar="NAME",
+            help=f"Another network than the recipe's: torchvision/NAME, timm/NAME, {listed(ARCHITECTURES)}, or one of "
+            "your own by the class or function that makes it, as in package.module:factory. Its code runs. It gets "
+            "those of the arguments classes, outputs, inputs, channels and size that it takes, and network.arguments "
+            "of the recipe.",
         ),
     ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Weights (.safetensors, .pth, .pt, .ckpt) of a trained network that the posterior starts from; the "
+            "plain network is not trained then.",
+        ),
+    ] = None,
+    rename: Rename = None,
+    labels: Labels = None,
+    input_size: InputSize = None,
+    crop: Crop = None,
+    interpolation: Interpolation = None,
+    normalise: Normalise = None,
+    mean: Mean = None,
+    std: Std = None,
+    exif: Exif = True,
+    target: Target = None,
     data_root: DataRoot = None,
     download: Download = False,
     device: Device = "auto",
     fresh: Fresh = False,
     force: Force = False,
-    weights: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Weights of a trained network that the posterior starts from; the plain network is not trained then.",
-        ),
-    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A first answer in two minutes: a small network, few epochs, no trials.")
     ] = False,
@@ -122,18 +179,30 @@ def train(
 
         dubito train folder:pictures --quick
 
-        dubito train csv:table.csv --set task=regression --set data.target=price
+        dubito train csv:table.csv --set task=regression --target price
+
+        dubito train folder:pictures --network torchvision/resnet18 --weights resnet18.pth
     """
-    from dubito.training.choice import Request, plan
+    from dubito.models.errors import InputError
+    from dubito.training.choice import Request, as_toml, plan
     from dubito.training.recipe import train as follow
     from dubito.training.terminal import remark
+    from dubito.training.weights import read_labels
 
     out = _writable(Path(f"{_stem(recipe)}.safetensors") if out is None else out)
-    permit_network(network)
-    wanted = [] if network is None else [f"network.architecture={json.dumps(network)}", "network.arguments={}"]
-    wanted += [*(changes or ()), *([] if weights is None else [f"network.weights={json.dumps(str(weights))}"])]
+    permit_network(network if network is not None and ":" in network else None)
+    for option, value in {"--rename": rename, "--labels": labels}.items():
+        if value is not None and weights is None:
+            raise InputError(f"{option} belongs to the weights of a trained network; give them by --weights FILE.")
+    given: dict[str, Any] = {} if network is None else {"network.architecture": network, "network.arguments": {}}
+    inputs = chosen_inputs(input_size, crop, interpolation, normalise, mean, std, exif=exif, target=target)
+    given |= {f"data.{key}": value for key, value in inputs.items()}
+    wanted = [*(f"{key}={as_toml(value)}" for key, value in given.items()), *(changes or ())]
+    wanted += [] if weights is None else [f"network.weights={as_toml(str(weights))}"]
+    wanted += [] if rename is None else [f"network.rename={as_toml(rename)}"]
     where: dict[str, Any] = {"data_root": data_root, "download": download, "device": chosen_device(device)}
     chosen = plan(Request(recipe, tuple(wanted), quick), out, **where, fresh=fresh)
+    where["labels"] = None if labels is None else read_labels(labels)
     if chosen.said:
         remark(chosen.said)
     if dry_run:
@@ -142,7 +211,7 @@ def train(
         print("\n".join(describe_run(chosen.recipe, **where)))
         return
     with _stopping(), chosen.kept():
-        trained = follow(chosen.recipe, out, **where, fresh=fresh, force=force)
+        trained = follow(chosen.recipe, out, **where, fresh=fresh, force=force, estimate=bool(chosen.said))
     if trained is not None:
         _print_result(out, trained.model, as_json)
 
@@ -187,6 +256,41 @@ def prune(
 
 
 @app.command()
+def compact(
+    file: Artifact,
+    out: Out,
+    members: Annotated[int, typer.Option(help="Draws to distil, each to one member.", min=2, max=1024)] = 16,
+    inducing: Annotated[int, typer.Option(help="M: side of the inducing weights of each layer.", min=1)] = 16,
+    steps: Annotated[int, typer.Option(help="Steps in which members learn their draws' functions.", min=0)] = 1000,
+    lr: Annotated[float, typer.Option(help="Adam's learning rate at the start; it falls to zero.")] = 3e-2,
+    network: Network = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Distil draws of a large posterior (gi, ffg-w) to a small ensemble of inducing weights, and calibrate it.
+
+    Try: dubito compact gi.safetensors --members 16 --inducing 16 --out small.safetensors
+    """
+    from dubito.training.compact import compact as compacted
+
+    permit_network(network)
+    model = compacted(
+        file,
+        _writable(out),
+        members=members,
+        inducing=inducing,
+        steps=steps,
+        lr=lr,
+        data_root=data_root,
+        download=download,
+        device=chosen_device(device),
+    )
+    _print_result(out, model, as_json)
+
+
+@app.command()
 def laplace(
     net: Annotated[
         str,
@@ -211,53 +315,17 @@ def laplace(
     weights: Annotated[
         Path | None, typer.Option(metavar="FILE", help="NET is a network's name, and these its weights.")
     ] = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OLD=NEW", help="Names in the weights: fc.1=fc; may be repeated."),
-    ] = None,
-    labels: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Names of the network's classes in the order of its outputs, one a line, or JSON; without it, those "
-            "that the weights' file states, or else the data's.",
-        ),
-    ] = None,
-    input_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N",
-            help="Height and width of the network's pictures: 224, or 224x320. Without it: what torchvision or timm "
-            "say of the network, else the data's own.",
-        ),
-    ] = None,
-    crop: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of a picture's shorter side that is cut out of its middle, 0.875 for example; without it, both "
-            "sides are resized.",
-        ),
-    ] = None,
-    interpolation: Annotated[str | None, typer.Option(help="How pictures are resized: bilinear or bicubic.")] = None,
-    normalise: Annotated[
-        str | None,
-        typer.Option(
-            help="Of the pixels: imagenet, unit (0 to 1), symmetric (-1 to 1), bytes (0 to 255) or data (by its own "
-            "mean and standard deviation).",
-        ),
-    ] = None,
-    mean: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="Instead of --normalise: the mean by which pixels in [0, 1] were normalised, once per channel.",
-        ),
-    ] = None,
-    std: Annotated[list[float] | None, typer.Option(help="The standard deviation that goes with --mean.")] = None,
-    exif: Annotated[
-        bool, typer.Option(help="Turn the pictures of a folder as their EXIF orientation says, or not.")
-    ] = True,
+    rename: Rename = None,
+    labels: Labels = None,
+    input_size: InputSize = None,
+    crop: Crop = None,
+    interpolation: Interpolation = None,
+    normalise: Normalise = None,
+    mean: Mean = None,
+    std: Std = None,
+    exif: Exif = True,
     task: Annotated[str, typer.Option(help="Of weights: classification or regression.")] = "classification",
-    target: Annotated[str | None, typer.Option(help="Of weights, with csv:PATH: the column to predict.")] = None,
+    target: Target = None,
     size: Annotated[
         int | None,
         typer.Option(
@@ -323,18 +391,7 @@ def laplace(
     elif name is None and not file.exists():
         what = "names a network, whose weights are missing: --weights FILE" if _is_name(net) else "is no file"
         raise InputError(f"NET is {net}, which {what}.")
-    moments = None if mean is None and std is None else (tuple(mean or ()), tuple(std or ()))
-    of_weights = {
-        "--target": target,
-        "--labels": labels,
-        "--rename": rename,
-        "--input-size": input_size,
-        "--crop": crop,
-        "--interpolation": interpolation,
-        "--normalise": normalise,
-        "--mean": mean,
-        "--std": std,
-    }
+    inputs = chosen_inputs(input_size, crop, interpolation, normalise, mean, std, exif=exif, target=target)
     try:
         settings = Laplace(size=size, select=select, prior_precision=prior_precision)  # type: ignore[arg-type]
         fit_temperature = temperature and task == "classification"
@@ -349,35 +406,73 @@ def laplace(
         if precision is not None:
             common["precision"] = chosen_precision(precision)
         if name is None:
-            for option, value in of_weights.items():
-                if value is not None:
-                    raise InputError(f"{option} belongs to weights; say which network they are of with --network.")
+            for option in (*inputs, *(["labels"] if labels is not None else []), *(["rename"] if rename else [])):
+                given = "--mean" if option == "normalise" and mean is not None else OPTIONS.get(option, f"--{option}")
+                raise InputError(f"{given} belongs to weights; say which network they are of with --network.")
             model = from_artifact(file, data, out, settings, **common)
         else:
             if task not in ("classification", "regression"):
                 raise InputError(f"--task is {task!r}; expected classification or regression.")
-            chosen: dict[str, Any] = {
-                **HELD_OUT,
-                "target": target,
-                "size": None if input_size is None else chosen_size(input_size),
-                "crop": crop,
-                "interpolation": interpolation,
-                "normalise": moments or normalise,
-                "exif": None if exif else False,
-            }
-            pictures = Data(name=data, **{key: value for key, value in chosen.items() if value is not None})
+            pictures = Data.model_validate({"name": data, **HELD_OUT, **inputs})
             named = config.Network(architecture=name, rename=tuple(rename or ()))
             known = None if labels is None else read_labels(labels)
             model = from_weights(file, named, pictures, out, settings, task=task, labels=known, **common)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
-        place = "".join(f"--{part} " for part in first["loc"][:1]).replace("_", "-").replace("--size", "--input-size")
-        raise InputError(f"{place}{first['msg'].removeprefix('Value error, ')}; it is {first['input']!r}.") from None
+        if first["type"] == "value_error":  # from our own validators, whose message is complete
+            raise InputError(f"{first['msg'].removeprefix('Value error, ')}.") from None
+        place = "".join(f"--{part} " for part in first["loc"][:1]).replace("_", "-")
+        raise InputError(f"{place}is {first['input']!r}: {first['msg']}.") from None
     _print_result(out, model, as_json)
 
 
 def _is_name(net: str) -> bool:
     return net in ARCHITECTURES or ":" in net or net.startswith(("torchvision/", "timm/"))
+
+
+OPTIONS = {"size": "--input-size", "exif": "--no-exif"}  # of keys in [data] that are called otherwise there
+
+
+def chosen_inputs(
+    input_size: str | None,
+    crop: float | None,
+    interpolation: str | None,
+    normalise: str | None,
+    mean: list[float] | None,
+    std: list[float] | None,
+    *,
+    exif: bool,
+    target: str | None,
+) -> dict[str, Any]:
+    """Keys of a recipe's [data] that these options give; what they leave open is not among them."""
+    from typing import get_args
+
+    from dubito.models import manifest
+    from dubito.models.errors import InputError
+    from dubito.training.config import NORMALISATIONS
+
+    if crop is not None and not 0 < crop <= 1:
+        raise InputError(f"--crop is {crop:g}; expected a share above 0, up to 1, such as 0.875.")
+    for option, value, known in (
+        ("--interpolation", interpolation, get_args(manifest.Interpolation)),
+        ("--normalise", normalise, tuple(NORMALISATIONS)),
+    ):
+        if value is not None and value not in known:
+            raise InputError(f"{option} is {value!r}; expected {listed(known)}.")
+    if (mean is None) != (std is None) or (mean is not None and normalise is not None):
+        came = "--normalise with --mean or --std" if normalise is not None else "--mean or --std alone"
+        raise InputError(f"{came} came; expected --normalise NAME, or both of --mean and --std, once per channel.")
+    if std is not None and not all(0 < value < float("inf") for value in std):
+        raise InputError(f"--std is {', '.join(f'{value:g}' for value in std)}; expected numbers above 0.")
+    given = {
+        "size": None if input_size is None else list(chosen_size(input_size)),
+        "crop": crop,
+        "interpolation": interpolation,
+        "normalise": normalise if mean is None else [mean, std],
+        "exif": None if exif else False,
+        "target": target,
+    }
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def chosen_size(text: str) -> tuple[int, int]:
@@ -489,7 +584,7 @@ def calibrate(
         raise InputError(f"--{name} is {first['input']}; expected {expected}.") from None
     permit_network(network)
     model = load(file)
-    data_set = read_for(model.manifest, data, data_root, download=download)
+    data_set = read_for(model.manifest, data, data_root, download=download, grouped=per == "group")
     name, held = part_of(data_set, model.card, part, default="calibration")
     if name != "calibration":  # the calibration part never overlaps the training part
         check_held_out(model, held)

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Fitting, Interpolation, Precision, Predictive, Selection, SetScore
+from dubito.models.manifest import Fitting, Interpolation, Precision, Predictive, SetScore
 from dubito.models.names import LAPLACE, Measure
+from dubito.models.posteriors.subnetwork import Selection
 from dubito.training.names import OWN_DATA, TORCHVISION, recipes, shipped
 
 # strict: true, "20" and 20.0 are not whole numbers

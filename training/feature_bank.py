@@ -38,7 +38,7 @@ def find_layer(model: Model, x: Tensor) -> tuple[str, int] | None:
     bare = replace(factors, form=None, read=None)
 
     def run() -> Tensor:
-        return network.run(x[:1], bare, Draws(1, None, 0), cheapest(factors))
+        return bare.outputs(network, x[:1], Draws(1, None, 0), lambda B, K: cheapest(factors), 1)
 
     with evaluating(network), torch.inference_mode():
         name = last_linear(network.net, run)

@@ -29,6 +29,14 @@ def as_made_for(data: Data, network: Network) -> Data:
     return Data.model_validate(data.model_dump() | default) if default else data
 
 
+def as_weights_take(data: Data, network: Network, weights: Weights) -> Data:
+    """`as_made_for`, and a folder's pictures in grey or colour as the weights have them."""
+    data = as_made_for(data, network)
+    if data.channels is None and data.name.startswith("folder:"):
+        return data.model_copy(update={"channels": channels_in(weights)})
+    return data
+
+
 def _preset(architecture: str) -> dict[str, Any]:
     if architecture.startswith(TORCHVISION):
         import torchvision.models

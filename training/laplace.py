@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from dubito.models.conversion.start import CONVERTIBLE
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Input, Selection, SubnetworkEntry
+from dubito.models.manifest import Input
 from dubito.models.network.jacobian import Linearised, add_squares, layout
 from dubito.models.network.linearised import Subnetwork
 from dubito.models.network.network import BayesianNetwork
+from dubito.models.posteriors.subnetwork import Selection, SubnetworkEntry
 from dubito.models.predictions.prediction import evaluating, tally_for
 from dubito.models.predictions.uncertainty import ValueTally, probit
 from dubito.training.config import Laplace

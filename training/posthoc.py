@@ -15,7 +15,7 @@ from dubito.models.predictions.model import Model
 from dubito.training.config import Calibrate, Data, Fit, Laplace, Network, PosteriorOptions, Recipe
 from dubito.training.data.data import Parts, data_recipe, divide, input_of
 from dubito.training.data.sources import read_for
-from dubito.training.inputs import as_made_for, channels_in, classes_in, describe_input
+from dubito.training.inputs import as_weights_take, classes_in, describe_input
 from dubito.training.laplace import LaplaceError, check_plain, check_size, describe, linearise
 from dubito.training.plain import look_first
 from dubito.training.recipe import build_network, finish, read_parts, set_noise, task_of
@@ -93,9 +93,7 @@ def from_weights(
     without them the checkpoint may, and else the data's classes are taken in their own order.
     """
     weights = read_weights(file).renamed(network.rename)
-    data = as_made_for(data, network)
-    if data.channels is None and data.name.startswith("folder:"):
-        data = data.model_copy(update={"channels": channels_in(weights)})
+    data = as_weights_take(data, network, weights)
     recipe = Recipe(
         seed=seed,
         task=task,

@@ -27,6 +27,7 @@ from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data.augment import augmentation
 from dubito.training.data.data import Examples, Parts, divide, enter, input_of
 from dubito.training.data.sources import numbered, read_data
+from dubito.training.estimate import in_all, time_phases
 from dubito.training.evaluation.evaluate import measure
 from dubito.training.fit.checkpoint import draft_of, resume, save_checkpoint
 from dubito.training.fit.fit import Epoch, FitError, FitRun
@@ -37,14 +38,15 @@ from dubito.training.fit.remarks import remarks
 from dubito.training.fit.stop import stoppable
 from dubito.training.fit.target_noise import describe_noise, fit_noise
 from dubito.training.fit.tune import tune
-from dubito.training.inputs import as_made_for
+from dubito.training.inputs import as_weights_take
 from dubito.training.laplace import check_size, describe, linearise
 from dubito.training.plain import look_first
-from dubito.training.terminal import remark
+from dubito.training.terminal import duration, remark
 from dubito.training.weights import Weights, fill, fitting_names, read_weights
 
 REMEMBERED = 1024  # training inputs whose hashes are stored in the artifact, to recognise them
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch
+MOST_NUMBERS = 1 << 23  # of the training examples among which inducing points are chosen
 SHORT = 1.0  # seconds: shorter epochs share a checkpoint
 
 
@@ -58,6 +60,42 @@ class TrainedModel:
     log: list[Epoch]
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """Where the training begins: the data in their parts, and the plain network, untrained or with given weights."""
+
+    recipe: Recipe  # with the pictures as given weights take them
+    parts: Parts
+    declared: Input
+    net: nn.Module
+    context: Tensor | None  # inputs of another data set, for function-space VI
+
+    @property
+    def task(self) -> Task:
+        return task_of(self.parts, self.recipe)
+
+    def networks(self) -> tuple[BayesianNetwork, BayesianNetwork]:
+        """Copies of the plain network and of the posterior."""
+        trained = self.recipe.fit.pretrain_epochs or self.recipe.network.weights
+        posterior = make_bayesian(self.net, self.recipe, self.parts, self.declared, "network" if trained else "prior")
+        return bayesianize(self.net, "deterministic", task=self.task), posterior
+
+
+def begin(recipe: Recipe, data_root: Path | None, download: bool, labels: tuple[str, ...] | None = None) -> Beginning:
+    """Read the data and build the network. `labels` name the outputs of given weights; else their file may."""
+    weights = None
+    if recipe.network.weights is not None:
+        weights = read_weights(Path(recipe.network.weights)).renamed(recipe.network.rename)
+        recipe = recipe.model_copy(update={"data": as_weights_take(recipe.data, recipe.network, weights)})
+        labels = labels or weights.labels
+    with Ranks.here().in_turn():
+        parts = read_parts(recipe, data_root, download, labels)
+        context = read_context(recipe, parts.train, data_root, download)
+    declared = input_of(parts.train, recipe.data)
+    torch.manual_seed(recipe.seed)
+    return Beginning(recipe, parts, declared, build_network(recipe, parts, declared, weights), context)
+
+
 def train(
     recipe: Recipe,
     out: Path,
@@ -65,31 +103,31 @@ def train(
     data_root: Path | None = None,
     download: bool = False,
     device: torch.device | None = None,
+    labels: tuple[str, ...] | None = None,
     fresh: bool = False,
     force: bool = False,
+    estimate: bool = False,
 ) -> TrainedModel | None:
     """Fit, calibrate on the calibration part, measure on the test part, save; None on ranks other than the first.
 
     Checkpoints are written beside `out`; the next call with the same recipe resumes from them. Weights to start from
-    must do better than a guess on these data, or `force` must be set.
+    must do better than a guess on these data, or `force` must be set; `labels` name their outputs in order. With
+    `estimate`, a run that begins says how long it will take.
     """
     device = torch.device("cpu") if device is None else device
-    if recipe.network.weights is not None:
-        recipe = recipe.model_copy(update={"data": as_made_for(recipe.data, recipe.network)})
-    with Ranks.here().in_turn():
-        parts = read_parts(recipe, data_root, download)
-        context = read_context(recipe, parts.train, data_root, download)
-    declared = input_of(parts.train, recipe.data)
-    phases = Phases(recipe, parts, declared, out, device, fresh, context=context)
-    torch.manual_seed(recipe.seed)
-    net = build_network(recipe, parts, declared)
-    _check_posteriors(net, recipe, parts)
-    task = task_of(parts, recipe)
+    start = begin(recipe, data_root, download, labels)
+    recipe, parts, declared, net, task = start.recipe, start.parts, start.declared, start.net, start.task
+    phases = Phases(recipe, parts, declared, out, device, fresh, context=start.context)
+    _check_posteriors(net, recipe, parts, declared)
     plain: BayesianNetwork | None = None
     if recipe.network.weights is not None:
         plain = bayesianize(net, "deterministic", task=task)
         look_first(plain.net, parts, declared, task, force=force)
         set_noise(plain, parts.validation, declared)
+    if estimate and Ranks.here().count == 1 and not phases.begun:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            timed = time_phases(recipe, parts, declared, *start.networks(), device, start.context)
+        remark(f"{in_all(timed).about}: {', '.join(f'{p.name} {duration(p.seconds)}' for p in timed)}")
     trained_noise: dict[str, Tensor] | None = None  # target noise after the plain network's training
     if recipe.fit.pretrain_epochs:
         plain = phases.fit(bayesianize(net, "deterministic", task=task), recipe.pretraining, "plain").finish().cpu()
@@ -97,11 +135,11 @@ def train(
         if plain.noise is not None:
             trained_noise = {name: t.clone() for name, t in plain.noise.state_dict().items()}
             fit_noise(plain, parts.validation, declared, choose=recipe.noise_kind == "auto", seed=recipe.seed)
-    start: Literal["network", "prior"] = "prior" if plain is None else "network"
+    begins: Literal["network", "prior"] = "prior" if plain is None else "network"
 
     def fit_posterior(net: nn.Module, changed: Recipe, phase: str) -> FitRun:
         torch.manual_seed(recipe.seed)
-        network, fit = make_bayesian(net, changed, parts, start), changed.fit
+        network, fit = make_bayesian(net, changed, parts, declared, begins), changed.fit
         if trained_noise is not None and network.noise is not None:
             network.noise.load_state_dict(trained_noise)
             fit = fit.model_copy(update={"noise_epochs": 0})
@@ -241,8 +279,6 @@ def build_network(recipe: Recipe, parts: Parts, declared: Input, weights: Weight
             scale = x.std(0, unbiased=False)
             module.shift.copy_(x.mean(0))
             module.scale.copy_(torch.where(scale > 0, scale, 1.0))
-    if weights is None and recipe.network.weights is not None:
-        weights = read_weights(Path(recipe.network.weights)).renamed(recipe.network.rename)
     if weights is not None:
         weights = fitting_names(weights, list(net.state_dict()))
         for said in weights.remarks:
@@ -254,6 +290,18 @@ def build_network(recipe: Recipe, parts: Parts, declared: Input, weights: Weight
 
 def _check_sizes(net: nn.Module, name: str, shape: tuple[int, ...], outputs: int) -> None:
     """Check that the network takes one input of this shape, and has one output per class or target."""
+    came = tuple(answer_of(net, name, shape).shape)
+    if len(came) > 2:
+        raise RecipeError(
+            f"network.architecture: {name} answers with {came[1:]} numbers, as for each pixel or token; expected "
+            f"{outputs} for an input."
+        )
+    if came != (1, outputs):
+        raise RecipeError(f"network.arguments: {name} answers with {came[1:]} numbers; the data has {outputs}.")
+
+
+def answer_of(net: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor:
+    """The network's answer to one input of this shape; a RecipeError where it takes none such."""
     needed = [p for p in inspect.signature(net.forward).parameters.values() if p.default is p.empty and p.kind < 2]
     if len(needed) > 1:
         names = ", ".join(p.name for p in needed)
@@ -266,30 +314,28 @@ def _check_sizes(net: nn.Module, name: str, shape: tuple[int, ...], outputs: int
             raise RecipeError(
                 f"network.architecture: {name} takes token ids, as its embedding shows; expected numbers or pictures."
             ) from None
-        said = " ".join(str(error).split())
-        raise RecipeError(f"network.architecture: {name} cannot take inputs of shape {shape}: {said}.") from None
+        said = " ".join(str(error).split()).rstrip(".")
+        change = "--input-size and data.channels (1 or 3) change the pictures." if len(shape) == 3 else ""
+        raise RecipeError(
+            f"network.architecture: {name} cannot take inputs of shape {shape}: {said}. {change}".rstrip()
+        ) from None
     if not isinstance(answer, Tensor):
         raise RecipeError(f"network.architecture: {name} answers with a {type(answer).__name__}; expected one tensor.")
-    came = tuple(answer.shape)
-    if len(came) > 2:
-        raise RecipeError(
-            f"network.architecture: {name} answers with {came[1:]} numbers, as for each pixel or token; expected "
-            f"{outputs} for an input."
-        )
-    if came != (1, outputs):
-        raise RecipeError(f"network.arguments: {name} answers with {came[1:]} numbers; the data has {outputs}.")
+    return answer
 
 
-def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts) -> None:
+def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts, declared: Input) -> None:
     """Refuse options of the posterior that are not valid, before the work; uses the meta device."""
     blank = copy.deepcopy(net).to("meta")
     for options in ({}, *(recipe.tune.trials if recipe.tune is not None else ())):
-        network = make_bayesian(blank, recipe.with_options(options), parts, "prior")
+        network = make_bayesian(blank, recipe.with_options(options), parts, declared, "prior")
         if recipe.fit.objective == "function-space":
             check_gaussian(network)
 
 
-def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["network", "prior"]) -> BayesianNetwork:
+def make_bayesian(
+    net: nn.Module, recipe: Recipe, parts: Parts, declared: Input, start: Literal["network", "prior"]
+) -> BayesianNetwork:
     if recipe.laplace is not None:
         check_size(net, recipe.laplace)  # fails before the work, not after it
         return bayesianize(net, "deterministic", task=task_of(parts, recipe))
@@ -297,10 +343,26 @@ def make_bayesian(net: nn.Module, recipe: Recipe, parts: Parts, start: Literal["
     layers: Any = recipe.posterior.layers or None
     try:
         return bayesianize(
-            net, recipe.posterior.method, start=start, layers=layers, task=task_of(parts, recipe), **options
+            net,
+            recipe.posterior.method,
+            start=start,
+            layers=layers,
+            task=(task := task_of(parts, recipe)),
+            examples=some_examples(parts.train, declared, task, recipe.seed),
+            **options,
         )
     except TypeError as error:
         raise RecipeError(f"posterior.options: {error}.") from None
+
+
+def some_examples(train: Examples, declared: Input, task: Task, seed: int) -> tuple[Tensor, Tensor]:
+    """Training examples that inducing points may start at, their targets in the network's units."""
+    n = max(1, MOST_NUMBERS // train.x[0].numel())
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))[:n]
+    x, y = enter(train.x[order], declared), train.y[order]
+    if isinstance(task, Regression):
+        y = (y - torch.tensor(task.shift)) / torch.tensor(task.scale)
+    return x, y
 
 
 @dataclass(frozen=True)
@@ -328,6 +390,11 @@ class Phases:
         """The phases in their order."""
         trials = () if self.recipe.tune is None else range(1, len(self.recipe.tune.trials) + 1)
         return ["plain"] * (self.recipe.fit.pretrain_epochs > 0) + [f"trial-{i}" for i in trials] + ["posterior"]
+
+    @property
+    def begun(self) -> bool:
+        """Whether an earlier run has left a checkpoint that this one goes on from."""
+        return not self.fresh and any(self.checkpoint(name).exists() for name in self.names())
 
     def clean(self) -> None:
         """Delete the checkpoints, and drafts left by a killed process."""

@@ -24,7 +24,7 @@ from dubito.deploy.edge.quantise import quantised
 from dubito.deploy.edge.runtime import ROWS
 from dubito.deploy.edge.summary import classified, regressed
 from dubito.deploy.edge.trace import affines_of, trace
-from dubito.deploy.edge.writers import V_of_all, draw
+from dubito.deploy.edge.writers import V_of_all, draw, refuse
 from dubito.models.artifact.artifact import write_by
 from dubito.models.manifest import Fitting, Image, Interpolation
 from dubito.models.network.geometry import Conv
@@ -77,6 +77,7 @@ def export(
         raise ExportError(f"data give the ranges of activations in int8; the precision is {precision}.")
     if samples < 1:
         raise ExportError(f"samples is {samples}; expected 1 or more.")
+    refuse(model.network.layers)
     network = with_law(model.network, law)
     factors = network.factors()
     K = samples if factors.random else 1

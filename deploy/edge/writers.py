@@ -45,10 +45,16 @@ WRITERS: Mapping[str, Callable[..., Drawn]] = {  # by the kind of a manifest ent
 }
 
 
+def refuse(layers: Mapping[str, BayesianLayer]) -> None:
+    """Layers that no writer knows, before anything is traced."""
+    for name, layer in layers.items():
+        if layer.entry.kind not in WRITERS:
+            instead = f" {layer.entry.not_exported}" if layer.entry.not_exported else ""
+            raise ExportError(f"layer {name!r}: {layer.entry.method} layers cannot be exported.{instead}")
+
+
 def draw(s: Sampler, name: str, layer: BayesianLayer, factors: Factors, scale: Array, V: str | None = None) -> Drawn:
     """K draws of a layer, its outputs scaled by `scale` (d_out,); V, if a hierarchy has drawn it."""
-    if layer.entry.kind not in WRITERS:
-        raise ExportError(f"layer {name!r}: {layer.entry.method} layers cannot be exported.")
     from_above = {} if V is None else {"V": V}
     return WRITERS[layer.entry.kind](s, name, layer.posterior, factors, scale, **from_above)
 

@@ -21,7 +21,14 @@ from safetensors.torch import load as parse
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
-from dubito.models.artifact.described import bare_by, check_input, describe_network, set_masks, skeleton_of
+from dubito.models.artifact.described import (
+    bare_by,
+    check_input,
+    describe_network,
+    maybe_infinite,
+    set_masks,
+    skeleton_of,
+)
 from dubito.models.artifact.encoding import MASK, SCALE, decode, decode_whole, encode
 from dubito.models.conversion.architectures import architecture_of, input_of, on_meta
 from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError
@@ -68,14 +75,14 @@ def save(
         network = fold_batchnorm(network)
     tensors: dict[str, Tensor] = {}
     masks = {name: t for name, t in network.named_buffers() if name.endswith(".keep")}
-    homes = _homes(network)
+    homes, infinite = _homes(network), maybe_infinite(network)
     for name, tensor in network.state_dict().items():
         if homes[name] == name and name not in masks:
             keep = masks.get(name.rpartition(".")[0] + ".keep")
-            tensors |= encode(name, tensor, keep, precision)
+            tensors |= encode(name, tensor, keep, precision, infinite=name in infinite)
     manifest, unsaved = _manifest(network, card, precision)
-    for name, tensor in unsaved.items():
-        tensors |= encode(name, tensor, None, precision)
+    for name, tensor in unsaved.items():  # buffers and constants
+        tensors |= encode(name, tensor, None, precision, infinite=True)
     manifest = manifest.model_copy(update={"sha256": digest(manifest.model_dump(mode="json"), tensors)})
     # one key: the library writes several in no fixed order, and the same model should give the same bytes
     content = serialise(tensors, {KEY: manifest.model_dump_json()})
@@ -157,7 +164,7 @@ def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> tup
     known = architecture_of(network.net)
     try:
         manifest = Manifest(
-            format=format_of(card, bank),
+            format=format_of(card, bank, joint=next(iter(joint.values()), None)),
             architecture=known,
             task=network.task,
             layers=layers,
@@ -337,13 +344,13 @@ def _decode_all(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     state: dict[str, Tensor] = {}
     masks: dict[str, Tensor] = {}
-    homes, known = _homes(skeleton), set[str]()
+    homes, infinite, known = _homes(skeleton), maybe_infinite(skeleton), set[str]()
     for name, expected in skeleton.state_dict().items():
         if homes[name] != name:
             state[name] = state[homes[name]]
         elif expected.is_floating_point():
             known |= {name, name + SCALE, name + MASK}
-            state[name], keep = decode(name, expected.shape, tensors)
+            state[name], keep = decode(name, expected.shape, tensors, infinite=name in infinite)
             if keep is not None:
                 masks[name.rpartition(".")[0]] = keep
         else:

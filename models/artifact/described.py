@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from dubito.models.conversion.architectures import build, check_permitted, is_factory, only_factory, remember
 from dubito.models.conversion.conversion import assemble
@@ -18,9 +19,10 @@ from dubito.models.network.normalisation import fold_batchnorm
 from dubito.models.numerics.parameters import Free, Positive
 from dubito.models.predictions.prediction import evaluating
 from dubito.models.traced import Traced
-from dubito.models.tracing.rebuild import TracedNetwork, rebuild, try_out
+from dubito.models.tracing.rebuild import Container, TracedNetwork, rebuild, try_out
 from dubito.models.tracing.trace import TraceError, trace
 
+OURS = "dubito."
 COPY = re.compile(r"\.copies\.\d+")  # the place of one member's own module in a name
 
 
@@ -69,6 +71,20 @@ def set_masks(network: BayesianNetwork, masks: dict[str, Tensor]) -> None:
         part.keep = keep.to(next(part.parameters()).device)
 
 
+def maybe_infinite(network: BayesianNetwork) -> set[str]:
+    """Buffers that may hold ±infinity: those of the user's own modules, as attention masks; no statistics of training.
+
+    torch's BatchNorms and our own modules have statistics; infinity in them is a training that diverged.
+    """
+    return {
+        f"{name}.{key}"
+        for name, module in network.named_modules(remove_duplicate=False)
+        if isinstance(module, Container)
+        or not (isinstance(module, _NormBase) or type(module).__module__.startswith(OURS))
+        for key in module._buffers
+    }
+
+
 def describe_network(network: BayesianNetwork, manifest: Manifest) -> tuple[Manifest, dict[str, Tensor]]:
     """The manifest with what rebuilds the network, and the tensors of it that the network's state does not hold."""
     known, net = manifest.architecture, network.net
@@ -90,7 +106,9 @@ def describe_network(network: BayesianNetwork, manifest: Manifest) -> tuple[Mani
 
 
 def _with(manifest: Manifest, architecture: Architecture, traced: Traced) -> Manifest:
-    return manifest.model_copy(update={"format": 4, "architecture": architecture, "traced": traced})
+    return manifest.model_copy(
+        update={"format": max(4, manifest.format), "architecture": architecture, "traced": traced}
+    )
 
 
 def _is_still(network: BayesianNetwork, manifest: Manifest) -> bool:
@@ -136,15 +154,16 @@ def _answer_alike(one: BayesianNetwork, other: BayesianNetwork, shape: tuple[int
     """By the answers of the posterior mean to two random inputs: numbers in [0, 1), or indices where it takes those."""
     factors = one.factors()
     structures = [replace(factors, structure=Structure.of(net.net)) for net in (one, other)]
+    mean = Draws(1, None, 0)
     x = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(device, factors.dtype)
     with evaluating(one), evaluating(other):
         for given in (x, x.round().long()):
             try:
-                expected = one.run(given, structures[0], Draws(1, None, 0), {})
+                expected = structures[0].outputs(one, given, mean, lambda B, K: {}, len(given))
             except Exception as error:  # whatever the network's code comes up with
                 failed = error
                 continue
-            answer = other.run(given, structures[1], Draws(1, None, 0), {})
+            answer = structures[1].outputs(other, given, mean, lambda B, K: {}, len(given))
             return torch.allclose(answer, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
     reason = (str(failed) or type(failed).__name__).splitlines()[0].rstrip(".")
     raise ArtifactError(f"the network fails on inputs of shape {shape}: {reason}.")

@@ -15,18 +15,21 @@ MEMBERS = ".points.value"  # what a state calls an ensemble's matrices
 SCALE, MASK = "#scale", "#mask"  # suffixes of the tensors that stand beside another one
 
 
-def encode(name: str, tensor: Tensor, keep: Tensor | None, precision: Precision) -> dict[str, Tensor]:
-    """The tensors that stand for this one in the file."""
+def encode(
+    name: str, tensor: Tensor, keep: Tensor | None, precision: Precision, *, infinite: bool = False
+) -> dict[str, Tensor]:
+    """The tensors that stand for this one in the file; with `infinite`, it may hold ±infinity, as a mask does."""
     tensor = tensor.detach().cpu()
     if not tensor.is_floating_point():
         return {name: _copied(tensor)}
     tensor = tensor.float()
-    if not tensor.isfinite().all():
-        raise ArtifactError(f"tensor {name!r} holds NaN or infinity, so nothing was saved; the training diverged.")
+    finite = bool(tensor.isfinite().all())
+    if not finite and (not infinite or tensor.isnan().any()):
+        raise ArtifactError(f"tensor {name!r} holds {_wrong(infinite)}, so nothing was saved; the training diverged.")
     if name.endswith(".directions") and precision != "int8":
         precision = "float16"  # which they were rounded to when they were found
     stored: dict[str, Tensor] = {}
-    if precision == "int8" and tensor.dim() >= 2:
+    if precision == "int8" and tensor.dim() >= 2 and finite:
         scale = _rows(name, tensor).abs().amax(1) / 127
         step = torch.where(scale > 0, scale, 1.0)
         values = (_rows(name, tensor) / step[:, None]).round().to(torch.int8).view(tensor.shape)
@@ -42,13 +45,22 @@ def encode(name: str, tensor: Tensor, keep: Tensor | None, precision: Precision)
     return stored
 
 
+def _wrong(infinite: bool) -> str:
+    return "NaN" if infinite else "NaN or infinity"
+
+
 def _copied(tensor: Tensor) -> Tensor:
     """On its own: two tensors of a file may not share memory."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def decode(name: str, shape: torch.Size, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """The tensor of that shape in float32, and its mask where it was pruned; every claim is checked before its use."""
+def decode(
+    name: str, shape: torch.Size, stored: Mapping[str, Tensor], *, infinite: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The tensor of that shape in float32, and its mask where it was pruned; every claim is checked before its use.
+
+    With `infinite`, it may hold ±infinity.
+    """
     if name not in stored:
         raise ArtifactError(_missing(name))
     values, scale, mask = stored[name], stored.get(name + SCALE), stored.get(name + MASK)
@@ -71,8 +83,8 @@ def decode(name: str, shape: torch.Size, stored: Mapping[str, Tensor]) -> tuple[
         if scale.dtype != torch.float32 or scale.shape != (rows,):
             raise ArtifactError(_mismatch(name + SCALE, scale.shape, torch.Size([rows])))
         tensor = (_rows(name, tensor) * scale[:, None]).view(shape)
-    if not tensor.isfinite().all():
-        raise ArtifactError(f"tensor {name!r} holds NaN or infinity; the file is damaged or the training diverged.")
+    if tensor.isnan().any() if infinite else not tensor.isfinite().all():
+        raise ArtifactError(f"tensor {name!r} holds {_wrong(infinite)}; the file is damaged or the training diverged.")
     return tensor, keep
 
 

@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from dubito.models.conversion.architectures import architecture_of, remember
 from dubito.models.conversion.options import Options, Overrides, check_used, naming, one_of, options_for, pair
+from dubito.models.conversion.points import Examples, start_points
 from dubito.models.conversion.start import CONVERTIBLE, Start, geometry_of, origin_of, weight_of
 from dubito.models.errors import ConversionError
 from dubito.models.manifest import Hierarchy, Layer, Task
@@ -19,7 +20,9 @@ from dubito.models.network.features import watched
 from dubito.models.network.geometry import Linear
 from dubito.models.network.layers import BayesianLayer, MemberLayer
 from dubito.models.network.network import BayesianNetwork
+from dubito.models.network.sequence import InducingInputs
 from dubito.models.numerics.parameters import owners
+from dubito.models.posteriors.dictionary import COMPOSED
 from dubito.models.posteriors.entry import Origin
 from dubito.models.predictions.prediction import evaluating, predict
 
@@ -36,6 +39,7 @@ def bayesianize(
     spread: float | None = None,
     task: Task | None = None,
     data: Iterable[tuple[Tensor, Tensor]] | None = None,
+    examples: Examples | None = None,
     **options: Any,
 ) -> BayesianNetwork:
     """A Bayesian copy of `net`; `net` itself is left alone.
@@ -50,16 +54,20 @@ def bayesianize(
     `spread` is how wide q(V) starts, of FFG-W and FCG-W q(W): its standard deviation, or how far apart the members of
     Ensemble-U are. What starts narrow around a trained network may stay near it, and doubt little.
     With `data` (batches of inputs and labels) the accuracy before and after is printed, for regression the error.
+    The inducing points of gi and li start at some of the `examples`: inputs (N, ...), and classes (N,) or targets
+    (N, D) in the network's units, or None.
     """
     one_of("start", start, get_args(Start))
     one_of("unsupported", unsupported, ("error", "leave"))
     if spread is not None and not 0 < spread < math.inf:
         raise ConversionError(f"spread is {spread}; expected a positive number.")
+    below, method = COMPOSED.get(method, (method, method))
     base = Options(method).changed({"method": method, "inducing": inducing, **options})
     convertible = _convertible(net, unsupported)
     entries: dict[str, Layer] = {}
     for name, module in convertible.items():
-        chosen = options_for(name, module, base, layers or {})
+        own = base if name == next(reversed(convertible)) else base.changed(below)
+        chosen = options_for(name, module, own, layers or {})
         geometry = geometry_of(module)
         with naming(name):
             entry, layer_method = chosen.entry, chosen.method
@@ -77,7 +85,15 @@ def bayesianize(
     above = None
     if hierarchy is not None:
         above = _hierarchy(entries, base, *pair(hierarchy))
+    points = start_points(net, entries, examples, task)
+    for name, seen in points.seen.items():
+        entries[name] = entries[name].seeing(seen)
     converted = assemble(net, entries, members, above, task, start, spread)
+    for name, seen in points.seen.items():
+        if not seen.outputs.is_meta:
+            converted.layers[name].q.observe(seen, start == "network")
+    if points.U_0 is not None:
+        converted.set_joint(InducingInputs(points.U_0))
     if data is not None:
         _print_quality(net, converted, data)
     return converted

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from dubito.models.errors import ConversionError
-from dubito.models.posteriors.dictionary import POSTERIORS, entry_class, entry_classes
+from dubito.models.names import METHODS
+from dubito.models.posteriors.dictionary import COMPOSED, POSTERIORS, entry_class, entry_classes
 from dubito.models.posteriors.entry import Entry, Option, is_count
 
 Override = str | Mapping[str, Any]  # a method, or options
@@ -46,8 +47,9 @@ class Options:
             raise ConversionError(
                 f"unknown option {sorted(unknown)[0]!r}; there are: inducing, method, {', '.join(known)}."
             )
-        if method not in (methods := (*POSTERIORS, "deterministic")):
-            raise ConversionError(f"no method {method!r}; there are: {', '.join(methods)}.")
+        if method not in POSTERIORS and method != "deterministic":
+            whole = " of a layer: it is one of a network" if method in COMPOSED else ""
+            raise ConversionError(f"no method {method!r}{whole}; there are: {', '.join(METHODS)}.")
         for name, value in changes.items():
             known[name].check(name, value)
         return replace(self, method=method, given={**self.given, **changes})

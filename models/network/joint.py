@@ -2,5 +2,7 @@
 
 from dubito.models.names import LAPLACE
 from dubito.models.network.linearised import Subnetwork
+from dubito.models.network.network import JointPosterior
+from dubito.models.network.sequence import InducingInputs
 
-JOINT = {LAPLACE: Subnetwork}
+JOINT: dict[str, type[JointPosterior]] = {LAPLACE: Subnetwork, "gi": InducingInputs}

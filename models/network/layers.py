@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dubito.models.errors import ConversionError, InputError
 from dubito.models.manifest import Layer
 from dubito.models.network.geometry import Conv, Execution, Geometry, Linear, apply
-from dubito.models.posteriors.protocol import Operand, Posterior
+from dubito.models.posteriors.protocol import Dense, Operand, Posterior
 
 
 class Reading(Protocol):
@@ -48,6 +48,12 @@ class Run:
     begun: Sequence[Callable[[], object]] = ()  # draws that are under way: a capture ends when all were called for
     read: Reading | None = None  # what is read off the features, in further columns of the outputs
     features: list[Tensor] = field(default_factory=list)  # filled by the layer that is watched for `read`
+    points: int = 0  # inducing inputs, the first rows of each draw
+    on_arrival: Mapping[nn.Module, "OnArrival"] = field(default_factory=dict)  # layers that are drawn in sequence
+    drawn: dict[nn.Module, tuple[Dense, Tensor]] = field(default_factory=dict)  # filled by them: log Q − log P (K,) too
+
+
+OnArrival = Callable[[Geometry, Tensor], tuple[Dense, Tensor]]  # by inducing inputs as they arrive: (K, M, ...)
 
 
 class _Thread(local):
@@ -166,7 +172,15 @@ class BayesianLayer(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         run = current(self, input)
         execution = run.plan.get(self, "loop")
-        return apply(self.geometry, input, run.operands[self](), run.K, execution, run.channels_last)
+        return apply(self.geometry, input, self._weights(run, input), run.K, execution, run.channels_last)
+
+    def _weights(self, run: Run, input: Tensor) -> Operand:
+        draw = run.on_arrival.get(self)
+        if draw is None:
+            return run.operands[self]()
+        rows = run.points * (len(input) // (run.K * run.B))  # a network may make several of each input
+        run.drawn[self] = draw(self.geometry, input.unflatten(0, (run.K, -1))[:, :rows])
+        return run.drawn[self][0]
 
     def __getattr__(self, name: str) -> Any:
         """What the layer that stood here would say of its sizes; it has no one weight to show."""

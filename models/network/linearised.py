@@ -16,7 +16,6 @@ from torch.func import functional_call, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dubito.models.errors import ArtifactError
-from dubito.models.manifest import SubnetworkEntry
 from dubito.models.network.jacobian import Linearised, chosen_of, turn
 from dubito.models.network.learned import Learned
 from dubito.models.network.network import (
@@ -29,6 +28,7 @@ from dubito.models.network.network import (
     Shared,
 )
 from dubito.models.posteriors.protocol import Value
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 
 TANGENTS = 1 << 26  # numbers: of weights that draws move, held at a time
 JACOBIAN = 1 << 26  # numbers of a Jacobian that is kept for all draws of a request
@@ -146,8 +146,7 @@ class Subnetwork(JointPosterior):
         return cls(index.to(torch.int32), pack(L).float(), entry)
 
     @classmethod
-    def blank(cls, entry: SubnetworkEntry) -> "Subnetwork":
-        """One of the right size, into which tensors can be loaded."""
+    def blank(cls, entry: Any) -> "Subnetwork":
         S = entry.size
         return cls(torch.empty(S, dtype=torch.int32), torch.empty(S * (S + 1) // 2), entry)
 
@@ -174,7 +173,7 @@ class Subnetwork(JointPosterior):
             raise ArtifactError("the triangle of its subnetwork has a diagonal that is not positive: it is no factor.")
 
     @staticmethod
-    def facts(entry: SubnetworkEntry, network: BayesianNetwork | None) -> dict[str, Any]:
+    def facts(entry: Any, network: BayesianNetwork | None) -> dict[str, Any]:
         """For `dubito inspect`, with how many of each parameter's weights were chosen where the network is known."""
         by_name: dict[str, int] = {}
         if network is not None and isinstance(network.joint, Subnetwork):

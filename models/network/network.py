@@ -2,15 +2,14 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -18,14 +17,34 @@ from dubito.models.errors import ConversionError, InputError, PredictionError
 from dubito.models.manifest import Classification, Task
 from dubito.models.network.feature_bank import FeatureBank
 from dubito.models.network.features import is_linear, watch
-from dubito.models.network.geometry import Execution
-from dubito.models.network.layers import BayesianLayer, MemberLayer, Reading, Run, Structure, layer_by_layer, running
+from dubito.models.network.geometry import Execution, Geometry
+from dubito.models.network.layers import (
+    BayesianLayer,
+    MemberLayer,
+    OnArrival,
+    Reading,
+    Run,
+    Structure,
+    layer_by_layer,
+    running,
+)
 from dubito.models.network.learned import Learned
+from dubito.models.network.regression_sums import regression_sums
 from dubito.models.numerics.parameters import Positive, alike
 from dubito.models.numerics.proof import check
 from dubito.models.numerics.streams import begin
 from dubito.models.posteriors.blocks import Blocks
-from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Factors, Group, Operand, Posterior
+from dubito.models.posteriors.entry import JointEntry
+from dubito.models.posteriors.protocol import (
+    Dense,
+    Dropped,
+    Factored,
+    Factors,
+    Group,
+    InSequence,
+    Operand,
+    Posterior,
+)
 
 Plan = Mapping[str, Execution]  # how each layer computes its K draws, by its name
 Planner = Callable[[int, int], Plan]  # for B inputs and K draws
@@ -41,13 +60,14 @@ class NetworkFactors:
 
     - A linearised network has no layers; its draws move some weights of a plain network along its Jacobian.
     - Global inducing points draw weights layer after layer, each by what inducing inputs become under the draws of the
-      layers before. As they do not depend on the request, `stock` would run the inducing inputs through the network,
-      and `outputs` pass its result on in `Draws.stock`.
+      layers before. As they do not depend on the request, `stock` runs the inducing inputs through the network, and
+      `outputs` passes its result on in `Draws.stock`.
     - Deep GPs have no weights: `layers` and `stock` would be empty, `normals` those of all inducing outputs, and
       `outputs` would evaluate the functions drawn by them at K·B rows.
     """
 
     closed_form: ClassVar[bool] = False  # outputs have `moments`, without draws
+    ahead: ClassVar[bool] = False  # drawing costs more than a pass: a server makes draws ahead of the requests
     folds: ClassVar[bool] = True  # K draws of B inputs are K·B rows of a pass; False: its B rows serve all draws
     layers: Mapping[str, Factors]
     hierarchy: Factors | None  # draws the V's of all layers at once
@@ -199,7 +219,12 @@ class JointPosterior(nn.Module, ABC):
     key: ClassVar[str]  # its attribute of the network, its key in manifests, the prefix of its tensors
     over_weights: ClassVar[bool]  # over weights as they stand, so that no BatchNorm may be folded
     not_pruned: ClassVar[str]  # why `prune` refuses it
-    entry: BaseModel  # of the manifest
+    entry: JointEntry  # of the manifest
+
+    @property
+    def inputs(self) -> Tensor | None:
+        """U_0 (M, ...), the inducing inputs by which layers are drawn in sequence; None: there are none."""
+        return None
 
     @abstractmethod
     def prepare(self, plain: NetworkFactors) -> NetworkFactors:
@@ -208,6 +233,26 @@ class JointPosterior(nn.Module, ABC):
     @abstractmethod
     def check(self, net: nn.Module) -> None:
         """Raises an ArtifactError where tensors of a file do not fit the network."""
+
+    @classmethod
+    @abstractmethod
+    def blank(cls, entry: Any) -> Self:
+        """One of the right size, into which tensors can be loaded."""
+
+    @classmethod
+    def sized(cls, size: int) -> Self:
+        """For counting, without storage, where it has a size of its own."""
+        raise NotImplementedError
+
+    @staticmethod
+    @abstractmethod
+    def facts(entry: Any, network: "BayesianNetwork | None") -> dict[str, Any]:
+        """For `dubito inspect --json`; the network where it is known."""
+
+    @staticmethod
+    @abstractmethod
+    def lines(facts: Mapping[str, Any], calibration: Mapping[str, Any] | None) -> Iterator[str]:
+        """What `dubito inspect` says of these facts."""
 
 
 class BayesianNetwork(nn.Module):
@@ -261,11 +306,18 @@ class BayesianNetwork(nn.Module):
 
     def sample(self, x: Tensor, K: int) -> Tensor:
         """K joint draws from torch's own generator, with gradients: (B, ...) -> (K, B, ...)."""
-        return self._sample(x, K, lambda normals: torch.randn(K, normals, device=x.device))
+        return self.sample_with_ratio(x, K)[0]
+
+    def sample_with_ratio(self, x: Tensor, K: int, in_turn: bool = False) -> tuple[Tensor, Tensor]:
+        """And the mean of log Q − log P over the draws of layers whose KL has no closed form; `kl` has the rest.
+
+        Members of an ensemble come in random order, or `in_turn`.
+        """
+        return self._sample(x, K, lambda normals: torch.randn(K, normals, device=x.device), in_turn)
 
     def mean(self, x: Tensor) -> Tensor:
         """Outputs at the posterior mean: (B, ...)."""
-        return self._sample(x, 1, lambda normals: torch.zeros(1, normals, device=x.device))[0]
+        return self._sample(x, 1, lambda normals: torch.zeros(1, normals, device=x.device))[0][0]
 
     def sample_linearised(self, x: Tensor, S: int) -> tuple[Tensor, Tensor]:
         """Outputs at the posterior mean, (B, ...), and S draws of their first-order change, (S, B, ...).
@@ -280,7 +332,7 @@ class BayesianNetwork(nn.Module):
 
         with warnings.catch_warnings(), forward_ad.dual_level():
             warnings.filterwarnings("ignore", "`torch.jit.script`", FutureWarning)  # by which torch loads its own rules
-            mean, change = forward_ad.unpack_dual(self._sample(x, S, normals))
+            mean, change = forward_ad.unpack_dual(self._sample(x, S, normals)[0])
         assert change is not None
         return mean[0], change
 
@@ -290,7 +342,9 @@ class BayesianNetwork(nn.Module):
         layers = [*self.layers.values(), *([] if self.hierarchy is None else [self.hierarchy])]
         return self.joint is None and bool(layers) and all(m.q.gaussian and not m.entry.ensemble for m in layers)
 
-    def _sample(self, x: Tensor, K: int, normals: Callable[[int], Tensor]) -> Tensor:
+    def _sample(
+        self, x: Tensor, K: int, normals: Callable[[int], Tensor], in_turn: bool = False
+    ) -> tuple[Tensor, Tensor]:
         if x.device.type == "cpu":
             check(x.device, x.dtype)
         layers = self._by_shape()
@@ -302,30 +356,44 @@ class BayesianNetwork(nn.Module):
         copies = self._copies()
         members = max([copies, *(f.members for f in factors)])
         # on the device, so that a captured step draws anew; members kept in copies are chosen by the host
-        keys = torch.rand(members, device="cpu" if copies else x.device) if members else None
+        device = torch.device("cpu") if copies else x.device
+        keys = None if not members else (torch.arange if in_turn else torch.rand)(members, device=device)
         draws = Draws(K, noise, 0, keys=keys)
         plan: dict[nn.Module, Execution] = dict.fromkeys(layers, "factored")  # what a draw does not form is not formed
-        run = Run(K, self._draw_together(kinds, factors, draws), plan, draws.member, Structure.of(self.net))
-        return self.go(x, run) if x.is_cuda else self._go(x, run)  # on a CPU, gradients are faster as memory lies
+        structure, points = Structure.of(self.net), None if self.joint is None else self.joint.inputs
+        operands, on_arrival = self._draw_together(kinds, factors, draws)
+        run = Run(K, operands, plan, draws.member, structure, on_arrival=on_arrival)
+        if points is not None:
+            run, x = replace(run, points=len(points)), torch.cat([points.to(x.dtype), x])
+        out = self.go(x, run) if x.is_cuda else self._go(x, run)  # on a CPU, gradients are faster as memory lies
+        ratios = [ratio.mean() for _, ratio in run.drawn.values()]
+        return out[:, run.points :], torch.stack(ratios).sum().float() if ratios else out.new_zeros(())
 
     def _draw_together(
         self, kinds: Sequence[Sequence[BayesianLayer]], factors: Sequence[Factors], draws: Draws
-    ) -> dict[nn.Module, Callable[[], Operand]]:
-        """The weights of every layer; layers of a kind are drawn together, a hierarchy first."""
+    ) -> tuple[dict[nn.Module, Callable[[], Operand]], dict[nn.Module, OnArrival]]:
+        """The weights of every layer; layers of a kind are drawn together, a hierarchy first, some on arrival."""
         assert draws.noise is not None
         member = {E: draws.member(E) for E in {f.members for f in factors} if E}
         V: dict[nn.Module, Tensor] = {}
         operands: dict[nn.Module, Callable[[], Operand]] = {}
+        on_arrival: dict[nn.Module, OnArrival] = {}
         for kind, f, noise in zip(kinds, factors, draws.noise.split([f.normals for f in factors], dim=1), strict=True):
+            if isinstance(f, InSequence):
+                on_arrival[kind[0]] = partial(_draw_arriving, f, noise)
+                continue
             given = torch.stack([V[layer] for layer in kind], 1) if kind[0] in V else None
             drawn = _with_V(f, given).draw_each(noise.to(f.dtype), member.get(f.members))
             if kind[0] is self.hierarchy:
                 V = self._shared_out(as_matrix(drawn[0]))
             operands |= {layer: partial(_as_it_is, W) for layer, W in zip(kind, drawn, strict=True)}
-        return operands
+        return operands, on_arrival
 
     def kl(self, data_size: int | None = None) -> Tensor:
-        """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45]."""
+        """KL of the whole posterior; with `data_size` N, λ's term is weighted by min(1, N/d_in) [Ritter21, eq. 45].
+
+        Without the weights of layers that are drawn in sequence, whose part comes with `sample_with_ratio`.
+        """
         posteriors = [layer.q for layer in self._by_shape()]
         alike_ = [[posteriors[i] for i in indices] for indices in alike([type(q) for q in posteriors])]
         parts = [type(those[0]).kl_together(those, data_size) for those in alike_]
@@ -376,7 +444,12 @@ class BayesianNetwork(nn.Module):
         if factors.hierarchy is not None:
             V = self._shared_out(as_matrix(_draw(factors.hierarchy, 0, factors.sizes[0], draws, None)))
         operands: dict[nn.Module, Callable[[], Operand]] = {}
+        on_arrival: dict[nn.Module, OnArrival] = {}
         for name, f in factors.layers.items():
+            if isinstance(f, InSequence):
+                noise = draws.share(factors.places[name], factors.counts[name])
+                on_arrival[layers[name]] = partial(_draw_arriving, f, noise)
+                continue
             make = partial(_draw, f, factors.places[name], factors.counts[name], draws, V.get(layers[name]))
             operands[layers[name]] = cache(make) if keep else make
         groups = factors.groups if draws.random else ()
@@ -388,7 +461,7 @@ class BayesianNetwork(nn.Module):
             begun = drawn = begin(drawn, draws.key.device)
         for group, together in zip(groups, drawn, strict=True):
             operands |= {layers[name]: partial(_among, together, i) for i, name in enumerate(group.names)}
-        return replace(run, operands=operands, begun=begun)
+        return replace(run, operands=operands, begun=begun, on_arrival=on_arrival)
 
     def _shared_out(self, V: Tensor) -> dict[nn.Module, Tensor]:
         """Split the V that a hierarchy drew: the columns of each layer."""
@@ -457,6 +530,13 @@ def _draw(f: Factors, place: int, n: int, draws: Draws, V: Tensor | None) -> Ope
     noise = draws.share(place, n)
     f = _with_V(f, V)
     return f.mean(member) if noise is None else f.draw(noise.to(f.dtype), member)
+
+
+def _draw_arriving(f: InSequence, noise: Tensor | None, geometry: Geometry, inputs: Tensor) -> tuple[Dense, Tensor]:
+    """Weights of a layer at which inducing inputs (K, M, ...) arrive, and log Q − log P of each draw."""
+    with torch.autocast(inputs.device.type, enabled=False):
+        W, ratio = f.draw_given(*regression_sums(geometry, inputs, f.V, f.lam), noise)
+    return Dense(W.to(f.V.dtype)), ratio
 
 
 def _draw_group(group: Group, factors: NetworkFactors, draws: Draws) -> Sequence[Operand]:

@@ -17,7 +17,7 @@ from dubito.models.fields import MOST_MEMBERS, Strict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dubito.models.posteriors.protocol import Factors, Gathered, Posterior
+    from dubito.models.posteriors.protocol import Factors, Gathered, Posterior, Seen
 
 
 class LayerSizes(Protocol):
@@ -97,6 +97,8 @@ class Entry(Strict, ABC):
     what: ClassVar[Mapping[str, str]]  # method -> one line of `inspect`
     options: ClassVar[Mapping[str, Option]] = {}
     copies_rest: ClassVar[frozenset[str]] = frozenset()  # methods whose members own all other layers too
+    in_sequence: ClassVar[bool] = False  # layers are drawn one after the other, by what inducing inputs become
+    not_exported: ClassVar[str] = ""  # what to do instead of exporting it as ONNX, where that is refused
     below: ClassVar[str | None] = None  # its method where a hierarchy draws V; None: it has no V
 
     @classmethod
@@ -142,6 +144,15 @@ class Entry(Strict, ABC):
         """(M_out, M_in) of the V that a hierarchy draws for it."""
         return None
 
+    @property
+    def examples(self) -> int:
+        """Number of training examples that its inducing points start at; 0: it has none."""
+        return 0
+
+    def seeing(self, seen: "Seen") -> Self:
+        """The entry of a layer that makes this of those examples."""
+        return self
+
     def row(self) -> dict[str, Any]:
         """What `inspect --json` says of the layer beyond sizes."""
         return {}
@@ -149,3 +160,18 @@ class Entry(Strict, ABC):
     def cells(self, row: Mapping[str, Any]) -> tuple[str, str]:
         """Two columns of `inspect`, from the layer's row: what q is over, and which law it has."""
         return "", ""
+
+
+class JointEntry(Strict, ABC):
+    """What an artifact says of a posterior over a network as a whole."""
+
+    if TYPE_CHECKING:
+        method: str
+
+    since: ClassVar[int] = 1  # first format that has it
+    closed_form: ClassVar[bool] = False  # outputs have a mean and a variance without draws
+    in_sequence: ClassVar[bool] = False  # it draws layers one after the other
+
+    @abstractmethod
+    def check(self, manifest: Any) -> None:
+        """Raises a ValueError where it does not go with the rest of its manifest."""

@@ -285,6 +285,19 @@ class Inducing(Optional, Posterior):
         V[:r, :r] = torch.diag(S * scales[0] * scales[1] / self.sigma)
         return V.to(W.dtype)
 
+    @torch.no_grad()
+    def distil(self, W: Tensor) -> None:
+        """Z spans the leading directions of all members' rows and columns; V is the least-squares fit of each."""
+        assert isinstance(self.law, Mixture)
+        E, d_out, d_in = W.shape
+        W = W.double().cpu()
+        rows, columns = W.transpose(0, 1).reshape(d_out, E * d_in), W.permute(2, 0, 1).reshape(d_in, E * d_out)
+        for Z, side in ((self.Z_r.value, rows), (self.Z_c.value, columns)):
+            B, _, _ = leading(side, min(len(Z), *side.shape))
+            Z[: B.shape[1]] = math.sqrt(Z.shape[1] / len(Z)) * B.T.to(Z)
+        left, right = (torch.linalg.pinv(A) for A in self.projections())
+        self.law.points.value.copy_(left @ W @ right.mT / self.sigma)
+
     @classmethod
     def prune(cls, layers: Sequence[tuple[Self, bool]], keep: float) -> None:
         """Z by magnitude; the mean of q(V) follows what is left of it, so that the mean weights change little."""

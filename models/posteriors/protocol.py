@@ -180,6 +180,26 @@ class Factors(Value, ABC):
         return None
 
 
+class InSequence(Factors):
+    """Factors of weights that are drawn once inducing inputs arrive at the layer, under the draws of those before."""
+
+    V: Tensor  # (M, places, d_out)  pseudo-outputs at the M inducing inputs
+    lam: Tensor  # (M,)  their precisions
+
+    @abstractmethod
+    def draw_given(self, G: Tensor, h: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """K draws W (K, d_out, d_in), or their mean, and log Q(W) − log P(W) of each (K,).
+
+        G = ΦᵀΛΦ (K, d_in, d_in) and h = ΦᵀΛV (K, d_in, d_out) of what arrives, Φ; normals (K, normals).
+        """
+
+    def mean(self, member: Tensor | None) -> Operand:
+        raise NotImplementedError("such a layer has no mean of its own")
+
+    def draw(self, noise: Tensor, member: Tensor | None) -> Operand:
+        raise NotImplementedError("such a layer has no draws of its own")
+
+
 class Group(Protocol):
     """Layers that are drawn in one go."""
 
@@ -194,6 +214,20 @@ class Group(Protocol):
 
     def draw_by(self, key: Tensor, K: int) -> Sequence[Operand]:
         """The same from (seed, first draw), where there is a table."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a layer of the plain network gets and gives, of M examples."""
+
+    rows: Tensor  # (M, d_in)  its input at one place of each, the bias's 1 included
+    given: Tensor  # (M, d_out)  its output there
+    outputs: Tensor  # (M, places, d_out)
+    targets: Tensor | None = None  # (M, 1, d_out)  of the examples, at the last layer
+
+    def first(self, M: int) -> "Seen":
+        targets = None if self.targets is None else self.targets[:M]
+        return Seen(self.rows[:M], self.given[:M], self.outputs[:M], targets)
 
 
 class Posterior(nn.Module, ABC):
@@ -256,6 +290,13 @@ class Posterior(nn.Module, ABC):
     def fit(self, W: Tensor) -> Tensor:
         """Set the projections for the best fit of W, and return the V of it, for a hierarchy to start from."""
         raise NotImplementedError
+
+    def distil(self, W: Tensor) -> None:
+        """Start its members at these weight matrices (members, d_out, d_in), as nearly as it can."""
+        raise NotImplementedError
+
+    def observe(self, seen: Seen, trained: bool) -> None:
+        """Start at what the layer makes of examples; `trained`: the plain network is to be kept."""
 
     def set_directions(self, inputs: Tensor, factors: Factors, R: int) -> None:
         """Give the R leading directions of the layer's inputs (n, d_in) noise of their own."""

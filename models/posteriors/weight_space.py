@@ -6,15 +6,18 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor
 
+from dubito.models.errors import ConversionError
 from dubito.models.fields import Members, PositiveFinite
 from dubito.models.numerics.parameters import keep_largest
-from dubito.models.posteriors.entry import MEMBERS, PRIOR_SCALE, SIGMA_MAX, Entry, LayerSizes, Origin, prior_of
+from dubito.models.posteriors.entry import MEMBERS, PRIOR_SCALE, SIGMA_MAX, Entry, LayerSizes, Origin
 from dubito.models.posteriors.full_covariance import COVARIANCE_LIMIT, FullCovariance, check_limit
 from dubito.models.posteriors.mean_field import W_STD, MeanField
 from dubito.models.posteriors.mixture import Mixture
 from dubito.models.posteriors.protocol import Dense, Distribution, Factors, Frozen, Posterior
+from dubito.models.posteriors.weight_priors import PRIOR, PriorKind, WeightPrior, prior_by, sigma_of
 
 SPREAD = 0.05  # how far ensemble members start from each other, in units of W's own
 
@@ -25,6 +28,7 @@ class WeightLayer(Entry):
     members: Members | None = None
     sigma_max: PositiveFinite | None
     sigma: PositiveFinite
+    prior: PriorKind = "neal"
 
     what: ClassVar = {
         "ffg-w": "factorised Gaussian over weights",
@@ -36,6 +40,7 @@ class WeightLayer(Entry):
         "sigma_max": SIGMA_MAX,
         "prior_scale": PRIOR_SCALE,
         "covariance_limit": COVARIANCE_LIMIT,
+        "prior": PRIOR,
     }
     copies_rest = frozenset({"ensemble-w"})
 
@@ -46,13 +51,20 @@ class WeightLayer(Entry):
             fits = math.isqrt(o["covariance_limit"])
             advice = f"fcg-u with M = {fits} (inducing={fits}) fits, or use ffg-w."
             check_limit(d_out * d_in, o["covariance_limit"], advice)
-        sigma = prior_of(o, d_in)
+        sigma, prior = sigma_of(o, d_in), o["prior"]
+        if method != "ffg-w" and prior in ("scale", "spatial-iw"):
+            raise ConversionError(f"prior is {prior!r}, which {method} does not have; expected neal or standard.")
         if method == "ensemble-w":
-            return cls(method=method, members=o["members"], sigma_max=None, sigma=sigma)
-        return cls(method=method, sigma_max=o["sigma_max"], sigma=sigma)
+            return cls(method=method, members=o["members"], sigma_max=None, sigma=sigma, prior=prior)
+        return cls(method=method, sigma_max=o["sigma_max"], sigma=sigma, prior=prior)
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What earlier readers do not know is left out where it says nothing."""
+        return {key: value for key, value in write(self).items() if key != "prior" or value != "neal"}
 
     def start(self, origin: Origin) -> "WeightSpace":
-        return WeightSpace(self._law(origin), self.sigma)
+        return WeightSpace(self._law(origin), self.sigma, prior_by(self.prior, origin.geometry, origin.W))
 
     def _law(self, origin: Origin) -> Distribution:
         W, std = origin.W, W_STD if origin.spread is None else origin.spread
@@ -93,16 +105,22 @@ class WeightFactors(Factors):
 class WeightSpace(Posterior):
     """q(W) given outright, against the prior N(0, σ²) per entry."""
 
-    def __init__(self, law: Distribution, sigma: float) -> None:
+    def __init__(self, law: Distribution, sigma: float, prior: WeightPrior | None = None) -> None:
         super().__init__()
         self.law = law
         self.sigma = sigma
+        self.prior = WeightPrior() if prior is None else prior
 
     def trainable(self) -> WeightFactors:
         return WeightFactors(self.law.freeze())
 
     def kl(self, data_size: int | None = None) -> Tensor:
-        return self.law.kl(self.sigma)
+        """In closed form, the scale of the prior integrated out."""
+        if type(self.prior) is WeightPrior or not isinstance(self.law, MeanField):
+            return self.law.kl(self.sigma)
+        q = self.law.freeze()
+        expected = self.prior.freeze(self.sigma, q.centre).expected(q.centre.shape[1])
+        return expected.kl_of(q.centre.double(), q.spread.double()).to(q.centre.dtype) + self.prior.kl(q.centre)
 
     @classmethod
     def prune(cls, layers: Sequence[tuple[Self, bool]], keep: float) -> None:

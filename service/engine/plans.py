@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -78,10 +79,12 @@ class Plans:
         within = {unit.layer for unit in units}
         units += [layer for layer in structure.layers.values() if layer not in within]
         with ExitStack() as hooks, evaluating(job.network), torch.inference_mode():
+            draws = Draws(K, Normals(0, job.device).rows(K, job.factors.normals), 0)
+            if job.factors.ahead:  # passes of requests are measured, not those that draw weights
+                draws = replace(draws, stock=job.factors.stock(job.network, draws))
             for unit in units:
                 hooks.enter_context(unit.register_forward_pre_hook(choose))
             with suppress(FoldError):  # then draws run one by one
-                draws = Draws(K, Normals(0, job.device).rows(K, job.factors.normals), 0)
                 job.factors.outputs(job.network, job.x, draws, lambda B, K: self.usual, job.B)
         self.known[job.B, K] = MappingProxyType(chosen)
         if self.wrong:  # wrong at one size: not used at any

@@ -1,79 +1,24 @@
 """A real server, and the page of our own that asks the dashboard's queries."""
 
-import __future__
-
-import copy
 import importlib.util
-import inspect
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
 
 import pytest
 
 from dubito.models.embedded import embedded
 from tests.service.conftest import Starter
 
-if TYPE_CHECKING:
-    from onnx import ModelProto
-    from torch import Tensor
-    from torch.nn import Module
-
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quick_exports() -> Iterator[None]:
-    """Networks of the same layers are traced once; torch's exporter reads its library of operators once."""
-    from torch._export import utils
-    from torch._ops import OperatorBase
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    from dubito.deploy.edge import linear, trace
-
-    with pytest.MonkeyPatch.context() as patch:
-        once = traced_once(trace.by_torch)
-        patch.setattr(trace, "by_torch", once)
-        patch.setattr(linear, "by_torch", once)
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
-        patch.setattr(utils, "_materialize_cpp_cia_ops", cache(utils._materialize_cpp_cia_ops))
-        patch.setattr(OperatorBase, "py_impl", without_annotations(OperatorBase.py_impl))
-        yield
-
-
-def traced_once(by_torch: Callable[..., "ModelProto"]) -> Callable[..., "ModelProto"]:
-    """A trace depends on the modules, their names and values, and the input's shape: equal ones get equal copies."""
-    found: dict[object, ModelProto] = {}
-
-    def by_torch_once(
-        net: "Module", shape: tuple[int, ...], weights: "list[Tensor] | None" = None, names: Sequence[str] = ()
-    ) -> "ModelProto":
-        modules = [
-            (path, type(m), repr(m), getattr(m, "name", None), getattr(m, "geometry", None))
-            for path, m in net.named_modules(remove_duplicate=False)
-        ]
-        # weights that are given are inputs of the graph: their values do not matter
-        tensors = [*net.buffers(), *(net.parameters() if weights is None else ())]
-        key = (*modules, *(tensor.detach().numpy().tobytes() for tensor in tensors), shape, *names)
-        if key not in found:
-            found[key] = by_torch(net, shape, weights, names)
-        return copy.deepcopy(found[key])
-
-    return by_torch_once
-
-
-def without_annotations(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The same source, whose annotations are not evaluated: torch calls it 10,000 times an export."""
-    assert isinstance(method, FunctionType)
-    source = textwrap.dedent(inspect.getsource(method))
-    names: dict[str, Callable[..., Any]] = {}
-    code = compile(source, method.__code__.co_filename, "exec", __future__.annotations.compiler_flag, dont_inherit=True)
-    exec(code, method.__globals__, names)
-    return names[method.__name__]
+@pytest.fixture(scope="module", autouse=True)
+def where_needed(request: pytest.FixtureRequest) -> None:
+    """Other files need not import torch's exporter."""
+    if request.path.name.startswith("test_edge"):
+        request.getfixturevalue("quick_exports")
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,10 @@ from dubito.deploy.edge.export import ExportedModel, export, save
 from dubito.deploy.edge.graph import Graph
 from dubito.deploy.edge.tangents import Moved
 from dubito.models import bayesianize, build
-from dubito.models.manifest import Calibration, Card, Closed, Input, Regression, SubnetworkEntry
+from dubito.models.manifest import Calibration, Card, Closed, Input, Regression
 from dubito.models.network.linearised import LinearisedFactors, Subnetwork
 from dubito.models.network.network import BayesianNetwork
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.models.predictions.model import Model
 from tests.deploy.test_edge_export import inputs_for, saved, stir
 

@@ -16,11 +16,12 @@ from dubito.deploy.edge.features import features_in
 from dubito.models import bayesianize, build, load
 from dubito.models import save as save_artifact
 from dubito.models.conversion.conversion import ensemble
-from dubito.models.manifest import Calibration, Card, Input, SubnetworkEntry
+from dubito.models.manifest import Calibration, Card, Input
 from dubito.models.names import Measure
 from dubito.models.network.feature_bank import FeatureBank
 from dubito.models.network.linearised import Subnetwork
 from dubito.models.network.network import BayesianNetwork
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.models.predictions.model import Model
 
 D, K = 8, 4

@@ -1,4 +1,4 @@
-"""A traced network in ONNX: branches on sizes, class tokens and attention of one's own, still Bayesian."""
+"""A traced network in ONNX: branches on sizes, class tokens, masks and attention of one's own, still Bayesian."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ CLOSE = 1e-4  # of every output, in float32
 
 
 def test_a_traced_network_is_exported_as_its_class_would_be(tmp_path: Path) -> None:
-    for name in ("own", "attention"):
+    for name in ("own", "attention", "causal"):
         torch.manual_seed(0)
         make, shape = OWN[name]
         network = bayesianize(make().eval(), "ffg-u", inducing=2, unsupported="leave")

@@ -300,7 +300,8 @@ def _ready(address: str) -> bool:
 
 def ask_for(url: str, seconds: float) -> None:
     """Digits, and after half of the time noise among them; now and then what is refused or comes too late."""
-    pixels = np.load(REPO / "training" / "digits.npz")["x"].astype(np.float32)[:, None]
+    with np.load(REPO / "training" / "digits.npz") as arrays:
+        pixels = arrays["x"].astype(np.float32)[:, None]
     digits = (pixels - pixels.mean()) / pixels.std()
     rng, noise = random.Random(0), np.random.default_rng(0)
     began = time.monotonic()

@@ -216,6 +216,7 @@ WRONG = [  # file, change, and the rule or alert whose test must fail
 ]
 
 
+@pytest.mark.slow
 @promtool
 def test_a_wrong_rule_fails_its_test(tmp_path: Path) -> None:
     """Three at once, for one run of the rules' tests takes seconds; of the others none fails."""

@@ -483,6 +483,7 @@ def test_nothing_dense_is_stored(method: str, precision: Precision, tmp_path: Pa
     assert assert_nothing_dense((tmp_path / "model").read_bytes(), network) == 2
 
 
+@pytest.mark.slow
 def test_sizes_of_the_cifar_resnet50(tmp_path: Path) -> None:
     """Against the plain network's own float32 state; counts alone would give 24.3 % and, half of Z pruned, 13.2 %."""
     torch.manual_seed(0)

@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from dubito.models.manifest import Architecture, Calibration, Card, Input, Regre
 from dubito.models.numerics.parameters import count
 from dubito.models.predictions.answers import answers
 from dubito.models.pruning import prune
-from tests.files import installed_command
+from tests import forked
 from tests.small_models import bayesian_mlp
 
 # running it
@@ -126,7 +125,13 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "parameters"), TABLES)
+QUICK = (1_384_662, 6_374_454, 3_106_678, 4_746_682)  # one of each method, and both that are pruned
+
+
+@pytest.mark.parametrize(
+    ("options", "parameters"),
+    [pytest.param(*row, marks=() if row[1] in QUICK else pytest.mark.slow) for row in TABLES],
+)
 def test_the_counts_of_the_papers_tables(dubito: Run, options: str, parameters: int) -> None:
     """[Ritter21, tables 9 and 10], every integer of the ResNet-50, counted on the network itself."""
     found = dubito("count", "resnet50-cifar", *options.split(), "--json").json
@@ -599,9 +604,8 @@ def test_each_help_has_an_example(dubito: Run, name: str) -> None:
     assert "--json" in answer.out
 
 
-def test_the_installed_script_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
-    """In a process of its own, whose warnings nobody catches."""
+def test_a_process_of_its_own_refuses_in_one_line(folder: Path, tmp_path: Path) -> None:
+    """Nobody catches its warnings."""
     np.save(tmp_path / "x.npy", np.full((1, 6), 1e300))
-    command: list[str | Path] = [installed_command(), "predict", folder / "vectors", tmp_path / "x.npy"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = forked.run("predict", folder / "vectors", tmp_path / "x.npy")
     assert "holds NaN or infinity" in complaint(Answer(ended.returncode, ended.stdout, ended.stderr))

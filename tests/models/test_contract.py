@@ -26,7 +26,7 @@ from dubito.models import bayesianize, build, load, predict, save
 from dubito.models.manifest import Card, Input, Manifest
 from dubito.models.network.layers import BayesianLayer
 from dubito.models.network.network import BayesianNetwork, as_matrix
-from dubito.models.posteriors.dictionary import POSTERIORS
+from dubito.models.posteriors.dictionary import POSTERIORS, entry_class
 from dubito.models.posteriors.dropout import DropoutFactors
 from dubito.models.posteriors.protocol import Factors
 
@@ -44,6 +44,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ensemble-w": {"members": 3},
     "mc-dropout": {"rate": 0.3},
     "whvi": {"D": 2},
+    "gi": {"inducing": 6},
+    "li": {"inducing": 6},
 }
 
 
@@ -138,12 +140,33 @@ def whvi(s: State) -> Law:
     return Law((of_g @ g + of_b @ b)[None], of_g @ S @ of_g.T + of_b @ S_b @ of_b.T, kl + kl_b)
 
 
+def local(s: State) -> Law:
+    """[Ober21, eq. 11] with inducing inputs of the layer's own; rows of W are independent."""
+    d_out, d_in = s.shape
+    Phi = np.concatenate([s.tensors["Z"], np.ones((len(s.tensors["Z"]), 1))], 1)
+    Lam, precision = np.diag(np.exp(s.tensors["log_lam"])), np.eye(d_in) / s.entry["sigma"] ** 2
+    Sigma = np.linalg.inv(precision + Phi.T @ Lam @ Phi)
+    mean = (Sigma @ Phi.T @ Lam @ s.tensors["V"]).T
+    log_dets = np.linalg.slogdet(precision)[1] + np.linalg.slogdet(Sigma)[1]
+    squares = np.einsum("oi,ij,oj->", mean, precision, mean)
+    kl = (squares + d_out * (np.trace(precision @ Sigma) - d_in - log_dets)) / 2
+    return Law(mean.reshape(1, -1), np.kron(np.eye(d_out), Sigma), kl)
+
+
+def prior(s: State) -> Law:
+    n = s.shape[0] * s.shape[1]
+    return Law(np.zeros((1, n)), s.entry["sigma"] ** 2 * np.eye(n), 0.0)
+
+
 ORACLES: dict[str, Callable[[State], Law]] = {
     "inducing": inducing,
     "weights": weights,
     "dropout": dropout,
     "whvi": whvi,
+    "local": local,
+    "prior": prior,
 }
+ALONE = [method for method in POSTERIORS if not entry_class(method).in_sequence]  # whose layers have laws of their own
 
 
 def law_of(layer: BayesianLayer) -> Law:
@@ -159,6 +182,8 @@ def network_of(method: str, seed: int = SEED) -> BayesianNetwork:
     network = bayesianize(build("mlp", inputs=4, hidden=[4, 4], outputs=3), method, **OPTIONS.get(method, {}))
     with torch.no_grad():
         for name, p in network.named_parameters():
+            if not p.requires_grad:
+                continue
             p.add_(0.2 * torch.randn(p.shape) + (5.0 if name.endswith(("spread.raw", "lam.raw")) else 0.0))
     return network.eval()
 
@@ -173,8 +198,10 @@ def skeletons() -> dict[str, onnx.ModelProto]:
     return {}
 
 
-@pytest.mark.parametrize("method", POSTERIORS)
-class TestContract:
+@pytest.mark.parametrize("method", ALONE)
+class TestLayer:
+    """Draws of one layer; those of layers drawn in sequence are judged in test_inducing_points.py."""
+
     @pytest.mark.parametrize("form", ["served", "trained"])
     def test_draws_have_the_mean_and_covariance_of_the_dense_law(self, method: str, form: str) -> None:
         """To 5 standard errors, which the draws themselves give, for a mask is no Gaussian."""
@@ -223,6 +250,9 @@ class TestContract:
             torch.testing.assert_close(mean, W[0])
             torch.testing.assert_close(energy, (W - W[:1]).square().sum(0))
 
+
+@pytest.mark.parametrize("method", POSTERIORS)
+class TestNetwork:
     def test_a_seed_gives_the_same_draws_and_another_seed_others(self, method: str) -> None:
         network, x = network_of(method), torch.randn(3, 4, generator=torch.Generator().manual_seed(SEED))
         factors = network.factors()
@@ -247,6 +277,7 @@ class TestContract:
         assert theirs.outputs is not None
         assert torch.equal(ours.outputs, theirs.outputs)
 
+    @pytest.mark.usefixtures("quick_exports")
     def test_an_exported_graph_answers_as_torch_does_or_the_export_is_refused(
         self, method: str, tmp_path: Path, skeletons: dict[str, onnx.ModelProto]
     ) -> None:

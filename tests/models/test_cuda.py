@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from dubito.models import bayesianize, build, predict
-from dubito.models.manifest import SubnetworkEntry
 from dubito.models.network.geometry import Execution
 from dubito.models.network.linearised import LinearisedFactors, Subnetwork, by_jvp
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.numerics.hadamard import by_steps, transform
 from dubito.models.numerics.normals import Normals
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.models.predictions.prediction import predict_closed
 from dubito.models.predictions.uncertainty import Classified
 

@@ -14,12 +14,13 @@ from dubito.models import bayesianize, build, load, save
 from dubito.models.artifact import artifact
 from dubito.models.conversion.conversion import ensemble
 from dubito.models.errors import ArtifactError, ConversionError
-from dubito.models.manifest import Calibration, Card, Input, SubnetworkEntry
+from dubito.models.manifest import Calibration, Card, Input
 from dubito.models.network.feature_bank import FeatureBank
 from dubito.models.network.features import is_linear, last_linear, watched
 from dubito.models.network.linearised import Subnetwork
 from dubito.models.network.network import BayesianNetwork, Draws
 from dubito.models.network.plan import cheapest
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.models.predictions.answers import scores
 from dubito.models.predictions.prediction import Job, evaluating, predict
 from dubito.models.predictions.uncertainty import Classified

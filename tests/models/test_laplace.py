@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, load, save
 from dubito.models.errors import ArtifactError, ConversionError, InputError
-from dubito.models.manifest import Regression, SubnetworkEntry
+from dubito.models.manifest import Regression
 from dubito.models.network.learned import Learned
 from dubito.models.network.linearised import (
     LinearisedFactors,
@@ -25,6 +25,7 @@ from dubito.models.network.linearised import (
 )
 from dubito.models.network.network import BayesianNetwork, Draws, Plan
 from dubito.models.numerics.parameters import count
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import predict, predict_closed
 from dubito.models.predictions.uncertainty import Classified, Regressed
@@ -262,7 +263,7 @@ def lenet() -> BayesianNetwork:
 def test_an_artifact_holds_indices_and_a_packed_triangle(stored: str, tmp_path: Path) -> None:
     made, path, x = lenet(), tmp_path / "model.safetensors", torch.randn(3, 1, 28, 28)
     manifest = save(made, path, precision=stored)  # type: ignore[arg-type]
-    assert manifest.subnetwork is not None
+    assert isinstance(manifest.subnetwork, SubnetworkEntry)
     assert manifest.subnetwork.size == S
     inside = load_file(path)
     assert inside["subnetwork.index"].dtype == torch.int32

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from dubito.models import bayesianize
 from dubito.models.network.network import BayesianNetwork, Draws
 from dubito.models.posteriors.inducing import Inducing
+from tests.examples import at_most
 
-K = 40_000
+pytestmark = pytest.mark.draws
+K = at_most(20_000)
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]] = {
     "linear, biased, wide": (nn.Linear(7, 3), (7,), {"inducing": (2, 3)}),
     "linear, biased, tall": (nn.Linear(3, 6), (3,), {"inducing": (3, 2)}),

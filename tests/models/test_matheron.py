@@ -35,7 +35,8 @@ from dubito.models.posteriors.protocol import Dense, Factored
 from tests.examples import at_most
 
 SEED = 0
-N = 100_000
+pytestmark = pytest.mark.draws
+N = at_most(40_000)
 
 
 @dataclass(frozen=True)

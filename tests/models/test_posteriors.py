@@ -22,9 +22,11 @@ from dubito.models.posteriors.mean_field import FrozenMeanField, MeanField
 from dubito.models.posteriors.mixture import Mixture
 from dubito.models.posteriors.protocol import Dense, Distribution, Dropped, Factored, Factors, Posterior
 from dubito.models.predictions.prediction import predict
+from tests.examples import at_most
 
 SEED = 0
-N = 100_000
+pytestmark = pytest.mark.draws
+N = at_most(40_000)
 
 
 def generator(at: int = 0) -> torch.Generator:

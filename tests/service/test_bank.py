@@ -26,6 +26,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "ffg-w": {},
     "mc-dropout": {},
     "whvi": {},
+    "gi": {"inducing": 4, "prior": "scale"},
+    "fac-gi": {"inducing": 4},
 }
 
 

@@ -137,8 +137,8 @@ def visit(tab: "Page") -> Iterator[Visit]:
 
 @pytest.fixture(scope="module")
 def demo(serve: Any) -> Any:
-    """What `dubito serve` without a path serves, its batches of few sizes so that it starts soon."""
-    return serve("--set", "buckets=1,24")
+    """What `dubito serve` without a path serves, its batches of few sizes and unmeasured so that it starts soon."""
+    return serve("--set", "buckets=1,24", "--set", "plan_seconds=0")
 
 
 @pytest.mark.parametrize(("name", "label"), [("clothes", "Shirt"), ("digits", "3")])

@@ -21,6 +21,7 @@ from dubito.models.embedded import embedded
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+pytestmark = pytest.mark.usefixtures("quick_exports")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 CONSOLE = files("dubito.service").joinpath("console")
 SEED = 11
@@ -111,13 +112,19 @@ def test_files_that_are_not_ours_are_refused_on_the_page(page: "Page", digits: P
     ):
         assert content.count(before) == 1
         cases[name] = content.replace(before, after)
+    picture = {"name": "x.png", "mimeType": "image/png", "buffer": example("digit 3")}
+    page.locator("#picture").set_input_files(picture)  # type: ignore[arg-type]
+    page.locator("#model").set_input_files(digits)
+    page.locator("#predict:enabled").wait_for()
     for name, body in cases.items():
+        page.evaluate("document.querySelector('#problem').hidden = true")
         page.locator("#model").set_input_files({"name": f"{name}.onnx", "mimeType": "", "buffer": body})
         page.locator("#problem:visible").wait_for()
         assert "file" in page.locator("#problem").inner_text().lower()
         assert page.locator("#predict").is_disabled()
-        page.locator("#model").set_input_files(digits)
-        page.locator("#problem").wait_for(state="hidden")
+    page.locator("#model").set_input_files(digits)
+    page.locator("#predict:enabled").wait_for()
+    assert page.locator("#problem").is_hidden()
 
 
 def test_only_this_page_may_run_webassembly(live: Any) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from dubito.models import bayesianize, load, save
-from dubito.models.manifest import Calibration, Card, Closed, Input, Regression, SubnetworkEntry
+from dubito.models.manifest import Calibration, Card, Closed, Input, Regression
 from dubito.models.network.linearised import Subnetwork
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.models.predictions.uncertainty import Classified, Regressed
 from dubito.service.client import Client, ServiceError
 from tests.small_models import mlp

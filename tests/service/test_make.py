@@ -18,7 +18,8 @@ def test_make_serve_answers_its_first_prediction() -> None:
     if not ready.exists() or ready.stat().st_mtime < (REPO / "pyproject.toml").stat().st_mtime:
         pytest.skip("`make serve` would install everything first: run `make setup`, then this test")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("DUBITO_", "MAKE", "MFLAGS"))}
-    command = ["make", "--directory", str(REPO), "serve", "ARGS=--port 0 --set buckets=1"]  # quicker to start
+    # the settings let it start sooner
+    command = ["make", "--directory", str(REPO), "serve", "ARGS=--port 0 --set buckets=1 --set plan_seconds=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean) as process:
         try:
             assert process.stdout is not None

@@ -14,6 +14,7 @@ from dubito.models import bayesianize, load, save
 from dubito.models.manifest import Card, Image, Input
 from dubito.models.predictions.uncertainty import Classified
 from tests import forked
+from tests.models.test_tracing import made
 from tests.service.conftest import Serve
 
 LABELS = ("left", "middle", "right")
@@ -55,6 +56,17 @@ def test_a_traced_network_is_served(serve: Serve, tmp_path: Path, method: str) -
     url = f"{serve(file).url}/v1/models/own"
     assert httpx.get(url, timeout=60).json()["architecture"] == "custom"
     reply = httpx.post(f"{url}/predict", json={"inputs": x.tolist(), "samples": 6, "seed": 3}, timeout=60)
+    rows = [row["probabilities"] for row in reply.json()["predictions"]]
+    assert rows == [pytest.approx(p, abs=1e-5) for p in expected.probabilities.tolist()]
+
+
+def test_a_mask_of_infinities_is_served(serve: Serve, tmp_path: Path) -> None:
+    network, shape, x = made("causal", "ffg-u", inducing=2)
+    save(network, tmp_path / "causal.safetensors", card=Card(input=Input(shape=shape), labels=LABELS))
+    expected = load(tmp_path / "causal.safetensors").predict(x, 6, 3).summary
+    assert isinstance(expected, Classified)
+    url = f"{serve(tmp_path / 'causal.safetensors').url}/v1/models/causal/predict"
+    reply = httpx.post(url, json={"inputs": x.tolist(), "samples": 6, "seed": 3}, timeout=60)
     rows = [row["probabilities"] for row in reply.json()["predictions"]]
     assert rows == [pytest.approx(p, abs=1e-5) for p in expected.probabilities.tolist()]
 

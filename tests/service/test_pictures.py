@@ -21,8 +21,8 @@ from dubito.deploy.edge.export import save as write_onnx
 from dubito.deploy.edge.runtime import EdgeError, EdgeModel
 from dubito.models import bayesianize, load, save
 from dubito.models.errors import InputError
-from dubito.models.images import prepare, read_pixels
-from dubito.models.manifest import Card, Fitting, Input, Regression, format_of
+from dubito.models.images import fitted, prepare, read_pixels
+from dubito.models.manifest import Card, Fitting, Input, Interpolation, Regression, format_of
 from dubito.models.manifest import Image as ImageInput
 from dubito.service.client import Client
 from dubito.training.data.data import enter
@@ -34,6 +34,7 @@ from tests.small_models import mlp
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+pytestmark = pytest.mark.usefixtures("quick_exports")
 SIDE, TURN = 6, 6  # of the input; EXIF: to be turned by a quarter, clockwise
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 STEP = 1 / 255 / min(STD)  # one step of a uint8 pixel, normalised
@@ -71,6 +72,17 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.parent
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Of each fitting the artifact and the graph."""
+    files = {}
+    for name, fitting in FITTINGS.items():
+        folder = tmp_path_factory.mktemp("exported")
+        files[name] = artifact(fitting, folder / "m.safetensors"), folder / f"{name}.onnx"
+        write_onnx(export(load(files[name][0]), take="image"), files[name][1])
+    return files
+
+
 def torchvisions(fitting: Fitting | None, path: Path) -> torch.Tensor:
     """The input by torchvision's own transforms of a Pillow picture, which round to uint8 after each pass."""
     with Image.open(path) as picture:
@@ -91,10 +103,29 @@ def by_rest(url: str, content: bytes) -> NDArray[Any]:
     return np.array(reply.json()["predictions"][0]["mean"])
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_pictures_of_data_sets_are_resized_as_torchvision_resizes_them(interpolation: Interpolation) -> None:
+    """In uint8, to the bit where torch's own kernels are used; elsewhere a rounding may differ by one step."""
+    rng = np.random.default_rng(0)
+    for height, width, resize in [(23, 37, None), (37, 23, 9), (5, 4, 12), (64, 64, 7)]:
+        picture = torch.from_numpy(rng.integers(0, 256, (3, height, width), dtype=np.uint8))
+        fitting = Fitting(resize=resize, interpolation=interpolation)
+        small = fitted(picture, (3, SIDE, SIDE), fitting)
+        size = [SIDE, SIDE] if resize is None else [resize]
+        whole = v2.functional.resize(picture, size, v2.InterpolationMode(interpolation))
+        expected = v2.functional.center_crop(whole, [SIDE, SIDE])
+        assert small.dtype == torch.uint8
+        assert (small.int() - expected.int()).abs().max() <= 1
+        exact = fitted(picture.float() / 255, (3, SIDE, SIDE), fitting) * 255  # as the server does
+        assert (small - exact).abs().max() < 1.01
+
+
 @pytest.mark.parametrize("name", FITTINGS)
-def test_every_road_makes_the_same_tensor(name: str, pictures: Path, serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_every_road_makes_the_same_tensor(
+    name: str, pictures: Path, serve: Callable[..., Any], exported: dict[str, tuple[Path, Path]]
+) -> None:
     fitting, picture = FITTINGS[name], pictures / "class" / "x.png"
-    path = artifact(fitting, tmp_path / "m.safetensors")
+    path, graph = exported[name]
     model = load(path)
     declared = model.card.input
     assert declared is not None
@@ -109,8 +140,6 @@ def test_every_road_makes_the_same_tensor(name: str, pictures: Path, serve: Call
     with Client(live.url) as client:
         sent = client.predict("m", read_pixels(picture, fitting))["mean"]
     assert np.abs(sent[0] - x.numpy().ravel()).max() < 1e-5
-    graph = tmp_path / "m.onnx"
-    write_onnx(export(model, take="image"), graph)
     edge = EdgeModel(graph)
     assert np.abs(edge.predict(edge.read(picture))["mean"][0] - x.numpy().ravel()).max() < 1e-4
     wide = np.array(Image.open(io.BytesIO(content)))[:5]  # 5 × 37: the shorter side grows
@@ -118,15 +147,17 @@ def test_every_road_makes_the_same_tensor(name: str, pictures: Path, serve: Call
     assert np.abs(edge.predict(wide[None])["mean"][0] - again).max() < 1e-4
 
 
-def test_the_browser_turns_and_cuts_as_the_server_does(page: "Page", pictures: Path, tmp_path: Path) -> None:
+def test_the_browser_turns_and_cuts_as_the_server_does(
+    page: "Page", pictures: Path, exported: dict[str, tuple[Path, Path]]
+) -> None:
     for name, fitting in FITTINGS.items():
-        model = load(artifact(fitting, tmp_path / "m.safetensors"))
+        path, graph = exported[name]
+        model = load(path)
         assert model.card.input is not None
-        write_onnx(export(model, take="image"), tmp_path / f"{name}.onnx")
         picture = pictures / "class" / "x.png"
         x = prepare(torch.from_numpy(read_pixels(picture, fitting)), model.card.input).numpy().ravel()
         page.locator("#picture").set_input_files(picture)
-        page.locator("#model").set_input_files(tmp_path / f"{name}.onnx")
+        page.locator("#model").set_input_files(graph)
         page.wait_for_function(f"() => document.querySelector('#state').textContent.startsWith('{name}')")
         page.locator("#seed").fill("1")
         page.evaluate("document.querySelector('#how').textContent = ''")

@@ -234,7 +234,7 @@ def test_in_a_mixed_batch(place: Place, name: str) -> None:
     """Many at once, of other samples, seeds and rows; each gets the answer that it would get alone."""
     model = place.models[name]
     asks = []
-    for i in range(48):
+    for i in range(30):  # every kind with every kind of seed
         x = inputs_of(model, rows=1 + i % 3, seed=i)
         samples, seed = (*SAMPLES, 7, 33)[i % 6], None if i % 5 == 4 else 1000 + i % 7
         asks.append((x, samples, seed))

@@ -63,6 +63,15 @@ def test_a_choice_fits_the_time_and_trains_enough() -> None:
     assert cost(chosen(replace(FOLDER, quick=True), PICTURES), PICTURES) <= 60
 
 
+@pytest.mark.parametrize(("slowness", "quick"), [(4.0, True), (64.0, False)])
+def test_a_slow_machine_still_trains_more_than_nothing(slowness: float, quick: bool) -> None:
+    """After 114 steps, as many as fitted the time once, a small CNN named SVHN's digits as often as chance does."""
+    request, machine = replace(FOLDER, quick=quick), Machine("cpu", 2, slowness)
+    recipe, few = (chosen(request, replace(PICTURES, examples=n), machine) for n in (1000, 30))
+    assert recipe.fit.pretrain_epochs * 600 / recipe.fit.batch >= 400
+    assert few.fit.pretrain_epochs == 240  # each of one step
+
+
 def test_a_faster_machine_gets_more_work_and_fewer_pictures_a_larger_network() -> None:
     ranks = {rung.architecture + str(rung.arguments.get("width")): i for i, rung in enumerate(LADDER)}
 
@@ -120,6 +129,22 @@ def test_weights_need_the_name_of_their_network(tmp_path: Path) -> None:
     source, out = write_pictures(tmp_path / "data", 9), tmp_path / "m.safetensors"
     with pytest.raises(RecipeError, match="weights came without their network"):
         plan(Request(source, ("network.weights=w.safetensors",)), out, CPU_DEVICE)
+
+
+def test_weights_of_a_grey_network_get_grey_pictures(tmp_path: Path) -> None:
+    source, file = write_pictures(tmp_path / "data", 30), tmp_path / "w.safetensors"
+    save_file(build("cnn", classes=3, channels=1, size=[8, 12], width=4, hidden=8).state_dict(), file)
+    network = f"network={{architecture='cnn', arguments={{size=[8, 12], width=4, hidden=8}}, weights='{file}'}}"
+    assert plan(Request(source, (network,)), tmp_path / "m.safetensors", CPU_DEVICE).recipe.data.channels == 1
+    given = plan(Request(source, (network, "data.channels=1")), tmp_path / "m.safetensors", CPU_DEVICE)
+    assert given.recipe.data.channels == 1
+
+
+def test_a_network_that_takes_no_such_pictures_is_refused_before_anything_is_timed(tmp_path: Path) -> None:
+    source = write_pictures(tmp_path / "data", 30)
+    changes = ("network.architecture=torchvision/vit_b_16", "network.arguments={}")
+    with pytest.raises(RecipeError, match=r"vit_b_16 cannot take inputs of shape \(3, 16, 20\): .* --input-size and"):
+        plan(Request(source, changes), tmp_path / "m.safetensors", CPU_DEVICE)
 
 
 def test_grey_arrays_get_a_network_that_takes_them() -> None:

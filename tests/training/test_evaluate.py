@@ -27,10 +27,9 @@ from dubito.models.predictions.uncertainty import Classified
 from dubito.training.data.data import DataError, DataSet, Examples, Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
 from dubito.training.evaluation.evaluate import evaluate, measure
-from dubito.training.evaluation.predicting import GRID
 from dubito.training.evaluation.shift import corrupt, families
 from dubito.training.seeds import stream
-from tests.few import REQUESTS
+from tests.few import GRID, REQUESTS
 from tests.small_models import bayesian_mlp, mlp, stored
 
 pytestmark = pytest.mark.usefixtures("few_requests")

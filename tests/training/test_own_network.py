@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from dubito.models import load
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.models.tracing.rebuild import TracedNetwork
 from tests import forked
 
@@ -42,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *words: str) -> forked.Ended:
-    return forked.begin(forked.DUBITO, words, folder, folder).end()
+    return forked.begin(forked.FEW, words, folder, folder).end()
 
 
 @pytest.mark.parametrize("name", ["Mine", "Odd"])
@@ -77,7 +78,7 @@ def test_laplace_takes_a_state_dict_of_ones_own_class(folder: Path) -> None:
     assert told.returncode == 0, told.stderr
     model = load(folder / "m.safetensors")
     assert torch.equal(model.network.net.get_parameter("first.weight"), state["first.weight"])
-    assert model.manifest.subnetwork is not None
+    assert isinstance(model.manifest.subnetwork, SubnetworkEntry)
     assert model.manifest.subnetwork.size == 10
 
 

@@ -1,7 +1,8 @@
-"""`dubito laplace` of weights from elsewhere with a folder of pictures: the digits, in colour and of odd sizes, and a
-small network that was trained on others of them with torch alone."""
+"""`dubito laplace` and `dubito train` with weights from elsewhere and a folder of pictures: the digits, in colour and
+of odd sizes, and a small network that was trained on others of them with torch alone."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from dubito.models import load
 from dubito.models.manifest import Classification, Fitting
+from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.training.data.data import divide, input_of
 from dubito.training.data.sources import read_data
 from dubito.training.plain import look_first
@@ -116,7 +118,7 @@ def test_from_a_checkpoint_to_a_calibrated_model_that_carries_its_network(tmp_pa
     calibration = model.card.calibration
     assert calibration is not None
     assert calibration.temperature != 1
-    assert model.manifest.subnetwork is not None
+    assert isinstance(model.manifest.subnetwork, SubnetworkEntry)
     assert model.manifest.subnetwork.select == "variance"  # a small network
     assert f"temperature {calibration.temperature:.3g}" in told.stdout
     assert calibration.closed is not None
@@ -185,10 +187,61 @@ def test_networks_of_other_kinds_are_refused_in_a_line(net: str, words: str, tmp
     assert words in said or (net == "Two" and "none of its names" in said)
 
 
-def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+def training(*more: str | Path, weights: str = "w.pth") -> list[str | Path]:
+    return ["train", "folder:pictures", "--network", "their_nets:small", "--weights", weights, *more]
+
+
+def test_train_takes_the_same_options(tmp_path: Path) -> None:
+    """The same input and classes as by `dubito laplace`, and a posterior that is trained from these weights."""
+    Path("order.txt").write_text("\n".join(ORDER))
+    short = ["--set=fit.epochs=2", "--set=tune=none", "--set=fit.likelihood_epochs=0", "--set=fit.warmup_epochs=1"]
+    out = tmp_path / "m.safetensors"
+    told = run(*training("--out", out, *SIZE, "--labels", "order.txt", *short, weights="n.ckpt"))
+    assert told.exit_code == 0, told.exception
+    said = " ".join(told.stderr.split())
+    assert "n.ckpt: the weights stand under state_dict" in said
+    assert "of 400 examples right; the most frequent class has " in said
+    assert "about " in said.partition("calibration and measurement")[0]  # the time it will take
+    model = load(out)
+    image = model.card.input.image  # type: ignore[union-attr]
+    assert image is not None
+    assert (image.mean, image.std, image.fitting) == ((0.0,) * 3, (1.0,) * 3, Fitting(resize=20, exif=True))
+    assert model.card.labels == ORDER
+    assert model.card.plain is not None
+    assert model.card.plain.metrics["accuracy"] > 0.75
+    Path("order.txt").write_text("\n".join(reversed(ORDER)))
+    said = refused(*training("--out", out, *SIZE, "--labels", "order.txt", *short))
+    assert "The classes seem to be in another order: with output 0 for eight" in said
+
+
+@pytest.mark.parametrize("of", [command, training])
+def test_options_that_make_no_sense_are_refused(of: Callable[..., list[str | Path]], tmp_path: Path) -> None:
+    """By both commands in the same words."""
     out: list[str | Path] = ["--out", tmp_path / "m.safetensors"]
-    assert "--input-size is 2.5" in refused(*command(*out, "--input-size", "2.5"))
-    assert "--crop" in refused(*command(*out, "--input-size", "16", "--crop", "1.5"))
-    assert "--normalise" in refused(*command(*out, "--normalise", "nicely"))
-    assert "crop is 0.8, which needs a size" in refused(*command(*out, "--crop", "0.8"))
-    assert "one for each channel" in refused(*command(*out, "--mean", "0.5", "--mean", "0.5", "--std", "1"))
+    assert "--input-size is 2.5; expected a number of pixels" in refused(*of(*out, "--input-size", "2.5"))
+    assert "--crop is 1.5; expected a share" in refused(*of(*out, "--input-size", "16", "--crop", "1.5"))
+    assert "--normalise is 'nicely'; expected data, imagenet" in refused(*of(*out, "--normalise", "nicely"))
+    assert "--interpolation is 'cubic'; expected bilinear or bicubic" in refused(*of(*out, "--interpolation", "cubic"))
+    assert "--mean or --std alone came" in refused(*of(*out, "--mean", "0.5"))
+    both = ["--mean", "0.5", "--std", "1"]
+    assert "--normalise with --mean or --std came" in refused(*of(*out, *both, "--normalise", "unit"))
+    assert "--std is 0; expected numbers above 0" in refused(*of(*out, "--mean", "0.5", "--std", "0"))
+    assert "crop is 0.8, which needs a size" in refused(*of(*out, "--crop", "0.8"))
+    assert "one for each channel" in refused(*of(*out, *SIZE[:4], "--mean", "0.5", "--mean", "0.5", "--std", "1"))
+    assert "which belongs to csv:… alone" in refused(*of(*out, "--target", "price"))
+
+
+def test_options_of_weights_need_weights(tmp_path: Path) -> None:
+    out = tmp_path / "m.safetensors"
+    for option in ("--labels=order.txt", "--rename=a=b"):
+        said = refused("train", "folder:pictures", "--out", out, option)
+        assert said == f"{option.partition('=')[0]} belongs to the weights of a trained network; give them by " + (
+            "--weights FILE."
+        )
+
+
+def test_a_target_that_is_no_column_is_told_the_columns(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("a,b,price\n" + "\n".join(f"{i},{i % 7},{i % 5}" for i in range(200)))
+    said = refused("train", f"csv:{table}", "--target", "prize", "--out", tmp_path / "m.safetensors")
+    assert said == f"{table} has no column 'prize'; its columns are: a, b, price."

@@ -1,6 +1,7 @@
 """What a recipe cannot end in is refused before it is trained, and what an artifact promises outlasts its pruning."""
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from dubito.models.embedded import embedded
 from dubito.models.errors import DubitoError
 from dubito.training.config import read_recipe
 from dubito.training.prune import recipe_of
-from dubito.training.recipe import Phases, TrainingStopped, build_network, make_bayesian, read_parts
+from dubito.training.recipe import Phases, TrainingStopped, build_network, make_bayesian, read_parts, train
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 
@@ -65,7 +66,7 @@ def test_a_fresh_run_that_was_stopped_goes_on_without_fresh(tmp_path: Path) -> N
     declared = load(embedded("digits")).card.input
     assert declared is not None
     fitting = Phases(recipe, parts, declared, tmp_path / "m.safetensors", torch.device("cpu"), fresh=True)
-    network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
+    network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, declared, "prior")
     asked: list[int] = []
 
     def ask_once(*_: object) -> None:
@@ -77,6 +78,22 @@ def test_a_fresh_run_that_was_stopped_goes_on_without_fresh(tmp_path: Path) -> N
     with pytest.raises(TrainingStopped) as stopped:
         fitting.fit(network, recipe.fit, "posterior")
     assert "The same command without --fresh goes on from there." in str(stopped.value)
+
+
+@pytest.mark.parametrize("method", ["ffg-u", "ensemble-w"])
+def test_an_estimate_changes_nothing(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It times steps of copies, and puts the random numbers back; what follows is the same to the bit."""
+    short = ["fit.pretrain_epochs=2", "fit.epochs=3", "fit.likelihood_epochs=0", "fit.warmup_epochs=1"]
+    short += ["task=regression", "network.arguments={hidden=[6]}", f"posterior.method={method}", "fit.patience=none"]
+    short += ["posterior.options={members=2}" if method == "ensemble-w" else "posterior.options={inducing=3}"]
+    recipe = read_recipe(f"csv:{table(tmp_path / 't.csv', 300)}", short)
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for file, estimate in zip(files, (False, True), strict=True):
+        assert train(recipe, file, estimate=estimate) is not None
+        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("about ")]
+        assert len(said) == estimate
+    assert re.fullmatch(r"about .*: plain network .*, posterior .*, calibration and measurement .*", said[0])
+    assert load(files[0]).manifest.sha256 == load(files[1]).manifest.sha256
 
 
 @pytest.mark.usefixtures("few_here")

@@ -26,6 +26,7 @@ from dubito.training.evaluation.plots import COLOURS, INK, POINTS, Panel, draw
 from dubito.training.evaluation.report import ReportError, page, write
 from tests.small_models import bayesian_mlp, mlp, stored
 
+pytestmark = pytest.mark.usefixtures("few_requests")
 HOSTILE = ("<script>alert(1)</script>", '" onerror="alert(2)', "a & b", "\x1b[31m", "猫", "$x", "6", "7", "8", "9")
 ABOUT = {"model": "some/where/model.safetensors", "data": "digits", "part": "test"}
 VOID = {"meta", "img", "br"}

@@ -271,7 +271,7 @@ TRIAL, BATCH, EPOCH = 2, 200, 674  # pictures; each phase tries its augmentation
     [
         (TRIAL + BATCH + 1, "2 of 8 (plain)"),
         (TRIAL + EPOCH + 3 * BATCH + 1, "8 of 8 (plain)"),  # in the last step of all
-        (2 * TRIAL + 2 * EPOCH + 1, "1 of 16 (posterior)"),
+        pytest.param(2 * TRIAL + 2 * EPOCH + 1, "1 of 16 (posterior)", marks=pytest.mark.slow),
         (2 * TRIAL + 2 * EPOCH + 3 * BATCH + 1, "4 of 16 (posterior)"),  # in the last step of an epoch
         (2 * TRIAL + 5 * EPOCH + 3 * BATCH + 1, "16 of 16 (posterior)"),
     ],

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from dubito.cli import app
 from dubito.models import bayesianize, save
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Input, Sets
+from dubito.models.manifest import Input, Provenance, Sets
 from dubito.models.predictions.answers import Rule, columns_of
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified, known_in
@@ -25,6 +25,7 @@ from dubito.training.data.sources import read_data
 from dubito.training.evaluation.evaluate import evaluate
 from tests.small_models import mlp, stored
 
+pytestmark = pytest.mark.usefixtures("few_requests")  # a network without draws answers all requests alike
 RULES = [Sets(score="probability"), Sets(), Sets(score="raps", lam=0.125, k_reg=2)]
 NAMES = [sets.score for sets in RULES]
 CLASSES = 3
@@ -53,7 +54,7 @@ def test_coverage_is_kept_over_random_divisions(sets: Sets, C: int, sharpness: f
     score = strangeness(summary, y, sets)
     assert (score == 0).double().mean() < coverage - 0.02
     rng, n, found = np.random.default_rng(4), 52, []
-    for _ in range(400):
+    for _ in range(150):
         order = rng.permutation(len(y))
         rest = Classified(**{name: values[order[n:]] for name, values in known_in(summary).items()})
         rule = Rule(None, outer_quantile(score[order[:n]], coverage), sets)
@@ -106,7 +107,7 @@ def coverage_error(coverage: float, fresh: int, held: int) -> float:
 
 @pytest.mark.parametrize("score", ["probability", "aps", "raps"])
 def test_each_class_is_covered_where_that_is_asked_for(model: Model, score: Any) -> None:
-    held, test = clusters(6000, 1), clusters(20_000, 2)
+    held, test = clusters(3000, 1), clusters(8000, 2)
     settings = Calibrate(coverage=0.9, sets=score, per="class")
     each = calibrate(model, held, settings, validation=clusters(500, 3))
     of_all = calibrate(model, held, Calibrate(coverage=0.9, sets=score), validation=clusters(500, 3))
@@ -138,7 +139,6 @@ def test_each_group_is_covered_where_that_is_asked_for(model: Model) -> None:
     assert "parts" not in evaluate(made, clusters(100, 2)).figures  # they name no groups
 
 
-@pytest.mark.usefixtures("few_here")
 def test_a_small_class_is_promised_what_its_examples_can(model: Model) -> None:
     """Of n examples the largest score is within n/(n + 1); without any, the quantile of all."""
     held = clusters(400, 1)
@@ -163,7 +163,6 @@ def test_a_small_class_is_promised_what_its_examples_can(model: Model) -> None:
     assert too_small(enough, None) == []
 
 
-@pytest.mark.usefixtures("few_here")
 def test_constants_come_from_the_validation_part(model: Model) -> None:
     """Other validation examples give another temperature; the same ones with other calibration examples do not."""
     settings = Calibrate(temperature=True, sets="raps")
@@ -181,7 +180,6 @@ def test_constants_come_from_the_validation_part(model: Model) -> None:
         calibrate(model, clusters(39, 1), settings)
 
 
-@pytest.mark.usefixtures("few_here")
 def test_what_cannot_be_divided_is_refused(model: Model) -> None:
     with pytest.raises(CalibrationError, match="name no groups"):
         calibrate(model, clusters(100, 1), Calibrate(per="group"))
@@ -217,7 +215,6 @@ def as_npz(path: Path, examples: Examples, **more: NDArray[Any]) -> str:
     return f"npz:{path}"
 
 
-@pytest.mark.usefixtures("few_here")
 def test_the_commands_calibrate_evaluate_and_predict_by_group(model: Model, tmp_path: Path) -> None:
     file, out = tmp_path / "m.safetensors", tmp_path / "c.safetensors"
     save(model, file)
@@ -247,7 +244,38 @@ def test_the_commands_calibrate_evaluate_and_predict_by_group(model: Model, tmp_
     assert "calibrated for: calm, noisy" in str(done.exception)
 
 
-@pytest.mark.usefixtures("few_here")
+def as_csv(path: Path, examples: Examples) -> str:
+    """Columns a, b, class, and the group where there is one."""
+    named = [] if examples.group is None else ["how"]
+    lines = [",".join(["a", "b", *named, "class"])]
+    for i, (a, b) in enumerate(examples.x.tolist()):
+        groups = [] if examples.group is None else [str(examples.group[i])]
+        lines.append(",".join([repr(a), repr(b), *groups, ("ant", "bee", "cat")[examples.y[i]]]))
+    path.write_text("\n".join(lines))
+    return f"csv:{path}"
+
+
+def test_a_table_without_the_column_of_groups(model: Model, tmp_path: Path) -> None:
+    """It can be evaluated, without the coverage by group; --per group asks for the column."""
+    file, out = tmp_path / "m.safetensors", tmp_path / "c.safetensors"
+    save(model.with_card(provenance=Provenance(recipe={"data": {"name": "csv:table.csv", "group": "how"}})), file)
+    grouped = as_csv(tmp_path / "grouped.csv", clusters(300, 1, groups=True))
+    plain = as_csv(tmp_path / "plain.csv", clusters(300, 2))
+    run = CliRunner().invoke
+    done = run(app, ["calibrate", str(file), "--data", grouped, "--per", "group", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    shown = {}
+    for data in (grouped, plain):
+        done = run(app, ["evaluate", str(out), "--data", data, "--json"])
+        assert done.exit_code == 0, done.output
+        figures = json.loads(done.stdout)
+        shown[data] = (figures["examples"], "parts" in figures, "coverage by group is left out" in done.stderr)
+    assert shown == {grouped: (300, True, False), plain: (300, False, True)}
+    done = run(app, ["calibrate", str(file), "--data", plain, "--per", "group", "--out", str(out)])
+    assert str(done.exception) == f"{tmp_path}/plain.csv has no column 'how'; its columns are: a, b, class."
+    assert run(app, ["calibrate", str(file), "--data", plain, "--out", str(out)]).exit_code == 0
+
+
 def test_the_command_warns_of_small_classes_and_refuses_words(model: Model, tmp_path: Path) -> None:
     file, out = tmp_path / "m.safetensors", tmp_path / "c.safetensors"
     save(model, file)

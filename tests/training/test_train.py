@@ -303,11 +303,11 @@ def test_a_shipped_recipe_builds_its_network_and_takes_a_step(name: str) -> None
     if recipe.network.architecture.startswith("resnet"):  # minutes on a CPU, so that only shapes are made here
         with torch.device("meta"):
             net = build_network(recipe, parts, declared)
-            network = make_bayesian(net, recipe, parts, "prior")
+            network = make_bayesian(net, recipe, parts, declared, "prior")
         assert count(network) < 0.6 * sum(p.numel() for p in net.parameters())
         assert augmentation(recipe.data, parts.train) is not None
         return
-    network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
+    network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, declared, "prior")
     augment = augmentation(recipe.data, parts.train)
     told: list[Progress] = []
     one = FitRun(network, parts.train, parts.validation, declared, recipe.fit, 0, torch.device("cpu"), augment)
@@ -340,7 +340,7 @@ def test_a_residual_network_trains_by_whvi(network: str) -> None:
     if network == "small":
         bayesian = bayesianize(Small(), "whvi", start="prior")
     else:
-        bayesian = make_bayesian(build_network(recipe, parts, declared), recipe, parts, "prior")
+        bayesian = make_bayesian(build_network(recipe, parts, declared), recipe, parts, declared, "prior")
     before = {name: p.detach().clone() for name, p in bayesian.named_parameters()}
     one = FitRun(bayesian, few, few, declared, recipe.fit, 0, torch.device("cpu"), augmentation(recipe.data, few))
     one.epoch()

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dubito.models.images import read_pixels, with_channels
+from dubito.models.errors import InputError
+from dubito.models.images import fitted, read_pixels
 from dubito.models.manifest import Fitting, Manifest
 from dubito.training.data.data import DataError, DataSet, Examples, data_recipe
 from dubito.training.names import DATA, OWN_DATA, TORCHVISION
@@ -28,11 +29,18 @@ MOST_BYTES = 1 << 34  # of pictures in the size of the first one, if the recipe 
 
 
 def read_for(
-    manifest: Manifest, name: str, root: Path | None = None, *, download: bool = False, labelled: bool = True
+    manifest: Manifest,
+    name: str,
+    root: Path | None = None,
+    *,
+    download: bool = False,
+    labelled: bool = True,
+    grouped: bool = False,
 ) -> DataSet:
     """Read a data set as the model's own was read (target column, split, picture size), with the model's classes.
 
-    `labelled=False`: the targets do not matter.
+    `labelled=False`: the targets do not matter. `grouped`: a table must have the model's column of groups; without it,
+    one that lacks that column is read without groups.
     """
     recipe, declared, regression = data_recipe(manifest.card), manifest.card.input, manifest.task.kind == "regression"
     image = None if declared is None else declared.image
@@ -45,6 +53,7 @@ def read_for(
         regression=regression if labelled else None,
         target=None if recipe is None else recipe.target,
         group=None if recipe is None else recipe.group,
+        grouped=grouped,
         size=None if shape is None else (shape[1], shape[2]),
         channels=None if shape is None or fitting is None else shape[0],
         fitting=fitting,
@@ -104,18 +113,20 @@ def read_data(
     regression: bool | None = None,
     target: str | None = None,
     group: str | None = None,
+    grouped: bool = True,
     size: tuple[int, int] | None = None,
     channels: int | None = None,
     fitting: Fitting | None = None,
     split: int = 0,
 ) -> DataSet:
     """Read a data set by name; `regression` decides about targets that could be either (None: words and integers are
-    classes). With a `fitting`, all pictures are brought to `size` and `channels`; without one, those of folders."""
+    classes). With a `fitting`, all pictures are brought to `size` and `channels`; without one, those of folders. Unless
+    `grouped`, a table may lack the column `group`."""
     kind, colon, place = name.partition(":")
     if name == "digits":
-        return _fitted(_digits(), size, channels, fitting)
+        return _brought(_digits(), size, channels, fitting)
     if name in TORCHVISION:
-        return _fitted(_torchvision(name, root, download), size, channels, fitting)
+        return _brought(_torchvision(name, root, download), size, channels, fitting)
     if name.partition("/")[0] in UCI and "/" in name:
         return _uci(name, root, split)
     if not colon or kind not in OWN_DATA:
@@ -126,35 +137,22 @@ def read_data(
     if kind == "folder":
         return _folder(path, size, channels or 3, fitting or Fitting())
     if kind == "npz":
-        return _fitted(_npz(path, regression), size, channels, fitting)
-    return _csv(path, regression, target, group)
+        return _brought(_npz(path, regression), size, channels, fitting)
+    return _csv(path, regression, target, group, grouped)
 
 
-def _fitted(data: DataSet, size: tuple[int, int] | None, channels: int | None, fitting: Fitting | None) -> DataSet:
+def _brought(data: DataSet, size: tuple[int, int] | None, channels: int | None, fitting: Fitting | None) -> DataSet:
     """The data set with its pictures brought to a size and number of channels, if there is a fitting."""
     if fitting is None or data.train.x.dtype != torch.uint8:
         return data
 
-    def brought(part: Examples) -> Examples:
+    def whole(part: Examples) -> Examples:
         c, *own = part.x.shape[1:]
         wanted = channels or c
         sides = (own[0], own[1]) if size is None else size
-        return replace(part, x=torch.stack([_brought(x, sides, wanted, fitting) for x in part.x]))
+        return replace(part, x=torch.stack([fitted(x, (wanted, *sides), fitting) for x in part.x]))
 
-    return replace(data, train=brought(data.train), test=None if data.test is None else brought(data.test))
-
-
-def _brought(picture: Tensor, size: tuple[int, int], channels: int, fitting: Fitting) -> Tensor:
-    """A picture (c, h, w) of uint8 in the size and with the channels that are asked for."""
-    from torchvision.transforms import v2
-
-    if len(picture) != channels:
-        picture = with_channels(picture.float(), channels).round().to(torch.uint8)
-    sides, (top, left) = fitting.box(picture.shape[1], picture.shape[2], (channels, *size))
-    if tuple(picture.shape[1:]) != sides:
-        how = v2.InterpolationMode(fitting.interpolation)
-        picture = v2.functional.resize(picture, list(sides), how, antialias=True)
-    return picture[:, top : top + size[0], left : left + size[1]]
+    return replace(data, train=whole(data.train), test=None if data.test is None else whole(data.test))
 
 
 def _digits() -> DataSet:
@@ -296,7 +294,10 @@ def _pictures(
                     f"{path}: {len(folder.samples)} pictures of {size[0]} × {size[1]}, the size of the first, need "
                     f"{needed / 1e9:.0f} GB. Set data.size, such as [224, 224]."
                 )
-        pixels.append(_brought(picture, size, channels, fitting))
+        try:
+            pixels.append(fitted(picture, (channels, *size), fitting))
+        except InputError as error:
+            raise DataError(f"{file}: {error}") from None
     assert size is not None
     return Examples(torch.stack(pixels), torch.tensor(folder.targets)), tuple(folder.classes), size
 
@@ -419,9 +420,10 @@ def _floats(path: Path, name: str, values: NDArray[Any]) -> Tensor:
     return floats
 
 
-def _csv(path: Path, regression: bool | None, target: str | None, group: str | None) -> DataSet:
+def _csv(path: Path, regression: bool | None, target: str | None, group: str | None, grouped: bool) -> DataSet:
     """A table with a header; the target is a column of numbers (regression) or of words or integers (classes)."""
     header, lines, body = _table(path)
+    group = group if grouped or group in header else None
     for wanted in (target, group):
         if wanted is not None and header.count(wanted) != 1:
             many = f"{header.count(wanted)} columns" if wanted in header else "no column"

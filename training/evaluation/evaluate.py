@@ -29,7 +29,7 @@ from dubito.training.evaluation.predicting import (
     predict_grid,
 )
 from dubito.training.evaluation.shift import corrupt, families
-from dubito.training.terminal import bar
+from dubito.training.terminal import bar, remark
 
 SHIFTED = 2000  # most pictures that are shifted: there are up to 75 shifts
 SIZES = (0, 1, 2, 3, 5, 10, 20, 50, 100, 1000)  # of prediction sets: the largest of each row of a table
@@ -200,6 +200,8 @@ def _by_part(model: Model, summary: Summary, examples: Examples, predictive: Cho
     elif calibration is not None and calibration.groups is not None and examples.group is not None:
         named = [(g, torch.from_numpy(examples.group == g), g, p) for g, p in calibration.groups.items()]
     else:
+        if calibration is not None and calibration.groups is not None:
+            remark("these data name no groups: the coverage by group is left out")
         return []
     for name, mine, group, part in named:
         if not mine.any():

@@ -201,12 +201,12 @@ class FitRun:
         """Loss, NLL, KL and right answers of this rank's share; losses and gradients are summed over ranks."""
         amp = self.fit.amp and self.device.type == "cuda"
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if amp else nullcontext():
-            outputs = self.network.sample(x, self.fit.samples)
+            outputs, ratio = self.network.sample_with_ratio(x, self.fit.samples)
             if self.functions is not None and context is not None:
                 kl = self.functions.kl(self.network, context)
         nll = negative_log_likelihood(self.network, outputs, y)
         if context is None:
-            kl = self.network.kl(self.batches.examples if self.fit.function_space else None)
+            kl = self.network.kl(self.batches.examples if self.fit.function_space else None) + ratio
         right = torch.zeros_like(nll)
         if self.network.noise is None:
             right = (outputs.detach().float().softmax(-1).mean(0).argmax(-1) == y).sum().to(nll.dtype)

@@ -104,8 +104,8 @@ class FunctionSpace:
 def check_gaussian(network: BayesianNetwork) -> None:
     if not network.gaussian:
         raise RecipeError(
-            "fit.objective is 'function-space', which needs a Gaussian posterior; ensembles, dropout, flows and "
-            "the plain network have none. Use ffg-u, fcg-u, ffg-w, fcg-w or whvi (without flows)."
+            "fit.objective is 'function-space', which needs a Gaussian posterior; ensembles, dropout, flows, "
+            "inducing points and the plain network have none. Use ffg-u, fcg-u, ffg-w, fcg-w or whvi (without flows)."
         )
 
 

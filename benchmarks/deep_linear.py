@@ -1,0 +1,128 @@
+"""ELBOs of deep linear networks [Ober21, section 3.2]: what a posterior loses with depth and width.
+
+    python -m benchmarks.deep_linear --widths 5 50 --depths 1 2 4 6 10 --out deep_linear.png
+
+1,000 examples with 5 standard normal features, targets by a weight vector of variance 1/5 and noise of variance 0.1,
+which every network is told. A network of depth L has L weight matrices, no biases and Neal's prior. The evidence under
+the process that made the data is the line that no ELBO can exceed, but for noise in the data.
+"""
+
+import argparse
+import itertools
+import math
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from benchmarks._measure import machine
+from dubito.models import bayesianize
+from dubito.models.manifest import Regression
+from dubito.models.numerics.parameters import Positive
+from dubito.training.config import Fit
+from dubito.training.data.data import Examples, input_of
+from dubito.training.fit.fit import FitRun
+
+METHODS = {"ffg-w": "factorised", "li": "local", "fac-gi": "fac → gi", "rand-gi": "rand → gi", "gi": "global"}
+N, FEATURES, VARIANCE = 1000, 5, 0.1
+POINTS = 50
+ROUNDS = 10  # epochs of a run: each looks at the data steps/ROUNDS times
+DRAWS, AT_ONCE = 100, 10  # of the ELBO
+Run = tuple[str, int, int, int, int, float]  # method, width, depth, seed, steps, lr
+
+
+def examples(seed: int) -> Examples:
+    rng = torch.Generator().manual_seed(seed)
+    x, w = torch.randn(N, FEATURES, generator=rng), torch.randn(FEATURES, 1, generator=rng) / FEATURES**0.5
+    return Examples(x, x @ w + VARIANCE**0.5 * torch.randn(N, 1, generator=rng))
+
+
+def evidence(data: Examples) -> float:
+    """Log evidence of an example under N(0, X Xᵀ/5 + 0.1 I)."""
+    x = data.x.double()
+    law = torch.distributions.LowRankMultivariateNormal(
+        torch.zeros(N).double(), x / FEATURES**0.5, torch.full((N,), VARIANCE).double()
+    )
+    return float(law.log_prob(data.y[:, 0].double())) / N
+
+
+def elbo(run: Run) -> float:
+    """Of an example, after training."""
+    method, width, depth, seed, steps, lr = run
+    torch.set_num_threads(1)
+    data = examples(seed)
+    torch.manual_seed(seed)
+    sizes = [FEATURES, *[width] * (depth - 1), 1]
+    net = nn.Sequential(*(nn.Linear(i, o, bias=False) for i, o in itertools.pairwise(sizes)))
+    network = bayesianize(
+        net, method, start="prior", inducing=POINTS, sigma_max=10.0, task=Regression(), examples=(data.x, data.y)
+    )
+    network.noise = Positive(torch.tensor([VARIANCE**0.5]), 1e-4)
+    network.noise.requires_grad_(False)
+    often = max(1, steps // ROUNDS)  # validation ends an epoch, which so holds the data, and the KL, many times
+    train = Examples(data.x.repeat(often, 1), data.y.repeat(often, 1))
+    fit = Fit(epochs=ROUNDS, batch=N, samples=1, lr=lr, kl=float(often), warmup_epochs=ROUNDS // 5, clip=100.0)
+    fitted = FitRun(network, train, Examples(data.x[:10], data.y[:10]), input_of(data), fit, seed, torch.device("cpu"))
+    while not fitted.done:
+        fitted.epoch()
+    trained = fitted.finish()
+    with torch.no_grad():
+        drawn = [_bound(trained.sample_with_ratio(data.x, AT_ONCE), data.y) for _ in range(DRAWS // AT_ONCE)]
+        return (sum(drawn) / len(drawn) - float(trained.kl())) / N
+
+
+def _bound(sampled: tuple[Tensor, Tensor], y: Tensor) -> float:
+    outputs, ratio = sampled
+    squares = float((outputs - y).square().sum((1, 2)).mean()) / VARIANCE
+    return -squares / 2 - N * math.log(2 * math.pi * VARIANCE) / 2 - float(ratio)
+
+
+def draw(found: Mapping[tuple[str, int, int], float], truth: float, out: Path) -> None:
+    widths = sorted({width for _, width, _ in found})
+    figure = Figure(figsize=(3.6 * len(widths), 3), layout="constrained")
+    panels: list[Axes] = list(figure.subplots(1, len(widths), sharey=True, squeeze=False)[0])
+    for axes, width in zip(panels, widths, strict=True):
+        for method, name in METHODS.items():
+            depths = sorted(d for m, w, d in found if (m, w) == (method, width))
+            axes.plot(depths, [found[method, width, d] for d in depths], marker="o", markersize=3, label=name)
+        axes.axhline(truth, color="black", linestyle="--", linewidth=1, label="evidence")
+        axes.set(title=f"width {width}", xlabel="depth")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("ELBO per example")
+    panels[0].legend(frameon=False, fontsize=7)
+    figure.savefig(out, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("deep_linear.png"), help="where the picture goes")
+    parser.add_argument("--widths", type=int, nargs="+", default=[5, 50])
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4, 6, 10])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
+    parser.add_argument("--steps", type=int, default=1500, help="of each run")
+    parser.add_argument("--lr", type=float, default=3e-2, help="at the start; it falls by a cosine")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    args = parser.parse_args()
+    grid = [(m, w, d) for w in args.widths for d in args.depths for m in args.methods]
+    with ProcessPoolExecutor(args.jobs) as pool:
+        bounds = pool.map(elbo, [(*one, args.seed, args.steps, args.lr) for one in grid])
+        found = dict(zip(grid, bounds, strict=True))
+    truth, console = evidence(examples(args.seed)), Console()
+    for width in args.widths:
+        table = Table(f"width {width}", *(f"depth {d}" for d in args.depths))
+        for method in args.methods:
+            table.add_row(METHODS[method], *(f"{found[method, width, d]:.3f}" for d in args.depths))
+        console.print(table)
+    console.print(f"evidence {truth:.3f}; {machine()}")
+    draw(found, truth, args.out)
+
+
+if __name__ == "__main__":
+    main()
