@@ -27,9 +27,9 @@ from benchmarks._measure import keep_row, kept_rows, machine
 from dubito.models.artifact.artifact import load
 from dubito.models.network.feature_bank import FeatureBank
 from dubito.models.predictions.model import Model
-from dubito.training.calibrate import spoil, to_spoil
 from dubito.training.data.data import Examples, data_recipe, enter, part_of
 from dubito.training.data.sources import read_data, read_for
+from dubito.training.data.spoil import spoil, to_spoil
 from dubito.training.evaluation.predicting import declared_by, draws_for
 from dubito.training.feature_bank import FeatureReader, centres, find_layer, unit_features
 from dubito.training.metrics import auroc

@@ -169,6 +169,8 @@ def show(contents: dict[str, Any], entries: Mapping[str, Entry]) -> None:
         say(line)
     if not methods and not joint:
         say("deterministic: one set of weights, no uncertainty about them")
+    if _by_functions(contents["provenance"]["recipe"]):
+        say("trained by function-space VI: the KL between functions at context inputs, not between weights")
     if contents["layers"]:
         _show_layers(console, Table(), contents["layers"], entries)
     if contents["input"] is not None:
@@ -205,6 +207,12 @@ def show(contents: dict[str, Any], entries: Mapping[str, Entry]) -> None:
     ):
         say(line)
     say(f"SHA-256 {contents['sha256']} (checked)")
+
+
+def _by_functions(recipe: Any) -> bool:
+    """Whether a recipe, which a file may hold in any form, trained by the KL between functions."""
+    fit = recipe.get("fit") if isinstance(recipe, dict) else None
+    return isinstance(fit, dict) and fit.get("objective") == "function-space"
 
 
 def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]], entries: Mapping[str, Entry]) -> None:

@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 
 from dubito.training import beside, calibrate, choice
+from dubito.training.data import spoil
 from dubito.training.evaluation import evaluate, predicting
 
 REQUESTS = 4
@@ -19,7 +20,7 @@ def few(patch: pytest.MonkeyPatch) -> None:
     For tests that ask neither how well a calibration keeps its promises nor how exact a standard error is.
     """
     patch.setattr(calibrate, "CALIBRATION_REQUESTS", REQUESTS)
-    patch.setattr(calibrate, "SPOILED", 50)
+    patch.setattr(spoil, "SPOILED", 50)
     for room in (calibrate, evaluate, predicting):
         patch.setattr(room, "GRID", GRID)
     patch.setattr(choice, "timed", timed)

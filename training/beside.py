@@ -16,9 +16,10 @@ from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified
 from dubito.models.verdict import verdict
 from dubito.training import metrics
-from dubito.training.calibrate import best_temperature, spoil, to_spoil, with_temperature
+from dubito.training.calibrate import best_temperature, with_temperature
 from dubito.training.config import Calibrate
 from dubito.training.data.data import Examples
+from dubito.training.data.spoil import spoil, to_spoil
 from dubito.training.evaluation.evaluate import default_measure, quality
 from dubito.training.evaluation.predicting import ChosenPredictive, Summary
 from dubito.training.fit.checkpoint import draft_of

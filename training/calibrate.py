@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from dubito.models.predictions.sets import class_scores
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.config import Calibrate
 from dubito.training.data.data import Examples, enter
+from dubito.training.data.spoil import SPOILED, spoil, to_spoil
 from dubito.training.evaluation.predicting import (
     GRID,
     ChosenPredictive,
@@ -40,7 +41,6 @@ from dubito.training.terminal import bar, remark
 
 PATCHES_FROM = 128  # examples on which the directions of the factored law are found
 KINDS = 6  # of inputs on which a measure is chosen: as they are, and five kinds of spoiled copies
-SPOILED = 1000  # examples whose spoiled copies replace OOD data
 SPREAD_OF_T = 0.5  # standard deviation of log T a priori
 CHOOSING = 20  # K with which a measure, a temperature or the constants of RAPS are chosen
 CLEARLY = 2.0  # standard errors by which a new measure must be better
@@ -412,28 +412,3 @@ def choose_measure(
         if float(gain[0].mean()) > CLEARLY * float((gain.var(1) / gain.shape[1]).sum().sqrt()):
             best = measure
     return best if given is None else given, {m: float(shares[0].mean()) for m, shares in placed.items()}
-
-
-def to_spoil(x: Tensor, rng: torch.Generator) -> Tensor:
-    """At most `SPOILED` inputs, at random."""
-    return x[torch.randperm(len(x), generator=rng)[:SPOILED]]
-
-
-def spoil(x: Tensor, rng: torch.Generator) -> Iterator[Tensor]:
-    """Spoiled copies of inputs (N, …), which keep the values and lose the structure of the data, one per kind.
-
-    The numbers of each input in another order (the same for all inputs); half of them, or two quarters of a picture,
-    from another input; uniform noise over the range of the values; the mean of two inputs, which is near to the data.
-    """
-    n, other = x[0].numel(), x[torch.randperm(len(x), generator=rng)]
-    yield x.flatten(1)[:, torch.randperm(n, generator=rng)].view_as(x)
-    yield torch.where(torch.rand(x.shape, generator=rng) < 0.5, x, other)
-    if x.dim() == 4:
-        h, w = x.shape[2] // 2, x.shape[3] // 2
-        mixed = x.clone()
-        mixed[:, :, :h, w:], mixed[:, :, h:, :w] = other[:, :, :h, w:], other[:, :, h:, :w]
-        yield mixed.roll((h, w), (2, 3))
-    low, high = x.flatten(1).double().aminmax(dim=0)
-    noise = low + (high - low) * torch.rand(len(x), n, generator=rng, dtype=torch.float64)
-    yield (noise if x.is_floating_point() else noise.round()).to(x.dtype).view_as(x)
-    yield ((x.double() + other.double()) / 2).to(x.dtype)

@@ -23,6 +23,7 @@ Fraction = Annotated[float, Field(strict=True, gt=0, lt=1)]
 WORDS = {"True": True, "False": False, "None": None, "none": None}  # values of `--set` beside TOML's
 EXPECTED = {"model_type": "expected a table", "dict_type": "expected a table", "tuple_type": "expected a list"}
 NO_KL = {  # options of `fit` that do not apply to the plain network
+    "objective": "elbo",
     "pretrain_epochs": 0,
     "likelihood_epochs": 0,
     "warmup_epochs": 0,
@@ -42,6 +43,7 @@ NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]] | None] = 
 }
 PICTURES = ("folder:", "npz:", "digits", *TORCHVISION)
 MOST_COMPLAINTS = 3  # shown at a time
+FEWEST_PROBES = 3  # of a variance whose logarithm has a gradient with a finite variance
 
 
 class RecipeError(DubitoError):
@@ -126,6 +128,7 @@ class Fit(Section):
     """Likelihood alone first, then the KL's weight rises linearly to `kl`, then the ELBO with it."""
 
     epochs: Count
+    objective: Literal["elbo", "function-space"] = "elbo"  # KL of the weights, or of the functions at `context` inputs
     pretrain_epochs: Natural = 0  # of the plain network first, whose weights the posterior then starts from
     noise_epochs: Natural = 0  # of target noise that depends on the input: constant, then as many while its gain rises
     likelihood_epochs: Natural = 0
@@ -204,6 +207,28 @@ class Laplace(Section):
     batch: Count = 128  # examples at a time, at most
 
 
+class Context(Section):
+    """Where functions are compared with their prior, for `fit.objective` function-space."""
+
+    inputs: str = "uniform"  # over the range of the data; spoiled or augmented training inputs; or a data set's name
+    margin: NonNegative = 0.5  # of uniform inputs that are no pictures: share of the range that is added on both sides
+    points: Count = 32  # inputs in a step
+    covariance: Literal["diagonal", "full"] = "diagonal"  # full: between all inputs of a step, for each output
+    probes: Annotated[int, Field(strict=True, ge=FEWEST_PROBES)] = 4  # draws of the linearised network in a step
+    prior_variance: PositiveNumber = 100.0  # of every output
+    prior_mean: Literal["zero", "start"] = "zero"  # start: the network as it was before the fit
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Context":
+        if self.covariance == "full" and self.probes < self.points + 2:
+            raise ValueError(
+                f"probes is {self.probes} and points {self.points}; a full covariance needs two probes more than points"
+            )
+        if self.inputs != "uniform" and self.margin != type(self).model_fields["margin"].default:
+            raise ValueError(f"margin is {self.margin:g}, which belongs to inputs = 'uniform'; it is {self.inputs!r}")
+        return self
+
+
 class Calibrate(Section):
     false_positive_rate: Fraction = 0.05
     coverage: Fraction = 0.9
@@ -224,6 +249,7 @@ class Recipe(Section):
     network: Network
     posterior: PosteriorOptions
     fit: Fit
+    context: Context = Context()
     pretrain: Pretrain = Pretrain()
     tune: Tune | None = None
     calibrate: Calibrate = Calibrate()
@@ -279,6 +305,20 @@ class Recipe(Section):
             _ = self.pretraining
         except ValidationError as error:
             raise ValueError(f"pretrain: {_first(error, Pretrain)}") from None
+        if self.fit.objective == "elbo" and self.context != Context():
+            raise ValueError("context belongs to fit.objective 'function-space'; it is 'elbo'")
+        if self.fit.objective == "function-space":
+            if self.posterior.method == LAPLACE:
+                raise ValueError(
+                    f"fit.objective is 'function-space', but {LAPLACE} is not fitted by variation: use elbo"
+                )
+            if self.fit.function_space:
+                raise ValueError("fit.function_space weighs a KL of weights; fit.objective 'function-space' has none")
+            if self.context.inputs == "augmented" and self.context.points > self.fit.batch:
+                raise ValueError(
+                    f"context.points is {self.context.points} and fit.batch {self.fit.batch}; augmented inputs are "
+                    "those of the batch: expected no more points than that"
+                )
         if self.task == "classification" and self.noise is not None:
             raise ValueError(f"noise is {self.noise!r}, which belongs to regression; the task is classification")
         if self.task == "regression" and self.calibrate.temperature:

@@ -31,11 +31,22 @@ def describe_run(
         f"data: {recipe.data.name}, {shape} to {targets}: {', '.join(f'{n:,} {name}' for name, n in sizes.items())}",
         f"network: {recipe.network.architecture}{_options(recipe.network.arguments)}, {count(plain):,} parameters",
         f"posterior: {recipe.posterior.method}{_options(recipe.posterior.options)}, {count(posterior):,} parameters",
+        *_objective(recipe),
         f"device: {'GPU' if device.type == 'cuda' else f'CPU, {torch.get_num_threads()} threads'}",
     ]
-    phases = time_phases(recipe, parts, declared, plain, posterior, device)
+    phases = time_phases(recipe, parts, declared, plain, posterior, device, start.context)
     lines += [f"{p.name}: {f'{p.said}, ' if p.said else ''}{p.about}" for p in (*phases, in_all(phases))]
     return lines
+
+
+def _objective(recipe: Recipe) -> list[str]:
+    c = recipe.context
+    if recipe.fit.objective == "elbo":
+        return []
+    return [
+        f"objective: function-space, {c.points} context inputs ({c.inputs}) and {c.probes} probes a step, "
+        f"prior variance {c.prior_variance:g}"
+    ]
 
 
 def _options(options: Mapping[str, object]) -> str:

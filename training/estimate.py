@@ -13,12 +13,14 @@ from dubito.models.manifest import Input
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.prediction import predict
 from dubito.training import beside
-from dubito.training.calibrate import CALIBRATION_REQUESTS, CHOOSING, SPOILED
+from dubito.training.calibrate import CALIBRATION_REQUESTS, CHOOSING
 from dubito.training.config import Fit, Recipe
 from dubito.training.data.augment import augmentation
 from dubito.training.data.data import Parts, enter
+from dubito.training.data.spoil import SPOILED
 from dubito.training.evaluation.predicting import GRID, REQUESTS
 from dubito.training.fit.fit import FitRun
+from dubito.training.fit.function_space import FunctionSpace
 from dubito.training.terminal import duration
 
 WARM_UP = {"cpu": 3, "cuda": 12}  # steps that are not timed: on a GPU, a step is a graph only after some
@@ -46,6 +48,7 @@ def time_phases(
     plain: BayesianNetwork,
     posterior: BayesianNetwork,
     device: torch.device,
+    context: Tensor | None = None,
 ) -> list[Phase]:
     """Every phase of a training, with calibration and measurement; changes both networks and torch's generators."""
     fits: list[tuple[str, int, BayesianNetwork, Fit]] = []
@@ -57,7 +60,11 @@ def time_phases(
     fits.append(("posterior" if recipe.laplace is None else "plain network", 1, posterior, recipe.fit))
     augment, phases = augmentation(recipe.data, parts.train), []
     for name, times, network, fit in fits:
-        run = FitRun(network, parts.train, parts.validation, declared, fit, recipe.seed, device, augment)
+        functions = None
+        if fit.objective == "function-space":
+            functions = FunctionSpace.of(recipe.context, network.to(device), parts.train, declared, context)
+        data = (parts.train, parts.validation, declared)
+        run = FitRun(network, *data, fit, recipe.seed, device, augment, functions)
         seconds = times * fit.epochs * (_step(run) * len(run.batches) + _timed(run.validate))
         each = " each" if times > 1 else ""
         said = f"{fit.epochs} epochs{each} of {len(run.batches)} steps with {fit.batch} examples"
@@ -88,7 +95,7 @@ def _step(run: FitRun) -> float:
 
     def take() -> None:
         x, y, share = next(run.batches.epoch(next(epochs)))
-        run.take_step(enter(x, run.declared), y, share)
+        run.take_step(enter(x, run.declared), y, share, run.context(x, 0, 0))
 
     for _ in range(WARM_UP[run.device.type]):
         take()

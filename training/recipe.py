@@ -31,6 +31,7 @@ from dubito.training.estimate import in_all, time_phases
 from dubito.training.evaluation.evaluate import measure
 from dubito.training.fit.checkpoint import draft_of, resume, save_checkpoint
 from dubito.training.fit.fit import Epoch, FitError, FitRun
+from dubito.training.fit.function_space import OF_TRAINING, FunctionSpace, check_gaussian
 from dubito.training.fit.log import progress_bar, tensorboard, write_csv
 from dubito.training.fit.ranks import Ranks
 from dubito.training.fit.remarks import remarks
@@ -67,6 +68,7 @@ class Beginning:
     parts: Parts
     declared: Input
     net: nn.Module
+    context: Tensor | None  # inputs of another data set, for function-space VI
 
     @property
     def task(self) -> Task:
@@ -88,9 +90,10 @@ def begin(recipe: Recipe, data_root: Path | None, download: bool, labels: tuple[
         labels = labels or weights.labels
     with Ranks.here().in_turn():
         parts = read_parts(recipe, data_root, download, labels)
+        context = read_context(recipe, parts.train, data_root, download)
     declared = input_of(parts.train, recipe.data)
     torch.manual_seed(recipe.seed)
-    return Beginning(recipe, parts, declared, build_network(recipe, parts, declared, weights))
+    return Beginning(recipe, parts, declared, build_network(recipe, parts, declared, weights), context)
 
 
 def train(
@@ -114,7 +117,7 @@ def train(
     device = torch.device("cpu") if device is None else device
     start = begin(recipe, data_root, download, labels)
     recipe, parts, declared, net, task = start.recipe, start.parts, start.declared, start.net, start.task
-    phases = Phases(recipe, parts, declared, out, device, fresh)
+    phases = Phases(recipe, parts, declared, out, device, fresh, context=start.context)
     _check_posteriors(net, recipe, parts, declared)
     plain: BayesianNetwork | None = None
     if recipe.network.weights is not None:
@@ -123,7 +126,7 @@ def train(
         set_noise(plain, parts.validation, declared)
     if estimate and Ranks.here().count == 1 and not phases.begun:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            timed = time_phases(recipe, parts, declared, *start.networks(), device)
+            timed = time_phases(recipe, parts, declared, *start.networks(), device, start.context)
         remark(f"{in_all(timed).about}: {', '.join(f'{p.name} {duration(p.seconds)}' for p in timed)}")
     trained_noise: dict[str, Tensor] | None = None  # target noise after the plain network's training
     if recipe.fit.pretrain_epochs:
@@ -202,6 +205,26 @@ def read_parts(
     if regression:
         _check_units(parts.train.y, d.name)
     return parts
+
+
+def read_context(recipe: Recipe, train: Examples, root: Path | None, download: bool = False) -> Tensor | None:
+    """Context inputs of another data set, which must be like those of the training part; None: they are made of it."""
+    name, d = recipe.context.inputs, recipe.data
+    if recipe.fit.objective != "function-space" or name in OF_TRAINING:
+        return None
+    try:
+        sizes: dict[str, Any] = {"size": d.size, "channels": d.channels, "fitting": d.fitting}
+        x = read_data(name, root, download=download, **sizes).train.x
+    except DubitoError as error:
+        of_training = ", ".join(OF_TRAINING)
+        raise RecipeError(f"context.inputs is {name!r}; expected {of_training} or a data set: {error}") from None
+    if x.shape[1:] != train.x.shape[1:] or x.dtype != train.x.dtype:
+        came, wanted = (f"{tuple(t.shape[1:])} in {str(t.dtype).removeprefix('torch.')}" for t in (x, train.x))
+        raise RecipeError(
+            f"context.inputs is {name!r}, whose inputs are {came}; those of {d.name} are {wanted}. Use other data, or "
+            "bring both to one form by data.size and data.channels."
+        )
+    return x
 
 
 def _check_units(y: Tensor, name: str) -> None:
@@ -305,7 +328,9 @@ def _check_posteriors(net: nn.Module, recipe: Recipe, parts: Parts, declared: In
     """Refuse options of the posterior that are not valid, before the work; uses the meta device."""
     blank = copy.deepcopy(net).to("meta")
     for options in ({}, *(recipe.tune.trials if recipe.tune is not None else ())):
-        make_bayesian(blank, recipe.with_options(options), parts, declared, "prior")
+        network = make_bayesian(blank, recipe.with_options(options), parts, declared, "prior")
+        if recipe.fit.objective == "function-space":
+            check_gaussian(network)
 
 
 def make_bayesian(
@@ -351,6 +376,7 @@ class Phases:
     device: torch.device
     fresh: bool = False
     start: str = ""  # identifies the initial network, if the recipe does not
+    context: Tensor | None = None  # inputs of another data set, for function-space VI
 
     def checkpoint(self, phase: str) -> Path:
         return self.out.with_name(f"{self.out.stem}.{phase}.checkpoint.safetensors")
@@ -380,7 +406,15 @@ class Phases:
         """Fit to the end; a signal stops it after a step, with a checkpoint."""
         parts, path, origin = self.parts, self.checkpoint(phase), f"{self.parts.hash} {self.start}"
         augment = augmentation(self.recipe.data, parts.train)
-        run = FitRun(network, parts.train, parts.validation, self.declared, fit, self.recipe.seed, self.device, augment)
+        functions = None
+        if fit.objective == "function-space":
+            settings, start = self.recipe.context, network.to(self.device)
+            functions = FunctionSpace.of(settings, start, parts.train, self.declared, self.context)
+            some = parts.train.x[: max(fit.batch, settings.points)].to(self.device)
+            if (said := functions.out_of_reach(start, some, self.recipe.seed)) is not None:
+                remark(said)
+        data = (parts.train, parts.validation, self.declared)
+        run = FitRun(network, *data, fit, self.recipe.seed, self.device, augment, functions)
         first = run.ranks.index == 0
         if self.fresh:
             if first:

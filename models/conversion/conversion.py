@@ -51,8 +51,8 @@ def bayesianize(
     module name, glob or layer type; a name beats a glob, a glob beats a type, and later entries beat earlier ones.
     A layer that holds weights but cannot be converted is an error, or left deterministic with `unsupported="leave"`.
     `hierarchy` puts global inducing weights of that size above those of the layers [Ritter21, appendix H].
-    `spread` is how wide q(V) starts: its standard deviation, or how far apart the members of Ensemble-U are. What
-    starts narrow around a trained network may stay near it, and doubt little.
+    `spread` is how wide q(V) starts, of FFG-W and FCG-W q(W): its standard deviation, or how far apart the members of
+    Ensemble-U are. What starts narrow around a trained network may stay near it, and doubt little.
     With `data` (batches of inputs and labels) the accuracy before and after is printed, for regression the error.
     The inducing points of gi and li start at some of the `examples`: inputs (N, ...), and classes (N,) or targets
     (N, D) in the network's units, or None.

@@ -267,7 +267,7 @@ def _dense(geometry: Geometry, x: Tensor, W: Tensor, K: int, execution: Executio
     W = W.to(x.dtype)
     if len(W) == 1:
         return geometry.dense(x, W.squeeze(0))
-    if execution == "batch":
+    if execution == "batch" or (execution == "factored" and geometry.dims == 0):
         return geometry.batched(x, W)
     if execution == "unfold":
         return _unfolded(geometry, x, W)

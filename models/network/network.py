@@ -1,5 +1,6 @@
 """A Bayesian network: somebody's network with Bayesian layers inside, drawn from jointly."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from dubito.models.errors import ConversionError, InputError, PredictionError
 from dubito.models.manifest import Classification, Task
@@ -311,6 +313,38 @@ class BayesianNetwork(nn.Module):
 
         Members of an ensemble come in random order, or `in_turn`.
         """
+        return self._sample(x, K, lambda normals: torch.randn(K, normals, device=x.device), in_turn)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Outputs at the posterior mean: (B, ...)."""
+        return self._sample(x, 1, lambda normals: torch.zeros(1, normals, device=x.device))[0][0]
+
+    def sample_linearised(self, x: Tensor, S: int) -> tuple[Tensor, Tensor]:
+        """Outputs at the posterior mean, (B, ...), and S draws of their first-order change, (S, B, ...).
+
+        If the network is `gaussian`, its weights are θ = μ + A ε for standard normals ε. A draw is the derivative of
+        the outputs along A ε by forward mode: a sample of N(0, J Σ Jᵀ), the law of the linearised network, without J.
+        """
+
+        def normals(n: int) -> Tensor:
+            dual: Tensor = forward_ad.make_dual(torch.zeros(S, n, device=x.device), torch.randn(S, n, device=x.device))
+            return dual
+
+        with warnings.catch_warnings(), forward_ad.dual_level():
+            warnings.filterwarnings("ignore", "`torch.jit.script`", FutureWarning)  # by which torch loads its own rules
+            mean, change = forward_ad.unpack_dual(self._sample(x, S, normals)[0])
+        assert change is not None
+        return mean[0], change
+
+    @property
+    def gaussian(self) -> bool:
+        """Whether the weights are a linear function of standard normals."""
+        layers = [*self.layers.values(), *([] if self.hierarchy is None else [self.hierarchy])]
+        return self.joint is None and bool(layers) and all(m.q.gaussian and not m.entry.ensemble for m in layers)
+
+    def _sample(
+        self, x: Tensor, K: int, normals: Callable[[int], Tensor], in_turn: bool = False
+    ) -> tuple[Tensor, Tensor]:
         if x.device.type == "cpu":
             check(x.device, x.dtype)
         layers = self._by_shape()
@@ -318,7 +352,7 @@ class BayesianNetwork(nn.Module):
         if self.hierarchy is not None:
             kinds = [[self.hierarchy], *kinds]
         factors = trainable([[layer.q for layer in kind] for kind in kinds])
-        noise = torch.randn(K, sum(f.normals for f in factors), device=x.device)
+        noise = normals(sum(f.normals for f in factors))
         copies = self._copies()
         members = max([copies, *(f.members for f in factors)])
         # on the device, so that a captured step draws anew; members kept in copies are chosen by the host

@@ -50,6 +50,10 @@ class _Transform(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return transform(gradient)
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return transform(tangent)
+
 
 def by_steps(x: Tensor) -> Tensor:
     """The transform without a kernel: a product with a small H, then log₂(D/STEP) rounds of sums and differences.

@@ -73,6 +73,7 @@ class Dropout(Posterior):
     """Drops input features (Linear) or input channels (Conv), never the bias."""
 
     noise_in_W = False  # but in the inputs
+    gaussian = False
 
     def __init__(self, W: Tensor, rate: float, groups: int, inputs: int, bias: bool, sigma: float) -> None:
         super().__init__()

@@ -214,6 +214,8 @@ class PriorFactors(Factors):
 class GlobalPoints(Posterior):
     """V and Λ of one layer. Its KL is that of the prior's scale; log Q − log P of the weights comes with each draw."""
 
+    gaussian = False
+
     unprunable = UNPRUNABLE
     noise_in_W = False  # not without the layers before
 
@@ -242,6 +244,8 @@ class GlobalPoints(Posterior):
 
 
 class LocalPoints(Posterior):
+    gaussian = False
+
     unprunable = UNPRUNABLE
 
     def __init__(self, Z: Tensor, V: Tensor, bias: bool, prior: WeightPrior, sigma: float) -> None:
@@ -271,6 +275,8 @@ class LocalPoints(Posterior):
 
 
 class PriorWeights(Posterior):
+    gaussian = False
+
     unprunable = "layers drawn from the prior hold nothing"
     noise_in_W = False  # there is no mean to compare with
 

@@ -242,6 +242,11 @@ class Posterior(nn.Module, ABC):
         return True
 
     @property
+    def gaussian(self) -> bool:
+        """Whether W, for each member of an ensemble, is a linear function of standard normals."""
+        return True
+
+    @property
     def takes_directions(self) -> bool:
         """Whether `set_directions` changes anything."""
         return False

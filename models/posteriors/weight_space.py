@@ -67,12 +67,12 @@ class WeightLayer(Entry):
         return WeightSpace(self._law(origin), self.sigma, prior_by(self.prior, origin.geometry, origin.W))
 
     def _law(self, origin: Origin) -> Distribution:
-        W = origin.W
+        W, std = origin.W, W_STD if origin.spread is None else origin.spread
         match self.method:
             case "ffg-w":
-                return MeanField(W.clone(), W_STD, self.sigma_max)
+                return MeanField(W.clone(), std, self.sigma_max)
             case "fcg-w":
-                return FullCovariance(W.clone(), W_STD, self.sigma_max)
+                return FullCovariance(W.clone(), std, self.sigma_max)
         if not origin.trained:
             return Mixture(torch.stack([W, *(origin.afresh() for _ in range(self.ensemble - 1))]))
         apart = torch.randn(self.ensemble, *W.shape, dtype=W.dtype, device=W.device)

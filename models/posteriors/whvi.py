@@ -151,6 +151,10 @@ class Whvi(Posterior):
     def q(self) -> MeanField | BlockCovariance | Planar:
         return self.law  # type: ignore[return-value]  # nn.Module by type, one of these by construction
 
+    @property
+    def gaussian(self) -> bool:
+        return not isinstance(self.law, Planar)
+
     def trainable(self) -> WhviFactors:
         """The same law with gradients: W is not formed in training either."""
         S_1, S_2 = self.grid.spread_rows(self.S_1), self.grid.spread_columns(self.S_2)

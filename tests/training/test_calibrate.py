@@ -28,10 +28,10 @@ from dubito.training.calibrate import (
     check_held_out,
     choose_measure,
     outer_quantile,
-    spoil,
 )
 from dubito.training.config import Calibrate, Fit
 from dubito.training.data.data import Examples
+from dubito.training.data.spoil import spoil
 from dubito.training.evaluation.evaluate import evaluate
 from dubito.training.evaluation.evaluate import measure as measure_model
 from dubito.training.evaluation.predicting import GRID, REQUESTS, predict_auto, predict_grid

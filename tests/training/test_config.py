@@ -229,6 +229,9 @@ def test_a_value_of_the_wrong_kind(mine: str, change: str, said: str) -> None:
     assert found.endswith("Change the recipe, or pass --set KEY=VALUE.")
 
 
+FS = "fit.objective=function-space"
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -242,6 +245,21 @@ def test_a_value_of_the_wrong_kind(mine: str, change: str, said: str) -> None:
         (["data.size=[8, 8]", "data.name=csv:x"], "data: size is (8, 8), which belongs to pictures alone"),
         (["data.exif=false"], "data: exif is False, which belongs to folder:… alone; the data is 'digits'"),
         (["data.crop=0.9"], "data: crop is 0.9, which needs a size"),
+        (["context.points=8"], "context belongs to fit.objective 'function-space'; it is 'elbo'"),
+        (
+            [FS, "context.covariance=full"],
+            "context: probes is 4 and points 32; a full covariance needs two probes more",
+        ),
+        (
+            [FS, "context.inputs=spoiled", "context.margin=1.0"],
+            "margin is 1, which belongs to inputs = 'uniform'; it is",
+        ),
+        ([FS, "context.inputs=augmented", "context.points=200"], "context.points is 200 and fit.batch 128; augmented"),
+        ([FS, "fit.function_space=true"], "fit.function_space weighs a KL of weights; fit.objective"),
+        (
+            [FS, "posterior={method='subnetwork-laplace'}"],
+            "but subnetwork-laplace is not fitted by variation: use elbo",
+        ),
         (["noise=auto"], "noise is 'auto', which belongs to regression; the task is classification"),
         (
             [

@@ -15,9 +15,10 @@ from dubito.models.errors import DubitoError
 from dubito.models.manifest import NEW_MEASURES, Card, Input
 from dubito.models.predictions.answers import scores
 from dubito.models.predictions.model import Model
-from dubito.training.calibrate import CLEARLY, CalibrationError, calibrate, choose_measure, spoil, to_spoil, try_bank
+from dubito.training.calibrate import CLEARLY, CalibrationError, calibrate, choose_measure, try_bank
 from dubito.training.config import Calibrate
 from dubito.training.data.data import Examples
+from dubito.training.data.spoil import spoil, to_spoil
 from dubito.training.evaluation.predicting import GRID, ChosenPredictive
 from dubito.training.feature_bank import centres, find_layer, make_bank
 from dubito.training.metrics import auroc, placements

@@ -18,11 +18,12 @@ from torchvision.transforms import v2
 
 from dubito.models import bayesianize, build
 from dubito.models.network.network import BayesianNetwork
-from dubito.training.config import Fit, Recipe, read_recipe
+from dubito.training.config import Context, Fit, Recipe, read_recipe
 from dubito.training.data.data import Parts, divide, input_of
 from dubito.training.data.sources import read_data
 from dubito.training.fit.checkpoint import KEY, resume, save_checkpoint, write_whole
 from dubito.training.fit.fit import FitError, FitRun
+from dubito.training.fit.function_space import FunctionSpace
 from dubito.training.fit.stop import stoppable
 from dubito.training.recipe import TrainingStopped, train
 from tests import forked
@@ -53,8 +54,11 @@ def network(architecture: str = "mlp", method: str = "ffg-u") -> BayesianNetwork
 def start(parts: Parts, made: BayesianNetwork | None = None, **fit: Any) -> FitRun:
     augment = v2.RandomAffine(20) if fit.pop("augment", False) else None
     settings = Fit(**{"epochs": 3, "batch": 32, "likelihood_epochs": 1, **fit})
-    made = network() if made is None else made
-    return FitRun(made, parts.train[:100], parts.validation, input_of(parts.train), settings, 3, CPU, augment)
+    made, declared = network() if made is None else made, input_of(parts.train)
+    functions = None
+    if settings.objective == "function-space":
+        functions = FunctionSpace.of(Context(points=4, inputs="spoiled"), made, parts.train, declared)
+    return FitRun(made, parts.train[:100], parts.validation, declared, settings, 3, CPU, augment, functions)
 
 
 def finish(run: FitRun) -> FitRun:
@@ -80,6 +84,7 @@ def same(a: FitRun, b: FitRun) -> None:
 
 
 KINDS: dict[str, dict[str, Any]] = {
+    "function-space": {"objective": "function-space"},
     "adam": {"augment": True},
     "sgd": {"optimiser": "sgd", "lr": 0.01, "clip": 1.0},
     "samples": {"samples": 2, "warmup_epochs": 1},

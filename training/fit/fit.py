@@ -20,6 +20,7 @@ from dubito.training.config import Fit
 from dubito.training.data.data import Examples, enter
 from dubito.training.fit.batches import Batches
 from dubito.training.fit.compiling import compiled
+from dubito.training.fit.function_space import FunctionSpace
 from dubito.training.fit.graphs import StepGraph
 from dubito.training.fit.objective import gain, kl_weight, negative_log_likelihood, rate
 from dubito.training.fit.ranks import Ranks
@@ -41,7 +42,7 @@ class Epoch:
     epoch: int
     loss: float  # mean over the examples, with the draws of training
     nll: float
-    kl: float  # of the whole network, at the last step
+    kl: float  # of the whole network, or at the context inputs; at the last step
     kl_weight: float
     accuracy: float | None  # of the training part, with the draws of training; None for regression
     validation_nll: float
@@ -85,6 +86,7 @@ class FitRun:
         seed: int,
         device: torch.device,
         augment: Callable[[Tensor], Tensor] | None = None,
+        functions: FunctionSpace | None = None,
     ) -> None:
         self.ranks = Ranks.here()
         self.network = network.to(device)
@@ -92,6 +94,7 @@ class FitRun:
         self.network.set_priors(self.ranks.of_first(self.network.priors, device))
         self.validation, self.declared = validation, declared
         self.fit, self.seed, self.device = fit, seed, device
+        self.functions = functions  # of `fit.objective` function-space
         train = Examples(train.x, self._in_units(train.y))
         self.batches = Batches(train, fit.batch, seed, device, augment, self.ranks)
         self.optimiser = _optimiser(self.network, fit)
@@ -127,7 +130,7 @@ class FitRun:
         started = time.perf_counter()
         number, first = divmod(self.step, len(self.batches))
         for i, (x, y, share) in enumerate(self.batches.epoch(number, first), first + 1):
-            self.take_step(enter(x, self.declared), y, share)
+            self.take_step(enter(x, self.declared), y, share, self.context(x, number, i - 1))
             last = i == len(self.batches)
             if i % self._look and not last:
                 continue
@@ -140,7 +143,13 @@ class FitRun:
         self._end(number, time.perf_counter() - started)
         return True
 
-    def take_step(self, x: Tensor, y: Tensor, share: float) -> None:
+    def context(self, batch: Tensor, number: int, i: int) -> Tensor | None:
+        """Inputs at which functions are compared with their prior in step i of epoch `number`; None for the ELBO."""
+        if self.functions is None:
+            return None
+        return self.functions.inputs(batch, torch.Generator().manual_seed(stream(self.seed, "context", number, i)))
+
+    def take_step(self, x: Tensor, y: Tensor, share: float, context: Tensor | None = None) -> None:
         """One step on this rank's share of a batch."""
         now = self.step / len(self.batches)
         for group in self.optimiser.param_groups:
@@ -155,10 +164,8 @@ class FitRun:
         weight = kl_weight(self.fit, now) / self.batches.examples / self.ranks.count
         for place, value in zip(self.weights.unbind(), (share, weight), strict=True):
             place.fill_(value)
-        if self.graphs is None:
-            self._update(x, y, self.weights)
-        else:
-            self.graphs.run(x, y, self.weights)
+        arguments = (x, y, self.weights) if context is None else (x, y, self.weights, context)
+        (self._update if self.graphs is None else self.graphs.run)(*arguments)
         self.step += 1
 
     def _set_modes(self, frozen: bool) -> None:
@@ -174,9 +181,9 @@ class FitRun:
             self.graphs = StepGraph(self._update)  # the old graph is a step in the other mode
         self._frozen = frozen
 
-    def _update(self, x: Tensor, y: Tensor, weights: Tensor) -> None:
+    def _update(self, x: Tensor, y: Tensor, weights: Tensor, context: Tensor | None = None) -> None:
         """The part of a step that runs on the device."""
-        loss, nll, kl, right = self._parts(x, y, weights)
+        loss, nll, kl, right = self._parts(x, y, weights, context)
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         self.ranks.add_gradients(self.network)
@@ -188,13 +195,18 @@ class FitRun:
             self.sums[:4] += torch.stack([loss * rows / weights[0], nll * rows, right, rows])
             self.sums[4] = kl
 
-    def _losses(self, x: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _losses(
+        self, x: Tensor, y: Tensor, weights: Tensor, context: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Loss, NLL, KL and right answers of this rank's share; losses and gradients are summed over ranks."""
         amp = self.fit.amp and self.device.type == "cuda"
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if amp else nullcontext():
             outputs, ratio = self.network.sample_with_ratio(x, self.fit.samples)
+            if self.functions is not None and context is not None:
+                kl = self.functions.kl(self.network, context)
         nll = negative_log_likelihood(self.network, outputs, y)
-        kl = self.network.kl(self.batches.examples if self.fit.function_space else None) + ratio
+        if context is None:
+            kl = self.network.kl(self.batches.examples if self.fit.function_space else None) + ratio
         right = torch.zeros_like(nll)
         if self.network.noise is None:
             right = (outputs.detach().float().softmax(-1).mean(0).argmax(-1) == y).sum().to(nll.dtype)
@@ -268,10 +280,10 @@ class FitRun:
         """Repeat the epoch to find the first step whose loss is not finite; always raises FitError."""
         self.restore(self._start)
         first = self.step % len(self.batches)
-        for x, y, share in self.batches.epoch(number, first):
-            x = enter(x, self.declared)
+        for i, (raw, y, share) in enumerate(self.batches.epoch(number, first), first):
+            x = enter(raw, self.declared)
             before = {k: v.clone() for k, v in self.network.state_dict().items()}
-            self.take_step(x, y, share)
+            self.take_step(x, y, share, self.context(raw, number, i))
             if not self.ranks.add(self.sums).isfinite().all():
                 self.network.load_state_dict(before)
                 raise FitError(self._blame(x, y, number))

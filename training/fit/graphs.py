@@ -9,9 +9,9 @@ WARM = 3  # steps without a graph before the capture, in which libraries and the
 
 
 class StepGraph:
-    """Runs `update(x, y, weights)`, as a graph for batches of the shape that comes first, directly for others."""
+    """Runs `update(x, y, weights, …)`, as a graph for batches of the shape that comes first, directly for others."""
 
-    def __init__(self, update: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+    def __init__(self, update: Callable[..., None]) -> None:
         self.update = update
         self.stream = torch.cuda.Stream()
         self.graph: torch.cuda.CUDAGraph | None = None
