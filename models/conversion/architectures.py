@@ -17,6 +17,7 @@ from dubito.models.manifest import Architecture, Image, Input
 GROUP = "dubito.architectures"  # entry points: name -> a function of plain arguments that returns an nn.Module
 LARGEST = 1 << 24  # of any whole number among the arguments: a manifest may claim what it likes
 LONGEST = 256  # of any list among them
+WIDEST = 30  # of a deep Gaussian process's hidden layers, unless they are told [Salimbeni17]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
 
@@ -51,6 +52,33 @@ def mlp(
     for d_in, d_out in pairwise(sizes):
         layers += [nn.Linear(d_in, d_out), ACTIVATIONS[activation]()]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+
+
+class Skip(nn.Module):
+    """x + f(x), if both have as many numbers; else f(x)."""
+
+    def __init__(self, f: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.f(x)
+        return x + out if out.shape == x.shape else out
+
+
+def deep_gp(
+    inputs: int = 784, outputs: int = 10, layers: int = 2, width: int | None = None, standardise: bool = False
+) -> nn.Module:
+    """The layers of a deep Gaussian process, for the methods dgp and dsvi: linear, with nothing between them.
+
+    Hidden layers are as wide as the inputs, up to WIDEST, and what they get is added to what they give.
+    """
+    if layers > LONGEST:
+        raise ArchitectureError(f"deep-gp: layers is {layers}; expected at most {LONGEST}.")
+    sizes = [inputs, *[min(inputs, WIDEST) if width is None else width] * (layers - 1)]
+    hidden = [Skip(nn.Linear(d_in, d_out, bias=False)) for d_in, d_out in pairwise(sizes)]
+    front = [nn.Flatten(), *([Standardise(inputs)] if standardise else [])]
+    return nn.Sequential(*front, *hidden, nn.Linear(sizes[-1], outputs, bias=False))
 
 
 def lenet(classes: int = 10, channels: int = 1, width: int = 1) -> nn.Module:
@@ -143,6 +171,7 @@ OURS: dict[str, Callable[..., nn.Module]] = {
     "cnn": cnn,
     "resnet18-cifar": resnet18_cifar,
     "resnet50-cifar": resnet50_cifar,
+    "deep-gp": deep_gp,
 }
 
 
@@ -232,7 +261,7 @@ def on_meta(name: str) -> bool:
 def input_of(architecture: Architecture) -> Input | None:
     """What such a network takes, where its name and arguments tell."""
     match architecture.name:
-        case "mlp":
+        case "mlp" | "deep-gp":
             inputs = architecture.arguments.get("inputs", 784)
             return Input(shape=(inputs,)) if isinstance(inputs, int) else None
         case "lenet":

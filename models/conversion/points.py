@@ -38,7 +38,7 @@ def start_points(net: nn.Module, entries: Mapping[str, Layer], examples: Example
         return Start(None, {})
     if len({sizes[name] for name in global_}) > 1:
         raise ConversionError(
-            f"layers of method gi share their inducing inputs, so they need one number of them; they have "
+            f"layers of methods gi and dgp share their inducing inputs, so they need one number of them; they have "
             f"{sorted({sizes[name] for name in global_})}."
         )
     if global_:
@@ -54,8 +54,8 @@ def _check_rows_apart(net: nn.Module) -> None:
     norms = [name for name, m in net.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if norms:
         raise ConversionError(
-            f"gi sends inducing inputs through the network beside each batch, and {norms[0]!r} is a BatchNorm, which "
-            "would mix them with it. Use a network without BatchNorm, or another method, such as ffg-u."
+            f"gi and dgp send inducing inputs through the network beside each batch, and {norms[0]!r} is a BatchNorm, "
+            "which would mix them with it. Use a network without BatchNorm, or another method, such as ffg-u."
         )
 
 
@@ -100,7 +100,7 @@ def chosen(net: nn.Module, M: int, examples: Examples | None) -> tuple[Tensor, T
         known = input_of(architecture_of(net))
         if known is None:
             raise ConversionError(
-                "gi needs inputs to start from: give examples=(inputs, targets) of the training data."
+                "gi and dgp need inputs to start from: give examples=(inputs, targets) of the training data."
             )
         return normals(like, M, *known.shape), None
     x, y = examples

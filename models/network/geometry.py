@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.models.posteriors.blocks import Blocks
+from dubito.models.posteriors.functions import Functions
 from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Operand
 
 FEW, MANY = 8, 32  # up to so few filters, from so many channels on, folding beats a CPU's convolution
@@ -246,6 +247,8 @@ def apply(
     """
     if isinstance(operand, Dropped):
         return geometry.dense(geometry.drop(x, operand.rate), operand.W[0])
+    if isinstance(operand, Functions):
+        return operand(x.reshape(K, -1, x.shape[-1])).view(*x.shape[:-1], geometry.outputs)
     if isinstance(operand, Dense):
         out = _dense(geometry, x, operand.W, K, execution)
     elif isinstance(operand, Blocks):

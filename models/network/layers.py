@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dubito.models.errors import ConversionError, InputError
 from dubito.models.manifest import Layer
 from dubito.models.network.geometry import Conv, Execution, Geometry, Linear, apply
+from dubito.models.posteriors.functions import Functions
 from dubito.models.posteriors.protocol import Dense, Operand, Posterior
 
 
@@ -50,10 +51,11 @@ class Run:
     features: list[Tensor] = field(default_factory=list)  # filled by the layer that is watched for `read`
     points: int = 0  # inducing inputs, the first rows of each draw
     on_arrival: Mapping[nn.Module, "OnArrival"] = field(default_factory=dict)  # layers that are drawn in sequence
-    drawn: dict[nn.Module, tuple[Dense, Tensor]] = field(default_factory=dict)  # filled by them: log Q − log P (K,) too
+    drawn: dict[nn.Module, "Drawn"] = field(default_factory=dict)  # filled by them
 
 
-OnArrival = Callable[[Geometry, Tensor], tuple[Dense, Tensor]]  # by inducing inputs as they arrive: (K, M, ...)
+Drawn = tuple[Dense | Functions, Tensor]  # and log Q − log P of each draw (K,)
+OnArrival = Callable[[Geometry, Tensor], Drawn]  # by inducing inputs as they arrive: (K, M, ...)
 
 
 class _Thread(local):
@@ -171,16 +173,17 @@ class BayesianLayer(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         run = current(self, input)
-        execution = run.plan.get(self, "loop")
-        return apply(self.geometry, input, self._weights(run, input), run.K, execution, run.channels_last)
-
-    def _weights(self, run: Run, input: Tensor) -> Operand:
         draw = run.on_arrival.get(self)
+        operand: Operand
         if draw is None:
-            return run.operands[self]()
-        rows = run.points * (len(input) // (run.K * run.B))  # a network may make several of each input
-        run.drawn[self] = draw(self.geometry, input.unflatten(0, (run.K, -1))[:, :rows])
-        return run.drawn[self][0]
+            operand = run.operands[self]()
+        else:
+            by_draw = input.unflatten(0, (run.K, -1))
+            rows = run.points * (len(input) // (run.K * run.B))  # a network may make several of each input
+            operand, _ = run.drawn[self] = draw(self.geometry, by_draw[:, :rows])
+            if isinstance(operand, Functions):
+                return operand.beyond(by_draw, rows).flatten(0, 1)
+        return apply(self.geometry, input, operand, run.K, run.plan.get(self, "loop"), run.channels_last)
 
     def __getattr__(self, name: str) -> Any:
         """What the layer that stood here would say of its sizes; it has no one weight to show."""

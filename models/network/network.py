@@ -35,6 +35,7 @@ from dubito.models.numerics.proof import check
 from dubito.models.numerics.streams import begin
 from dubito.models.posteriors.blocks import Blocks
 from dubito.models.posteriors.entry import JointEntry
+from dubito.models.posteriors.functions import Functions
 from dubito.models.posteriors.protocol import (
     Dense,
     Dropped,
@@ -62,8 +63,7 @@ class NetworkFactors:
     - Global inducing points draw weights layer after layer, each by what inducing inputs become under the draws of the
       layers before. As they do not depend on the request, `stock` runs the inducing inputs through the network, and
       `outputs` passes its result on in `Draws.stock`.
-    - Deep GPs have no weights: `layers` and `stock` would be empty, `normals` those of all inducing outputs, and
-      `outputs` would evaluate the functions drawn by them at K·B rows.
+      Deep GPs do the same with functions, which the inducing inputs' outputs at each layer fix, in place of weights.
     """
 
     closed_form: ClassVar[bool] = False  # outputs have `moments`, without draws
@@ -532,11 +532,26 @@ def _draw(f: Factors, place: int, n: int, draws: Draws, V: Tensor | None) -> Ope
     return f.mean(member) if noise is None else f.draw(noise.to(f.dtype), member)
 
 
-def _draw_arriving(f: InSequence, noise: Tensor | None, geometry: Geometry, inputs: Tensor) -> tuple[Dense, Tensor]:
+@dataclass(frozen=True)
+class Arrival:
+    geometry: Geometry
+    inputs: Tensor  # (K, M, ...)
+
+    @property
+    def rows(self) -> Tensor:
+        columns = self.geometry.columns(self.inputs.flatten(0, 1))
+        return columns.reshape(len(self.inputs), -1, columns.shape[-1])
+
+    def sums(self, V: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+        return regression_sums(self.geometry, self.inputs, V, lam)
+
+
+def _draw_arriving(
+    f: InSequence, noise: Tensor | None, geometry: Geometry, inputs: Tensor
+) -> tuple[Dense | Functions, Tensor]:
     """Weights of a layer at which inducing inputs (K, M, ...) arrive, and log Q − log P of each draw."""
     with torch.autocast(inputs.device.type, enabled=False):
-        W, ratio = f.draw_given(*regression_sums(geometry, inputs, f.V, f.lam), noise)
-    return Dense(W.to(f.V.dtype)), ratio
+        return f.draw_given(Arrival(geometry, inputs), noise)
 
 
 def _draw_group(group: Group, factors: NetworkFactors, draws: Draws) -> Sequence[Operand]:
@@ -553,3 +568,5 @@ def as_matrix(operand: Operand) -> Tensor:
             return W
         case Factored() | Blocks():
             return operand.dense()
+        case Functions():
+            raise ConversionError("a layer that is a Gaussian process has no weights.")

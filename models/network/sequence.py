@@ -1,7 +1,8 @@
 """Global inducing points of a network [Ober21]: inputs U_0 by which its layers are drawn one after the other.
 
 U_0 goes through the network in front of the inputs. Each layer of method `gi` draws its weights when U_0 arrives there
-(algorithm 1), so that whatever stands between the layers (residual connections, pooling, activations) needs no code.
+(algorithm 1), and each of method `dgp` its function, so that whatever stands between the layers (residual connections,
+pooling, activations) needs no code.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,6 @@ from dubito.models.errors import ArtifactError
 from dubito.models.network.network import BayesianNetwork, Draws, JointPosterior, NetworkFactors, Planner, Stock
 from dubito.models.network.plan import cheapest
 from dubito.models.posteriors.inducing_points import InducingInputsEntry
-from dubito.models.posteriors.protocol import Dense
 
 ROWS = 4096  # inducing inputs times draws that go through the network at a time
 
@@ -39,15 +39,16 @@ class SequentialFactors(NetworkFactors):
         """Weights of all layers: U_0 goes through the network alone, under some of the draws at a time."""
         K, k = draws.K, max(1, ROWS // len(self.U_0))
         others = {layer: make() for layer, make in network.arrange(self, draws, {}).operands.items()}
-        parts: list[dict[nn.Module, Tensor]] = []
+        parts: list[dict[nn.Module, Any]] = []  # draws of one kind for each layer
         for i in range(0, K, k):
             some = draws.part(i, min(k, K - i))
             run = network.arrange(self, some, cheapest(self))
             known = {layer: partial(operand.part, i, some.K) for layer, operand in others.items()}
             run = replace(run, operands=known, points=len(self.U_0), read=None, form=None)
             network.go(self.U_0, run)
-            parts.append({layer: W.W.expand(some.K, -1, -1) for layer, (W, _) in run.drawn.items()})
-        return {**others, **{layer: Dense(torch.cat([part[layer] for part in parts])) for layer in parts[0]}}
+            parts.append({layer: operand for layer, (operand, _) in run.drawn.items()})
+        first, *further = parts
+        return {**others, **{layer: first[layer].joined([part[layer] for part in further]) for layer in first}}
 
     def resident(self, net: nn.Module, device: torch.device, dtype: torch.dtype) -> "SequentialFactors":
         """With U_0 in the type of the network's other tensors; in float32 where there are none."""

@@ -21,6 +21,8 @@ POSTERIORS = {  # method -> the file and the class of its manifest entry
     "gi": "dubito.models.posteriors.inducing_points:GlobalLayer",
     "li": "dubito.models.posteriors.inducing_points:LocalLayer",
     "prior": "dubito.models.posteriors.inducing_points:PriorLayer",
+    "dgp": "dubito.models.posteriors.deep_gp:GlobalProcessLayer",
+    "dsvi": "dubito.models.posteriors.deep_gp:LocalProcessLayer",
 }
 JOINT_ENTRIES = {  # key of a manifest -> the same of a posterior over a network as a whole
     "subnetwork": "dubito.models.posteriors.subnetwork:SubnetworkEntry",

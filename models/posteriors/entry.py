@@ -98,6 +98,7 @@ class Entry(Strict, ABC):
     options: ClassVar[Mapping[str, Option]] = {}
     copies_rest: ClassVar[frozenset[str]] = frozenset()  # methods whose members own all other layers too
     in_sequence: ClassVar[bool] = False  # layers are drawn one after the other, by what inducing inputs become
+    of_functions: ClassVar[bool] = False  # draws are functions of the layer's inputs, and no weights
     not_exported: ClassVar[str] = ""  # what to do instead of exporting it as ONNX, where that is refused
     below: ClassVar[str | None] = None  # its method where a hierarchy draws V; None: it has no V
 

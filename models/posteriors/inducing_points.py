@@ -18,7 +18,7 @@ from dubito.models.errors import ConversionError
 from dubito.models.fields import PositiveFinite, Size
 from dubito.models.numerics.normals import normals
 from dubito.models.posteriors.entry import PRIOR_SCALE, Entry, JointEntry, LayerSizes, Option, Origin, is_count
-from dubito.models.posteriors.protocol import Dense, Factors, InSequence, Posterior, Seen
+from dubito.models.posteriors.protocol import Arrived, Dense, Factors, InSequence, Posterior, Seen
 from dubito.models.posteriors.regression import kl_of, regress
 from dubito.models.posteriors.weight_priors import PRIOR, FrozenPrior, PriorKind, WeightPrior, prior_by, sigma_of
 
@@ -31,7 +31,7 @@ UNPRUNABLE = "inducing points have no Z, and every point takes part in all weigh
 
 
 class InducingInputsEntry(JointEntry):
-    """Inputs by which layers of method gi are drawn, one after the other."""
+    """Inputs by which layers of methods gi and dgp are drawn, one after the other."""
 
     since: ClassVar[int] = 5
     in_sequence: ClassVar[bool] = True
@@ -42,7 +42,7 @@ class InducingInputsEntry(JointEntry):
     def check(self, manifest: Any) -> None:
         layers = [layer for layer in manifest.layers.values() if layer.in_sequence]
         if not layers or any(getattr(layer, "points", None) != self.points for layer in layers):
-            raise ValueError(f"{self.points} inducing inputs belong to layers of method gi with as many points")
+            raise ValueError(f"{self.points} inducing inputs belong to layers of methods gi or dgp with as many points")
         if manifest.members or manifest.hierarchy:
             raise ValueError("inducing inputs do not go with ensemble members or a hierarchy")
         if self.points * math.prod(self.shape) > MOST_NUMBERS:
@@ -167,10 +167,11 @@ class GlobalFactors(InSequence):
     def normals(self) -> int:
         return self.prior.normals + self.V.shape[-1] * self.d_in
 
-    def draw_given(self, G: Tensor, h: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    def draw_given(self, arrived: Arrived, noise: Tensor | None) -> tuple[Dense, Tensor]:
         n = self.prior.normals
         P = self.prior.draw(None if noise is None else noise[:, :n])
-        return regress(G, h, P, None if noise is None else noise[:, n:])
+        W, ratio = regress(*arrived.sums(self.V, self.lam), P, None if noise is None else noise[:, n:])
+        return Dense(W.to(self.V.dtype)), ratio
 
 
 @dataclass(frozen=True)

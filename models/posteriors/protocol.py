@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.posteriors.blocks import Blocks
+from dubito.models.posteriors.functions import Functions
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Dense:
     def part(self, offset: int, k: int) -> "Dense":
         """The k draws that start at `offset`."""
         return Dense(self.W[offset : offset + k]) if len(self.W) > 1 else self
+
+    def joined(self, others: "list[Dense]") -> "Dense":
+        """These draws and those of the others."""
+        return Dense(torch.cat([self.W, *(other.W for other in others)]))
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Dropped:
         return self
 
 
-Operand = Dense | Factored | Dropped | Blocks
+Operand = Dense | Factored | Dropped | Blocks | Functions
 
 
 class Value:
@@ -180,18 +185,26 @@ class Factors(Value, ABC):
         return None
 
 
+class Arrived(Protocol):
+    """What the inducing inputs have become where they arrive at a layer, under K draws of the layers before it."""
+
+    @property
+    def rows(self) -> Tensor:
+        """(K, n, d_in), without the bias's 1; n is a multiple of M where a layer meets several rows of each input."""
+
+    def sums(self, V: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+        """G = ΦᵀΛΦ (K, d_in, d_in) and h = ΦᵀΛV (K, d_in, d_out) of the features Φ that arrive, the bias's 1 included.
+
+        V (M, places, d_out) are pseudo-outputs, lam (M,) their precisions.
+        """
+
+
 class InSequence(Factors):
     """Factors of weights that are drawn once inducing inputs arrive at the layer, under the draws of those before."""
 
-    V: Tensor  # (M, places, d_out)  pseudo-outputs at the M inducing inputs
-    lam: Tensor  # (M,)  their precisions
-
     @abstractmethod
-    def draw_given(self, G: Tensor, h: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """K draws W (K, d_out, d_in), or their mean, and log Q(W) − log P(W) of each (K,).
-
-        G = ΦᵀΛΦ (K, d_in, d_in) and h = ΦᵀΛV (K, d_in, d_out) of what arrives, Φ; normals (K, normals).
-        """
+    def draw_given(self, arrived: Arrived, noise: Tensor | None) -> tuple[Dense | Functions, Tensor]:
+        """K draws by normals (K, normals), or their mean, and log Q − log P of each (K,)."""
 
     def mean(self, member: Tensor | None) -> Operand:
         raise NotImplementedError("such a layer has no mean of its own")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dubito.models.network.network import Draws, Stock
 from dubito.models.numerics.normals import Normals
+from dubito.models.posteriors.functions import Functions
 from dubito.models.posteriors.protocol import Operand
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import SEED_BITS
@@ -103,5 +104,7 @@ def bytes_of_sample(model: Model) -> int:
 
 
 def _own(operand: Operand) -> list[Tensor]:
+    if isinstance(operand, Functions):
+        return operand.own
     parts = [getattr(operand, name, None) for name in ("W", "G", "e", "g", "bias")]
     return [part for part in parts if part is not None]

@@ -46,6 +46,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whvi": {"D": 2},
     "gi": {"inducing": 6},
     "li": {"inducing": 6},
+    "dgp": {"inducing": 6},
+    "dsvi": {"inducing": 6},
 }
 
 
@@ -166,7 +168,8 @@ ORACLES: dict[str, Callable[[State], Law]] = {
     "local": local,
     "prior": prior,
 }
-ALONE = [method for method in POSTERIORS if not entry_class(method).in_sequence]  # whose layers have laws of their own
+OF_WEIGHTS = [method for method in POSTERIORS if not entry_class(method).of_functions]  # others: test_deep_gp.py
+ALONE = [method for method in OF_WEIGHTS if not entry_class(method).in_sequence]  # whose layers have laws of their own
 
 
 def law_of(layer: BayesianLayer) -> Law:

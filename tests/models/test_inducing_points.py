@@ -512,7 +512,7 @@ class TestRefusals:
             bayesianize(net, "gi", inducing=3, examples=(torch.randn(3, 4, 4, 4), None))
 
     def test_inputs_that_are_not_known(self) -> None:
-        with pytest.raises(ConversionError, match="gi needs inputs to start from: give examples="):
+        with pytest.raises(ConversionError, match="gi and dgp need inputs to start from: give examples="):
             bayesianize(nn.Sequential(nn.Linear(2, 2)), "gi")
 
     def test_examples_that_do_not_fit(self) -> None:

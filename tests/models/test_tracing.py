@@ -248,7 +248,7 @@ def test_infinity_anywhere_else_is_a_training_that_diverged(
 METHOD_OPTIONS: dict[str, dict[str, Any]] = {"fcg-w": {"covariance_limit": 10**6}}
 
 
-BY_INPUTS = {"gi", "fac-gi", "rand-gi"}  # whose layers are drawn by inducing inputs, which BatchNorm would mix
+BY_INPUTS = {"gi", "fac-gi", "rand-gi", "dgp"}  # whose layers are drawn by inducing inputs, which BatchNorm would mix
 FOLLOWED = {METHODS[0], "gi"}  # with which torch's encoder is traced here, which takes seconds each time
 PAIRS = [
     pytest.param(n, m, marks=pytest.mark.slow if n == "encoder" and m not in FOLLOWED else ())
