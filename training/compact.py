@@ -39,6 +39,12 @@ class Teacher:
     @classmethod
     def of(cls, model: Model, K: int, seed: int) -> "Teacher":
         network, factors = model.network, model.factors
+        for name, layer in network.layers.items():
+            if layer.entry.of_functions:
+                raise ConversionError(
+                    f"layer {name!r} of method {layer.entry.method} draws functions, and there are no weights to "
+                    "distil. Serve the model as it is, or train gi on the same data and distil that."
+                )
         with evaluating(network), torch.inference_mode():
             stock = factors.stock(network, Draws(K, Normals(seed, model.device).rows(K, factors.normals), seed))
             if not stock or factors.members:
