@@ -9,14 +9,7 @@ METHODS = (*POSTERIORS, *COMPOSED, "deterministic")  # of `bayesianize`
 LAPLACE = "subnetwork-laplace"  # of a whole network that is trained already
 Measure = Literal["entropy", "mutual_information", "max_probability", "epistemic_variance", "energy", "knn"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)  # that OOD flags can go by
-ARCHITECTURES = (
-    "mlp",
-    "lenet",
-    "cnn",
-    "resnet18-cifar",
-    "resnet50-cifar",
-    "deep-gp",
-)  # built in conversion/architectures.py
+ARCHITECTURES = ("mlp", "lenet", "cnn", "resnet18-cifar", "resnet50-cifar", "deep-gp", "random-features")
 
 
 def some(names: Sequence[str]) -> str:

@@ -83,8 +83,8 @@ def formed(graph: Graph, blocks: BlockDraws, K: int) -> str:
     W = graph.matmul(H, graph.mul(graph.reshape(blocks.g, (K, grid.rows, grid.columns, D, 1)), right))
     W = graph.mul(W, graph.reshape(blocks.S_1, (grid.rows, grid.columns, D, 1)))
     if grid.folded:
-        n = grid.d_out * grid.d_in
-        W = graph.part(graph.reshape(W, (K, grid.rows * D * D)), 1, 0, n)
+        strips, n = grid.strips
+        W = graph.part(graph.reshape(W, (K * strips, grid.rows // strips * D * D)), 1, 0, n)
         W = graph.reshape(W, (K, grid.d_out, grid.d_in))
     else:
         W = graph.op("Transpose", W, perm=[0, 1, 3, 2, 4])

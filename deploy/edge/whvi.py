@@ -14,7 +14,7 @@ def write_whvi(s: Sampler, name: str, q: Whvi, f: WhviFactors, scale: Array) -> 
     drawn = law_draws(s, f.q_g, q.law, s.normals(f.q_g.normals, f"{name}:g"))
     g_of_all = g.reshape(drawn, (s.K, grid.rows, grid.columns, grid.D))
     bias = None if f.q_b is None else law_draws(s, f.q_b, q.bias, s.normals(f.q_b.normals, f"{name}:b"))
-    if grid.folded:  # one row or column, no longer than an input or output
+    if grid.folded:  # few rows or columns
         S_1, S_2 = (g.weights(array(t), least="fp16") for t in (f.S_1, f.S_2))
         return DenseDraws(scaled(g, formed(g, BlockDraws(grid, S_1, S_2, g_of_all, bias), s.K), scale))
     if bias is not None and (scale != 1).any():

@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from itertools import pairwise
@@ -79,6 +80,23 @@ def deep_gp(
     hidden = [Skip(nn.Linear(d_in, d_out, bias=False)) for d_in, d_out in pairwise(sizes)]
     front = [nn.Flatten(), *([Standardise(inputs)] if standardise else [])]
     return nn.Sequential(*front, *hidden, nn.Linear(sizes[-1], outputs, bias=False))
+
+
+class Fourier(nn.Module):
+    """√2 cos x and √2 sin x side by side: with weights of variance σ²/d after it, a process of variance σ²."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return math.sqrt(2) * torch.cat([x.cos(), x.sin()], -1)
+
+
+def random_features(inputs: int = 784, outputs: int = 10, features: int = 512, standardise: bool = False) -> nn.Module:
+    """A Gaussian process by random Fourier features: Ω x, its cosines and sines, and a linear layer on them.
+
+    With normal Ω of variance 1/ℓ², features have the inner products of the squared-exponential kernel of length ℓ.
+    """
+    front = [nn.Flatten(), *([Standardise(inputs)] if standardise else [])]
+    projection, last = nn.Linear(inputs, features, bias=False), nn.Linear(2 * features, outputs, bias=False)
+    return nn.Sequential(*front, projection, Fourier(), last)
 
 
 def lenet(classes: int = 10, channels: int = 1, width: int = 1) -> nn.Module:
@@ -172,6 +190,7 @@ OURS: dict[str, Callable[..., nn.Module]] = {
     "resnet18-cifar": resnet18_cifar,
     "resnet50-cifar": resnet50_cifar,
     "deep-gp": deep_gp,
+    "random-features": random_features,
 }
 
 
@@ -261,7 +280,7 @@ def on_meta(name: str) -> bool:
 def input_of(architecture: Architecture) -> Input | None:
     """What such a network takes, where its name and arguments tell."""
     match architecture.name:
-        case "mlp" | "deep-gp":
+        case "mlp" | "deep-gp" | "random-features":
             inputs = architecture.arguments.get("inputs", 784)
             return Input(shape=(inputs,)) if isinstance(inputs, int) else None
         case "lenet":

@@ -14,20 +14,28 @@ from dubito.models.numerics.hadamard import transform
 class Grid:
     """How W (d_out × d_in) is made of D × D blocks: `rows` times `columns` of them, what stands over is discarded.
 
-    A single row or column of weights is folded: the rows of `rows` blocks, one after the other, are its entries.
+    A single row or column of weights is folded: the rows of its blocks, one after the other, are its entries. With
+    `fold`, each row of any W is, into blocks of its own.
     """
 
     d_out: int
     d_in: int
     D: int
+    fold: bool = False
 
     @property
     def folded(self) -> bool:
-        return 1 in (self.d_out, self.d_in)
+        return self.fold or 1 in (self.d_out, self.d_in)
+
+    @property
+    def strips(self) -> tuple[int, int]:
+        """How many rows or columns are folded, and how many weights each has."""
+        return (self.d_out, self.d_in) if self.fold else (1, self.d_out * self.d_in)
 
     @property
     def rows(self) -> int:
-        return -(-self.d_out * self.d_in // self.D**2) if self.folded else -(-self.d_out // self.D)
+        strips, n = self.strips
+        return strips * -(-n // self.D**2) if self.folded else -(-self.d_out // self.D)
 
     @property
     def columns(self) -> int:
@@ -37,7 +45,8 @@ class Grid:
     def scales(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Shapes of S_1 and S_2, without the entries that are discarded."""
         if self.folded:
-            return (1, -(-self.d_out * self.d_in // self.D)), (self.rows, self.D)
+            strips, n = self.strips
+            return (1, self.rows * self.D if strips > 1 else -(-n // self.D)), (self.rows, self.D)
         return (self.columns, self.d_out), (self.rows, self.d_in)
 
     def spread_rows(self, S_1: Tensor) -> Tensor:
@@ -53,16 +62,19 @@ class Grid:
         """A matrix as the blocks that it would be made of: (d_out, d_in) -> (rows, columns, D, D), zeros beyond it."""
         D = self.D
         if self.folded:
-            return F.pad(W.reshape(-1), (0, self.rows * D * D - W.numel())).view(self.rows, 1, D, D)
+            strips, n = self.strips
+            return F.pad(W.reshape(strips, n), (0, self.rows // strips * D * D - n)).view(self.rows, 1, D, D)
         padded = F.pad(W, (0, self.columns * D - self.d_in, 0, self.rows * D - self.d_out))
         return padded.view(self.rows, D, self.columns, D).transpose(1, 2)
 
 
-def side(d_out: int, d_in: int) -> int:
+def side(d_out: int, d_in: int, fold: bool = False) -> int:
     """D where none is asked for: the power of two at or above the shorter side, which costs the fewest operations.
 
-    A single row or column of n weights is folded into one square, so there it is the one at or above √n.
+    A row or column of n weights that is folded becomes one square, so there it is the one at or above √n.
     """
+    if fold:
+        d_out = 1
     shorter = min(d_out, d_in)
     if shorter == 1:
         shorter = math.isqrt(d_out * d_in - 1) + 1
@@ -107,6 +119,7 @@ def weights(grid: Grid, S_1: Tensor, S_2: Tensor, g: Tensor) -> Tensor:
     right = transform(torch.diag_embed(S_2))  # H S_2, transposed: (rows, columns, D, D), column j's transform in row j
     W = transform(right * g[..., None, :]).mT * S_1[..., None]  # (K, rows, columns, D, D)
     if grid.folded:
-        return W.flatten(1)[:, : grid.d_out * grid.d_in].view(-1, grid.d_out, grid.d_in)
+        strips, n = grid.strips
+        return W.reshape(len(W), strips, -1)[..., :n].reshape(-1, grid.d_out, grid.d_in)
     W = W.transpose(2, 3).reshape(-1, grid.rows * D, grid.columns * D)
     return W[:, : grid.d_out, : grid.d_in]

@@ -18,6 +18,7 @@ POSTERIORS = {  # method -> the file and the class of its manifest entry
     "ensemble-w": "dubito.models.posteriors.weight_space:WeightLayer",
     "mc-dropout": "dubito.models.posteriors.dropout:DropoutLayer",
     "whvi": "dubito.models.posteriors.whvi:WhviLayer",
+    "whvi-column": "dubito.models.posteriors.whvi:WhviLayer",
     "gi": "dubito.models.posteriors.inducing_points:GlobalLayer",
     "li": "dubito.models.posteriors.inducing_points:LocalLayer",
     "prior": "dubito.models.posteriors.inducing_points:PriorLayer",
@@ -31,6 +32,7 @@ JOINT_ENTRIES = {  # key of a manifest -> the same of a posterior over a network
 COMPOSED = {  # method of a network -> those of its layers: of all below the last, and of the last
     "fac-gi": ("ffg-w", "gi"),
     "rand-gi": ("prior", "gi"),
+    "whvi-gp": ("whvi", "whvi-column"),
 }
 
 

@@ -34,13 +34,16 @@ def is_power_of_two(value: Any) -> bool:
 
 class WhviLayer(Entry):
     kind: Literal["whvi"] = "whvi"
-    method: Literal["whvi"] = "whvi"
+    method: Literal["whvi", "whvi-column"] = "whvi"
     D: Size  # side of a block
     covariance: Literal["diagonal", "full"]
     flows: Annotated[int, Field(ge=0, le=MOST_FLOWS)] = 0
     sigma: PositiveFinite
 
-    what: ClassVar = {"whvi": "Walsh–Hadamard VI: blocks S_1 H diag(g) H S_2 of W, a distribution over g alone"}
+    what: ClassVar = {
+        "whvi": "Walsh–Hadamard VI: blocks S_1 H diag(g) H S_2 of W, a distribution over g alone",
+        "whvi-column": "the same with the weights of each output folded into a square, which is one block",
+    }
     options: ClassVar = {
         "prior_scale": PRIOR_SCALE,
         "covariance_limit": COVARIANCE_LIMIT,
@@ -58,12 +61,12 @@ class WhviLayer(Entry):
         return self
 
     @classmethod
-    def describe(cls, method: str, o: Mapping[str, Any], geometry: LayerSizes, W: Tensor | None = None) -> Self:
+    def describe(cls, method: Any, o: Mapping[str, Any], geometry: LayerSizes, W: Tensor | None = None) -> Self:
         d_out, d_in = geometry.shape
-        D = side(d_out, d_in - geometry.bias) if o["D"] is None else o["D"]
+        D = side(d_out, d_in - geometry.bias, method == "whvi-column") if o["D"] is None else o["D"]
         if o["covariance"] == "full":
             check_limit(D, o["covariance_limit"], "Smaller blocks (option D) fit, or covariance='diagonal'.")
-        return cls(D=D, covariance=o["covariance"], flows=o["flows"], sigma=prior_of(o, d_in))
+        return cls(method=method, D=D, covariance=o["covariance"], flows=o["flows"], sigma=prior_of(o, d_in))
 
     def start(self, origin: Origin) -> "Whvi":
         """From the prior, or from a network: the nearest g, and scales that give each block the size of its weights.
@@ -74,7 +77,7 @@ class WhviLayer(Entry):
         W, with_bias = origin.W, origin.geometry.bias
         bias = MeanField(W[:, -1].clone(), W_STD, None) if with_bias else None
         W = W[:, : W.shape[1] - with_bias]
-        grid = Grid(W.shape[0], W.shape[1], self.D)
+        grid = Grid(W.shape[0], W.shape[1], self.D, fold=self.method == "whvi-column")
         g = normals(W, grid.rows * grid.columns, self.D)
         std = V_STD if origin.spread is None else origin.spread
         q = Whvi(grid, nn.Identity(), bias, self.sigma, W)
@@ -130,7 +133,7 @@ class WhviFactors(Factors):
         return self._operand(self.q_g.draw(for_g, None), None if self.q_b is None else self.q_b.draw(for_b, None))
 
     def _operand(self, g: Tensor, bias: Tensor | None) -> Dense | Blocks:
-        """A folded matrix is one row or column, no longer than an input or output: that is formed."""
+        """A folded matrix is one row or column, or that of a last layer, which has few rows: that is formed."""
         blocks = Blocks(self.grid, self.S_1, self.S_2, g.view(-1, *self.S_1.shape), bias)
         return Dense(blocks.dense()) if self.grid.folded else blocks
 

@@ -44,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ensemble-w": {"members": 3},
     "mc-dropout": {"rate": 0.3},
     "whvi": {"D": 2},
+    "whvi-column": {"D": 4},
     "gi": {"inducing": 6},
     "li": {"inducing": 6},
     "dgp": {"inducing": 6},
@@ -127,7 +128,23 @@ def whvi(s: State) -> Law:
     d_in, H = columns - 1, scipy.linalg.hadamard(D) / np.sqrt(D)
     across, down = -(-d_in // D), -(-d_out // D)
     g, S, kl = s.gaussian("law", None, 1.0)
-    b, S_b, kl_b = s.gaussian("bias", None, s.entry["sigma"])
+
+    def affine(T: Array) -> Law:
+        b, S_b, kl_b = s.gaussian("bias", None, s.entry["sigma"])
+        of_g = np.pad(T[:, :d_out, :d_in], ((0, 0), (0, 0), (0, 1))).reshape(len(g), -1).T
+        of_b = np.eye(d_out * columns)[:, d_in::columns]
+        return Law((of_g @ g + of_b @ b)[None], of_g @ S @ of_g.T + of_b @ S_b @ of_b.T, kl + kl_b)
+
+    if s.entry["method"] == "whvi-column":
+        each = -(-d_in // D**2)  # blocks of an output
+        S_1, S_2 = s.tensors["S_1"].reshape(-1, D), s.tensors["S_2"]
+        T = np.zeros((len(g), d_out, each * D * D))
+        for b in range(d_out * each):
+            o, place = divmod(b, each)
+            for k in range(D):
+                square = np.diag(S_1[b]) @ np.outer(H[:, k], H[k]) @ np.diag(S_2[b])
+                T[b * D + k, o, place * D * D : (place + 1) * D * D] = square.ravel()
+        return affine(T)
     T = np.zeros((len(g), down * D, across * D))
     for i in range(down):
         for j in range(across):
@@ -137,9 +154,7 @@ def whvi(s: State) -> Law:
             for k in range(D):
                 block = np.diag(S_1) @ np.outer(H[:, k], H[k]) @ np.diag(S_2)
                 T[(i * across + j) * D + k, i * D : (i + 1) * D, j * D : (j + 1) * D] = block
-    of_g = np.pad(T[:, :d_out, :d_in], ((0, 0), (0, 0), (0, 1))).reshape(len(g), -1).T
-    of_b = np.eye(d_out * columns)[:, d_in::columns]
-    return Law((of_g @ g + of_b @ b)[None], of_g @ S @ of_g.T + of_b @ S_b @ of_b.T, kl + kl_b)
+    return affine(T)
 
 
 def local(s: State) -> Law:
