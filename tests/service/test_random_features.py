@@ -5,7 +5,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 import torch
 
 from dubito.models.predictions.uncertainty import Regressed
@@ -15,7 +14,6 @@ from dubito.training.recipe import train
 Fixture = Any  # the types of conftest.py
 
 
-@pytest.mark.usefixtures("few_requests")
 def test_a_model_of_the_recipe_learns_and_answers_over_http(serve: Fixture, tmp_path: Path) -> None:
     """y = sin(2a) + noise of 0.1; b says nothing."""
     rng = np.random.default_rng(0)
