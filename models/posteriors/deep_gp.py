@@ -131,7 +131,8 @@ class GlobalProcessFactors(InSequence):
 
 @dataclass(frozen=True)
 class LocalProcessFactors(Factors):
-    Z: Tensor  # (M, d_in)
+    Z: Tensor  # (M, d_in)  over the length scales
+    L: Tensor  # (M, M)
     q_w: FrozenFullCovariance  # over (d_out, M)
     length: Tensor  # (d_in,)
     variance: Tensor  # ()
@@ -147,12 +148,11 @@ class LocalProcessFactors(Factors):
 
     def draw(self, noise: Tensor, member: Tensor | None) -> Functions:
         for_w, e = noise.split([self.q_w.normals, len(self.q_w.centre)], dim=1)
-        return self._functions(self.q_w.draw(for_w, None), e)
+        return self._functions(self.q_w.draw(for_w.to(self.q_w.dtype), None), e)
 
     def _functions(self, w: Tensor, e: Tensor) -> Functions:
-        length, variance = self.length.double(), self.variance.double()
-        Z = self.Z.double() / length
-        return Functions(Z, root_of(Z, variance), w.double(), None if self.by_row else e.double(), length, variance)
+        drawn = (w.double(), None if self.by_row else e.double())
+        return Functions(self.Z, self.L, *drawn, self.length, self.variance)
 
 
 class Process(Posterior):
@@ -218,9 +218,9 @@ class LocalProcess(Process):
         self.law = BlockCovariance(Z.new_zeros(d_out, len(Z)), std)
 
     def trainable(self) -> LocalProcessFactors:
-        return LocalProcessFactors(
-            self.Z, self.law.freeze(), self.log_length.exp(), self.log_variance.exp(), by_row=True
-        )
+        length, variance = self.log_length.double().exp(), self.log_variance.double().exp()
+        Z = self.Z.double() / length
+        return LocalProcessFactors(Z, root_of(Z, variance), self.law.freeze(), length, variance, by_row=True)
 
     def kl(self, data_size: int | None = None) -> Tensor:
         return self.law.kl(1.0)
@@ -234,8 +234,7 @@ class LocalProcess(Process):
         if not trained and seen.targets is None:
             return
         V = seen.given if trained or seen.targets is None else seen.targets[:, 0]
-        f = self.trainable()
-        L = root_of(f.Z.double() / f.length.double(), f.variance.double())
+        L = self.trainable().L
         one = Precision(torch.ones(1, dtype=L.dtype, device=L.device))
         w, _ = regress((LAM * L.mT @ L)[None], (LAM * L.mT @ V.double())[None], one, None)
         self.law = BlockCovariance(w[0].to(self.Z.dtype), HIDDEN if trained else LAST)
