@@ -34,7 +34,7 @@ from dubito.training.data.sources import read_data
 
 SETS = ("yacht", "boston", "energy", "concrete", "wine")  # the five smallest
 METHODS = ("dgp", "dsvi", "gpytorch")
-BATCH, LR, CLIP = 512, 1e-2, 10.0
+BATCH, LR, CLIP = 512, 5e-2, 10.0
 NOISE = 0.3  # standard deviation of the standardised targets at the start
 DRAWS, AT_ONCE = 100, 10
 FIGURES = ("elbo", "log_likelihood", "rmse", "seconds_an_epoch")
@@ -69,6 +69,7 @@ class Division:
     @classmethod
     def read(cls, name: str, split: int, root: Path) -> "Division":
         data = read_data(f"uci/{name}", root, split=split, regression=True)
+        assert data.test is not None  # which every division has
         x, y = data.train.x.double(), data.train.y.double()
         spread = x.std(0, unbiased=False)
         spread = torch.where(spread > 0, spread, 1.0)
@@ -92,7 +93,7 @@ def descend(parameters: list[nn.Parameter], step: Callable[[Tensor], Tensor], N:
             group["lr"] = LR * (1 + math.cos(math.pi * i / steps)) / 2
         loss = step(torch.randperm(N)[:BATCH])
         optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimiser.step()
     return (time.perf_counter() - began) / steps * math.ceil(N / BATCH)
@@ -165,7 +166,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 5])
     parser.add_argument("--splits", type=int, default=5, help="the first so many divisions of each set")
     parser.add_argument("--points", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no further run after so many")
@@ -175,9 +176,9 @@ def main() -> None:
         parser.error("gpytorch is not installed: pip install gpytorch, or leave it out of --methods.")
     runs = [
         Run(name, split, method, layers, args.points, args.steps, args.seed)
-        for name in args.sets
         for split in range(args.splits)
         for layers in args.layers
+        for name in args.sets
         for method in args.methods
     ]
     rows: dict[str, Any] = {row["run"]: row["figures"] for row in kept_rows(args.keep)}

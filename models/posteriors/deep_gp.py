@@ -169,10 +169,6 @@ class Process(Posterior):
         self.sigma = sigma
 
     @torch.no_grad()
-    def factors(self) -> Factors:
-        return replace(self.trainable(), by_row=False).settle()  # type: ignore[call-arg]  # both kinds have it
-
-    @torch.no_grad()
     def set_lengths(self, rows: Tensor) -> None:
         """√d_in times the standard deviation of each input, of rows (M, d_in): about their distance from each other."""
         std = rows.std(0, unbiased=False) if len(rows) > 1 else torch.ones_like(rows[0])
@@ -198,6 +194,10 @@ class GlobalProcess(Process):
             self.V.flatten(0, 1), R, self.log_length.exp(), self.log_variance.exp(), by_row=True
         )
 
+    @torch.no_grad()
+    def factors(self) -> GlobalProcessFactors:
+        return replace(self.trainable(), by_row=False).settle()
+
     def kl(self, data_size: int | None = None) -> Tensor:
         return torch.zeros_like(self.log_variance)
 
@@ -221,6 +221,10 @@ class LocalProcess(Process):
         length, variance = self.log_length.double().exp(), self.log_variance.double().exp()
         Z = self.Z.double() / length
         return LocalProcessFactors(Z, root_of(Z, variance), self.law.freeze(), length, variance, by_row=True)
+
+    @torch.no_grad()
+    def factors(self) -> LocalProcessFactors:
+        return replace(self.trainable(), by_row=False).settle()
 
     def kl(self, data_size: int | None = None) -> Tensor:
         return self.law.kl(1.0)

@@ -9,8 +9,8 @@ inputs Z, their values are u = L w with the prior N(0, I) of w, and given u the 
 k(Z, Z) is singular but for its jitter, which float32 would not see.
 """
 
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,22 +45,20 @@ class Functions:
     length: Tensor  # (d_in,)
     variance: Tensor  # ()
 
-    def part(self, offset: int, k: int) -> Self:
+    def part(self, offset: int, k: int) -> "Functions":
         """The k draws that start at `offset`."""
         some = slice(offset, offset + k)
-        own = {"Z": self.Z[some], "L": self.L[some]} if self.Z.dim() == 3 else {}
-        return self._with(w=self.w[some], e=None if self.e is None else self.e[some], **own)
+        own: dict[str, Any] = {"Z": self.Z[some], "L": self.L[some]} if self.Z.dim() == 3 else {}
+        return replace(self, w=self.w[some], e=None if self.e is None else self.e[some], **own)
 
-    def joined(self, others: "list[Functions]") -> Self:
+    def joined(self, others: "list[Functions]") -> "Functions":
         """These draws and those of the others, all of the same process."""
-        all_ = [self, *others]
-        own = {"Z": torch.cat([f.Z for f in all_]), "L": torch.cat([f.L for f in all_])} if self.Z.dim() == 3 else {}
+        all_: list[Functions] = [self, *others]
+        own: dict[str, Any] = (
+            {"Z": torch.cat([f.Z for f in all_]), "L": torch.cat([f.L for f in all_])} if self.Z.dim() == 3 else {}
+        )
         e = None if self.e is None else torch.cat([f.e for f in all_ if f.e is not None])
-        return self._with(w=torch.cat([f.w for f in all_]), e=e, **own)
-
-    def _with(self, **changes: Tensor | None) -> Self:
-        parts = {name: getattr(self, name) for name in ("Z", "L", "w", "e", "length", "variance")}
-        return type(self)(**{**parts, **changes})
+        return replace(self, w=torch.cat([f.w for f in all_]), e=e, **own)
 
     @property
     def own(self) -> list[Tensor]:
