@@ -100,7 +100,7 @@ for line in sys.stdin:
     except Exception as error:
         print(repr(error), flush=True)
 """
-INDUCING_POINTS = ("gi", "li", "fac-gi", "rand-gi")  # start at examples
+INDUCING_POINTS = ("gi", "li", "fac-gi", "rand-gi", "dgp", "dsvi")  # start at examples
 STEPS = ("saved", "equal", "methods", "laplace", "served", "captured", "onnx")
 
 
