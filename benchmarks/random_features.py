@@ -34,11 +34,10 @@ from dubito.training.recipe import train
 FILES = {"eeg": "eeg_eye_state.arff", "magic": "magic04.data", "letter": "letter-recognition.data"}
 CHANGES = [
     "task=classification",
-    "fit.epochs=40",
-    "fit.likelihood_epochs=4",
-    "fit.warmup_epochs=8",
+    "noise=none",
+    "fit.epochs=30",
+    "fit.warmup_epochs=4",
     "fit.batch=128",
-    "fit.kl=1",
 ]
 # [Rossi20, supplement, table 9]: WHVI, two hidden layers of 512, mean ± standard deviation
 PUBLISHED = {

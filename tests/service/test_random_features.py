@@ -24,8 +24,6 @@ def test_a_model_of_the_recipe_learns_and_answers_over_http(serve: Fixture, tmp_
         f"data.name=npz:{tmp_path / 'waves.npz'}",
         "network.arguments={features=32, standardise=true}",
         "fit.epochs=40",
-        "fit.likelihood_epochs=10",
-        "fit.warmup_epochs=10",
     ]
     out = tmp_path / "waves.safetensors"
     trained = train(read_recipe("uci-whvi-gp", changes), out)
