@@ -2,11 +2,13 @@
 
     python -m benchmarks.deep_gp --data-root DIR --jobs 2 --keep FILE
     python -m benchmarks.deep_gp --data-root DIR --jobs 2 --keep FILE --methods dgp dsvi gpytorch
+    python -m benchmarks.deep_gp --data-root DIR --sets boston --methods dgp dsvi gpytorch --pace
 
 Each run trains on the whole training part of a division by as many steps of Adam, with inputs and targets standardised,
 and measures the ELBO of an example and the test log-likelihood (of the mean density of 100 draws), both in the targets'
 own units. `gpytorch` is GPyTorch's deep GP with the same layers, points and steps, if it is installed. Rows of
-FILE are not measured again; `--seconds` starts no further run after that time, and the next call goes on.
+FILE are not measured again; `--seconds` starts no further run after that time, and the next call goes on. `--pace`
+measures the seconds of an epoch alone: CPU time of few steps, all methods in turn, the least of three rounds.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ METHODS = ("dgp", "dsvi", "gpytorch")
 BATCH, LR, CLIP = 512, 5e-2, 10.0
 NOISE = 0.3  # standard deviation of the standardised targets at the start
 DRAWS, AT_ONCE = 100, 10
+PACED = 15  # steps
 FIGURES = ("elbo", "log_likelihood", "rmse", "seconds_an_epoch")
 
 
@@ -87,7 +90,7 @@ def log_density(outputs: Tensor, y: Tensor, noise: Tensor) -> Tensor:
 def descend(parameters: list[nn.Parameter], step: Callable[[Tensor], Tensor], N: int, steps: int) -> float:
     """Adam with a rate that falls by a cosine; `step` gives the loss of some examples. Returns seconds an epoch."""
     optimiser = torch.optim.Adam(parameters, LR, fused=True)
-    began = time.perf_counter()
+    began = time.process_time()
     for i in range(steps):
         for group in optimiser.param_groups:
             group["lr"] = LR * (1 + math.cos(math.pi * i / steps)) / 2
@@ -96,7 +99,7 @@ def descend(parameters: list[nn.Parameter], step: Callable[[Tensor], Tensor], N:
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimiser.step()
-    return (time.perf_counter() - began) / steps * math.ceil(N / BATCH)
+    return (time.process_time() - began) / steps * math.ceil(N / BATCH)
 
 
 def ours(run: Run, d: Division) -> dict[str, float]:
@@ -141,6 +144,15 @@ def measure(run: Run, root: Path) -> dict[str, float]:
     return ours(run, d)
 
 
+def pace(runs: list[Run], root: Path) -> dict[str, float]:
+    """Milliseconds of CPU time for an epoch, by method and number of layers."""
+    rounds = [
+        {f"{run.method}, {run.layers} layers": measure(replace(run, steps=PACED), root) for run in runs}
+        for _ in range(3)
+    ]
+    return {key: 1000 * min(one[key]["seconds_an_epoch"] for one in rounds) for key in rounds[0]}
+
+
 def shown(rows: dict[str, dict[str, float]], runs: list[Run], console: Console) -> None:
     for layers in sorted({run.layers for run in runs}):
         for figure in FIGURES:
@@ -170,6 +182,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no further run after so many")
+    parser.add_argument("--pace", action="store_true", help="seconds of an epoch alone, on the first division")
     parser.add_argument("--keep", type=Path, help="a file for the figures of each run, which are not measured again")
     args = parser.parse_args()
     if "gpytorch" in args.methods and importlib.util.find_spec("gpytorch") is None:
@@ -181,6 +194,11 @@ def main() -> None:
         for name in args.sets
         for method in args.methods
     ]
+    if args.pace:
+        first = [run for run in runs if run.split == 0 and run.data == args.sets[0]]
+        for name, milliseconds in pace(first, args.data_root).items():
+            print(f"{name}: {milliseconds:.1f} ms")
+        return
     rows: dict[str, Any] = {row["run"]: row["figures"] for row in kept_rows(args.keep)}
     left, ends = [run for run in runs if run.name not in rows], time.monotonic() + args.seconds
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
