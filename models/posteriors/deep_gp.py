@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from dubito.models.errors import ConversionError
@@ -30,6 +31,7 @@ from dubito.models.posteriors.regression import regress
 from dubito.models.posteriors.weight_priors import Precision
 
 POINTS = Option(64, "a whole number from 1", is_count)
+MOST_POINTS = 1 << 14  # of a layer: k(Z, Z) is the square of it
 LOG_LAM = 4.0  # of the precisions of V at the start: hidden layers begin close to their mean function
 HIDDEN, LAST = 0.1, 0.5  # standard deviations of w at the start of `dsvi`, of layers below the last and of the last
 LAM = 10.0  # precision with which outputs of a plain layer become the start of `dsvi`
@@ -61,8 +63,16 @@ class ProcessEntry(Entry):
             raise ConversionError(
                 f"inducing is {(o['M_out'], o['M_in'])}; expected one number with {method}: that of inducing points."
             )
+        if o["M_in"] > MOST_POINTS:
+            raise ConversionError(f"inducing is {o['M_in']:,}; expected at most {MOST_POINTS:,} points with {method}.")
         sigma = 1.0 if o["prior_scale"] is None else o["prior_scale"]
         return cls.model_validate({"points": o["M_in"], "sigma": sigma})
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if self.points * getattr(self, "places", 1) > MOST_POINTS:
+            raise ValueError(f"a layer has more than {MOST_POINTS:,} inducing points")
+        return self
 
     @property
     def examples(self) -> int:
@@ -88,7 +98,13 @@ class GlobalProcessLayer(ProcessEntry):
         return GlobalProcess(origin.W.new_zeros(self.points, self.places, d_out), d_in, self.sigma)
 
     def seeing(self, seen: Seen) -> "GlobalProcessLayer":
-        return self.model_copy(update={"places": seen.outputs.shape[1]})
+        places = seen.outputs.shape[1]
+        if self.points * places > MOST_POINTS:
+            raise ConversionError(
+                f"a layer of method dgp meets {places:,} rows of each input: with {self.points:,} inducing inputs it "
+                f"would have more than {MOST_POINTS:,} points. Take fewer, or give that layer another method by layers=."
+            )
+        return self.model_copy(update={"places": places})
 
 
 class LocalProcessLayer(ProcessEntry):

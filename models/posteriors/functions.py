@@ -72,7 +72,7 @@ class Functions:
     def __call__(self, x: Tensor) -> Tensor:
         """Of n inputs for each draw: (K, n, d_in) -> (K, n, d_out)."""
         cross = self.variance * correlations(x.double() / self.length, self.Z).mT  # (K, M, n)
-        a = torch.linalg.solve_triangular(self.L, cross, upper=False)
+        a: Tensor = torch.linalg.solve_triangular(self.L, cross, upper=False)
         left = (self.variance - a.square().sum(-2)).clamp(min=LEAST * self.variance.detach()).sqrt()  # (K, n)
         mean = a.mT @ self.w.mT
         e = torch.randn_like(mean) if self.e is None else self.e[:, None]

@@ -12,14 +12,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from scipy.stats import multivariate_normal
-from torch import Tensor
+from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, load, predict, save
 from dubito.models.errors import ConversionError
 from dubito.models.manifest import Card, Input, Regression
 from dubito.models.network.geometry import Linear
 from dubito.models.network.network import Arrival, BayesianNetwork
-from dubito.models.posteriors.deep_gp import GlobalProcess, LocalProcess
+from dubito.models.posteriors.deep_gp import GlobalProcess, GlobalProcessLayer, LocalProcess
 from dubito.models.posteriors.full_covariance import BlockCovariance
 from dubito.models.posteriors.functions import JITTER, Functions
 from dubito.models.posteriors.protocol import InSequence
@@ -385,6 +385,14 @@ class TestStart:
         assert list(network.layers) == ["7", "9", "11"]
         with pytest.raises(ConversionError, match="layer '0': dgp makes linear layers Gaussian processes"):
             bayesianize(build("lenet"), "dgp", inducing=4, examples=(x, None), layers={"0": "dgp"})
+
+    def test_more_points_than_can_be_factorised_are_refused(self) -> None:
+        with pytest.raises(ConversionError, match="inducing is 20,000; expected at most 16,384 points with dgp"):
+            bayesianize(build("deep-gp", inputs=2, outputs=1), "dgp", inducing=20_000)
+        with pytest.raises(ConversionError, match="meets 2,000 rows of each input: with 10 inducing inputs"):
+            bayesianize(nn.Linear(2, 1), "dgp", inducing=10, examples=(torch.randn(20, 2000, 2), None))
+        with pytest.raises(ValueError, match="more than 16,384 inducing points"):
+            GlobalProcessLayer(points=1 << 10, places=1 << 10, sigma=1.0)
 
     def test_one_number_of_points(self) -> None:
         with pytest.raises(ConversionError, match="expected one number with dsvi"):
