@@ -102,7 +102,7 @@ class GlobalProcessLayer(ProcessEntry):
         if self.points * places > MOST_POINTS:
             raise ConversionError(
                 f"a layer of method dgp meets {places:,} rows of each input: with {self.points:,} inducing inputs it "
-                f"would have more than {MOST_POINTS:,} points. Take fewer, or give that layer another method by layers=."
+                f"would have more than {MOST_POINTS:,} points. Take fewer, or another method by layers=."
             )
         return self.model_copy(update={"places": places})
 
