@@ -29,7 +29,7 @@ class LogWriter:
         self.waiting: deque[bytes] = deque()
         self.bytes = 0  # of these lines
         self.lock = threading.Lock()
-        self.some, self.idle = threading.Event(), threading.Event()
+        self.some, self.urgent, self.idle = threading.Event(), threading.Event(), threading.Event()
         self.file = 2
         self.thread: threading.Thread | None = None
 
@@ -53,15 +53,17 @@ class LogWriter:
 
     def flush(self, seconds: float = AT_END) -> None:
         """Wait until all lines are written, but no longer than that."""
+        self.urgent.set()
         if self.thread is not None and self.thread.is_alive():
             self.idle.wait(seconds)
 
     def _run(self) -> None:
         while True:
             self.some.wait()
-            time.sleep(SOON)
+            self.urgent.wait(SOON)
             with self.lock:
                 self.some.clear()
+                self.urgent.clear()
                 lines = list(self.waiting)
                 self.waiting.clear()
                 dropped = self.dropped - self.told
@@ -120,6 +122,7 @@ class Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             writer.put(self.format(record).encode() + b"\n")
+            writer.urgent.set()
         except Exception:
             self.handleError(record)
 

@@ -117,7 +117,7 @@ class Settings(BaseSettings):
         description="Replies that wait for clients to take them, in all; beyond it the slowest connection is closed.",
     )
     pipelined: PositiveInt = Field(
-        default=32, description="Requests of a connection that may wait behind the one being answered."
+        default=64, description="Requests of a connection that may wait behind the one being answered."
     )
     trusted_proxies: tuple[str, ...] = Field(
         default=(),

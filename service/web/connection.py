@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import MutableMapping
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
 import uvicorn
 
 from dubito.service.web.http import Message, Pairs, Scope
-from dubito.service.web.limits import Limits
+from dubito.service.web.limits import ConnectionLimits
 
 PIECE = 1 << 16  # bytes: of a body that are kept until the application takes them, and of a reply in one write
 LATER = 2.0  # seconds beyond `body_seconds`, so that the application's own answer to a slow body comes first
@@ -37,20 +37,20 @@ Refusal = tuple[int, str, str]  # status, text, reason in the metrics
 _prefixes: dict[bytes, bytes] = {}  # b"name: " of header names of replies, checked
 
 
-def protocol(limits: Limits) -> type[asyncio.Protocol]:
+def protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
     """The class of connections under these limits, for uvicorn's option `http`."""
 
-    class LimitedConnection(Connection):
+    class LimitedConnection(HttpConnection):
         def __init__(self, config: uvicorn.Config, server_state: Any, app_state: dict[str, Any], **_: object) -> None:
             super().__init__(limits, config.loaded_app, server_state, app_state)
 
     return LimitedConnection
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One connection: reads requests, has the application answer them one after the other, and keeps deadlines."""
 
-    def __init__(self, limits: Limits, app: Any, state: Any, app_state: dict[str, Any]) -> None:
+    def __init__(self, limits: ConnectionLimits, app: Any, state: Any, app_state: dict[str, Any]) -> None:
         self.limits, self.app, self.state, self.app_state = limits, app, state, app_state
         self.settings = limits.settings
         self.loop = asyncio.get_running_loop()
@@ -85,8 +85,7 @@ class Connection(asyncio.Protocol):
     # transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = transport = cast(asyncio.Transport, transport)  # uvloop's own classes do not inherit it
         self.client = _host_and_port(transport.get_extra_info("peername"))
         self.server = _host_and_port(transport.get_extra_info("sockname"))
         self.scheme = "https" if transport.get_extra_info("sslcontext") else "http"
@@ -440,7 +439,7 @@ class Exchange:
         "written",
     )
 
-    def __init__(self, connection: Connection, scope: Scope, keep_alive: bool, expects: bool) -> None:
+    def __init__(self, connection: HttpConnection, scope: Scope, keep_alive: bool, expects: bool) -> None:
         self.connection, self.scope, self.keep_alive, self.expects = connection, scope, keep_alive, expects
         self.body: bytes | bytearray = b""  # what has come and was not taken yet
         self.more, self.new = True, False  # whether more of the body follows; whether there is something to take

@@ -43,7 +43,7 @@ class Waiting(Protocol):
         """Close it to make room for others."""
 
 
-class Limits:
+class ConnectionLimits:
     """The connections of a server, ordered by how long each has waited for its client to complete a request."""
 
     def __init__(self, settings: Settings) -> None:

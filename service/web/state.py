@@ -12,7 +12,7 @@ from dubito.service.logs import writer
 from dubito.service.metrics import Counts, Metrics, Sizes, device_bytes
 from dubito.service.repository import Repository
 from dubito.service.settings import Settings
-from dubito.service.web.limits import Limits
+from dubito.service.web.limits import ConnectionLimits
 from dubito.service.web.predict import Predictor
 
 log = logging.getLogger("dubito")
@@ -26,7 +26,7 @@ class State:
         self.metrics = Metrics()
         self.metrics.registry.register(Sizes(self._sizes))
         self.metrics.registry.register(Counts(self._counts))
-        self.limits = Limits(settings)
+        self.limits = ConnectionLimits(settings)
         self.repository: Repository | None = None
         self.predictor: Predictor | None = None
         self.asked = torch.float32  # dtype of activations that the settings ask for

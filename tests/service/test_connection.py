@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 from dubito.service.settings import Settings
 from dubito.service.web.connection import protocol
 from dubito.service.web.http import Receive, Scope, Send
-from dubito.service.web.limits import Limits
+from dubito.service.web.limits import ConnectionLimits
 from tests.examples import at_most
 
 LIMIT = 30.0  # seconds, on a busy machine
@@ -82,7 +82,7 @@ async def connected(port: int) -> Any:
 @asynccontextmanager
 async def served(ours: bool, **limits: Any) -> Any:
     """A port of our protocol or of uvicorn's, the state of the server behind it, and the limits."""
-    held = Limits(Settings(**limits))
+    held = ConnectionLimits(Settings(**limits))
     kind: Any = protocol(held) if ours else HttpToolsProtocol
     config = uvicorn.Config(app, http=kind, log_config=None, access_log=False, lifespan="off")
     config.load()
@@ -143,7 +143,7 @@ class Recorder(asyncio.Transport):
 
 async def recorded(ours: bool, pieces: list[bytes], **limits: Any) -> list[bytes]:
     """The writes with which a protocol answers these pieces."""
-    kind: Any = protocol(Limits(Settings(**limits))) if ours else HttpToolsProtocol
+    kind: Any = protocol(ConnectionLimits(Settings(**limits))) if ours else HttpToolsProtocol
     config = uvicorn.Config(app, http=kind, log_config=None, access_log=False, lifespan="off")
     config.load()
     state, transport = ServerState(), Recorder()
