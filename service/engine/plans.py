@@ -212,7 +212,7 @@ class PlanCache:
             entries = json.loads(self.path.read_text()) if self.path is not None else {}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             log.warning("remembered plans cannot be read", extra={"error": str(error)})
             return {}
         known = get_args(Execution)
