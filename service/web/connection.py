@@ -72,6 +72,7 @@ class HttpConnection(asyncio.Protocol):
 
         self.current: Exchange | None = None  # request that is being answered
         self.queue: deque[Exchange] = deque()  # requests that wait behind it
+        self.queued = 0  # bytes of their heads, since the queue was empty
         self.refusal: Refusal | None = None  # sent when these have been answered
         self.paused = self.write_paused = False
         self.writable: asyncio.Future[None] | None = None
@@ -252,11 +253,12 @@ class HttpConnection(asyncio.Protocol):
         self._forget_deadline()
         if self.current is None:
             self._start(exchange)
-        elif len(self.queue) < self.settings.pipelined:
+        elif len(self.queue) < self.settings.pipelined and self.queued + self.parsed <= self.settings.header_bytes:
             self.queue.append(exchange)
+            self.queued += self.parsed
             self.pause_reading()
         else:
-            self._stop_parser((429, f"More than {self.settings.pipelined} requests were sent ahead.", "pipelined"))
+            self._stop_parser((429, "Too many requests were sent ahead of their replies.", "pipelined"))
 
     def on_chunk_header(self) -> None:
         self.chunks += 1
@@ -337,6 +339,7 @@ class HttpConnection(asyncio.Protocol):
         elif self.refusal is not None:
             self._refuse(self.refusal)
         else:
+            self.queued = 0
             self.limits.answered(self)
             self.resume_reading()
             self._set_deadline()
