@@ -25,6 +25,7 @@ from dubito.service.web.limits import ConnectionLimits
 PIECE = 1 << 16  # bytes: of a body that are kept until the application takes them, and of a reply in one write
 LATER = 2.0  # seconds beyond `body_seconds`, so that the application's own answer to a slow body comes first
 LINGER = 2.0  # seconds in which a client can read the last reply before the connection is closed for good
+PAUSE = 0.05  # seconds between two reads of what is thrown away
 FRESH, KEPT = 1.0, 0.25  # seconds that a connection has to send a request once the server stops: a new one, and others
 FREE_CHUNKS, MEAN_CHUNK = 1024, 16  # chunks of a body that may have any size; mean bytes of those that follow
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -111,7 +112,9 @@ class HttpConnection(asyncio.Protocol):
         """The client has closed its side: as for uvicorn, it is gone."""
 
     def data_received(self, data: bytes) -> None:
-        if self.parser is None:  # closing: what still comes is thrown away
+        if self.parser is None:  # what still comes is thrown away, and no faster than need be
+            self.transport.pause_reading()
+            self.loop.call_later(PAUSE, self._throw_away_more)
             return
         in_head, rest = self.in_head, data
         self.crossed = False
@@ -138,6 +141,10 @@ class HttpConnection(asyncio.Protocol):
                     self._refuse((400, "Too little of the chunked body is data.", "chunks"))
                     return
         self._set_deadline()
+
+    def _throw_away_more(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def _set_deadline(self) -> None:
         """The deadline of what the client has to do next; unchanged, if that is what it had to do before."""
