@@ -157,7 +157,8 @@ class HttpConnection(asyncio.Protocol):
             self.kind, self.deadline = "", math.inf
             return
         elif not self.in_head:
-            kind, seconds = "body_seconds", settings.body_seconds + LATER
+            started = self.reading is not None and self.reading.task is not None
+            kind, seconds = "body_seconds", settings.body_seconds + (LATER if started else 0)
         elif self.begun or not self.served:
             kind, seconds = "header_seconds", settings.header_seconds
         else:
@@ -287,6 +288,9 @@ class HttpConnection(asyncio.Protocol):
             exchange.body += body
         if len(exchange.body) > PIECE:
             self.pause_reading()
+            if exchange is self.current and exchange.task is None:
+                self._start(exchange)
+                self._forget_deadline()
         exchange.wake()
 
     def on_message_complete(self) -> None:
@@ -297,6 +301,8 @@ class HttpConnection(asyncio.Protocol):
         if exchange is not None:
             exchange.more = False
             exchange.wake()
+            if exchange is self.current:
+                self._start(exchange)
 
     def _stop_parser(self, refusal: Refusal) -> None:
         """The parser passes on the exception, after which the request is refused."""
@@ -326,9 +332,12 @@ class HttpConnection(asyncio.Protocol):
     # requests and replies
 
     def _start(self, exchange: "Exchange") -> None:
+        """Have the application answer, once a short body has come whole: half a request costs next to nothing."""
         self.current = exchange
-        exchange.task = self.loop.create_task(exchange.run(self.app))
-        self.state.tasks.add(exchange.task)
+        ready = not exchange.more or exchange.expects or self.leaving or len(exchange.body) > PIECE
+        if ready and exchange.task is None:
+            exchange.task = self.loop.create_task(exchange.run(self.app))
+            self.state.tasks.add(exchange.task)
 
     def finish(self, exchange: "Exchange") -> None:
         """The reply is complete: go on with the next request."""
@@ -399,6 +408,8 @@ class HttpConnection(asyncio.Protocol):
     def shutdown(self) -> None:
         """The server stops: answer what has come, and what comes in the next moment, then close."""
         self.leaving = True
+        if self.current is not None:
+            self._start(self.current)
         if self.current is None and not self.closing and not self.begun:
             self.kind = "leaving"
             self.deadline = min(self.deadline, self.loop.time() + (KEPT if self.served else FRESH))

@@ -453,7 +453,8 @@ async def until(happened: Any) -> None:
         (GET, "idle_seconds", b"HTTP/1.1 200 "),
         (GET + b"GET /", "header_seconds", b"HTTP/1.1 200 "),
         (b"POST /slow HTTP/1.1\r\nContent-Length: 3\r\n\r\na", "body_seconds", b"HTTP/1.1 408 "),
-        (b"POST /early HTTP/1.1\r\nContent-Length: 3\r\n\r\na", "body_seconds", b"HTTP/1.1 200 "),
+        (b"POST /early HTTP/1.1\r\nContent-Length: 3\r\n\r\na", "body_seconds", b"HTTP/1.1 408 "),
+        (b"POST /early HTTP/1.1\r\nContent-Length: 99999\r\n\r\n" + 70_000 * b"a", "body_seconds", b"HTTP/1.1 200 "),
     ],
 )
 def test_a_client_that_waits_is_not_waited_for(sent: bytes, limit: str, reply: bytes) -> None:
