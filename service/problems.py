@@ -42,6 +42,16 @@ class Late(Problem):
         super().__init__(504, detail, reason="deadline")
 
 
+class Hopeless(Late):
+    """The answer cannot be there before the deadline, so it is not begun."""
+
+    def __init__(self, seconds: float, needed: float) -> None:
+        super().__init__(seconds)
+        self.needed = needed
+        detail = f"no answer within {seconds:.3f} s is possible: this request takes about {needed:.1f} s; "
+        self.detail = detail + "ask for fewer inputs or samples, or a longer timeout_ms."
+
+
 class Gone(Problem):
     """The model is being unloaded, or its loop has died."""
 

@@ -41,7 +41,7 @@ class Server:
         context = RequestContext(scope, receive, headers, time.monotonic())
         out = Reply(send, lambda: self._common_headers(id_, path, context))
         try:
-            self.guard.admit(path, headers, (scope.get("client") or ("",))[0])
+            context.client = self.guard.admit(path, headers, (scope.get("client") or ("",))[0])
             if (hot := V2.fullmatch(path) or V1.fullmatch(path)) is None:
                 await self.routes(scope, receive, out)
             else:
@@ -79,6 +79,7 @@ class Server:
             return await (predictor.v2 if path.re is V2 else predictor.v1)(context, *path.groups())
         finally:
             self.under_way -= 1
+            predictor.release(context)
 
     def _finish(self, context: RequestContext, id_: bytes, status: int) -> None:
         """Count the request in the metrics, and log it."""

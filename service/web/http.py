@@ -41,8 +41,13 @@ def query_of(scope: Scope) -> dict[str, str]:
     return options
 
 
-async def read_body(headers: Headers, receive: Receive, limit: int, seconds: float) -> bytes:
-    """The body: at most `limit` bytes before and after decompression, received within `seconds`."""
+async def read_body(
+    headers: Headers, receive: Receive, limit: int, seconds: float, hold: Callable[[int], None] = lambda more: None
+) -> bytes:
+    """The body: at most `limit` bytes before and after decompression, received within `seconds`.
+
+    `hold` is told of bytes that are kept, and may refuse them.
+    """
     stated = headers.get(b"content-length", b"")
     if stated.isdigit() and int(stated) > limit:
         raise Problem(413, f"the body has {stated.decode()} bytes; at most {limit:,} are taken.", reason="body")
@@ -51,20 +56,27 @@ async def read_body(headers: Headers, receive: Receive, limit: int, seconds: flo
     if message["type"] != "http.request" or message.get("more_body", False) or len(body) > limit:
         try:
             async with asyncio.timeout(seconds):
-                body = await _rest(message, receive, limit)
+                body = await _rest(message, receive, limit, hold)
         except TimeoutError:
             raise Problem(408, f"the body did not come within {seconds:g} s.", reason="body") from None
+    else:
+        hold(len(body))
     coding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
-    return body if coding in ("", "identity") else await asyncio.to_thread(inflate, body, coding, limit)
+    if coding in ("", "identity"):
+        return body
+    body = await asyncio.to_thread(inflate, body, coding, limit)
+    hold(len(body))
+    return body
 
 
-async def _rest(message: Message, receive: Receive, limit: int) -> bytes:
+async def _rest(message: Message, receive: Receive, limit: int, hold: Callable[[int], None]) -> bytes:
     parts, size = [], 0
     while True:
         if message["type"] == "http.disconnect":
             raise ClientGone
         parts.append(message.get("body", b""))
         size += len(parts[-1])
+        hold(len(parts[-1]))
         if size > limit:
             raise Problem(413, f"the body has more than {limit:,} bytes, which is what is taken.", reason="body")
         if not message.get("more_body", False):

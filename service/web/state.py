@@ -11,6 +11,7 @@ from dubito.service.engine.device import device_of, dtype_of, trusted
 from dubito.service.metrics import Metrics, Sizes, device_bytes
 from dubito.service.repository import Repository
 from dubito.service.settings import Settings
+from dubito.service.web.decoders import Decoders
 from dubito.service.web.predict import Predictor
 
 log = logging.getLogger("dubito")
@@ -25,6 +26,7 @@ class State:
         self.metrics.registry.register(Sizes(self._sizes))
         self.repository: Repository | None = None
         self.predictor: Predictor | None = None
+        self.decoders: Decoders | None = None
         self.asked = torch.float32  # dtype of activations that the settings ask for
         self.started = self.draining = False
 
@@ -36,15 +38,21 @@ class State:
         self.repository = Repository(self.settings, device, dtype, self.metrics)
         fields = {"device": str(device), "asked": name_of(self.asked), "dtype": name_of(dtype), "why": fault or why}
         log.log(logging.WARNING if fault else logging.INFO, "models run", extra=fields)
-        self.predictor = Predictor(self.settings, self.repository)
+        self.decoders = Decoders(self.settings)
+        self.decoders.start()
+        self.predictor = Predictor(self.settings, self.repository, self.decoders)
         await self.repository.load_all()
         self.started = True
 
     async def stop(self) -> None:
         """Answer the accepted requests, then stop."""
         self.draining = True
-        if self.repository is not None:
-            await asyncio.wait_for(self.repository.close(), self.settings.drain_seconds)
+        try:
+            if self.repository is not None:
+                await asyncio.wait_for(self.repository.close(), self.settings.drain_seconds)
+        finally:
+            if self.decoders is not None:
+                self.decoders.close()
 
     @property
     def ready(self) -> bool:
