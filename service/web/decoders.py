@@ -1,7 +1,7 @@
 """Processes that decode bodies for the server. One that takes too long, or works for a client that has gone, is ended.
 
 Each process has a thread of the server, which sends it one body at a time. The first process takes only light bodies,
-so that a small picture never waits behind a large one; the others take what comes, and start when they are first needed.
+so that a small picture never waits behind a large one; the others take what comes, and start when first needed.
 """
 
 import asyncio
