@@ -158,6 +158,20 @@ class Sizes(Collector):
             yield family
 
 
+class Counts(Collector):
+    """Counters that are read at each scrape: (name, description, label names) -> values by labels."""
+
+    def __init__(self, read: Callable[[], Mapping[tuple[str, str, tuple[str, ...]], Mapping[tuple[str, ...], float]]]):
+        self.read = read
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        for (name, what, labels), rows in self.read().items():
+            family = CounterMetricFamily(name, what, labels=labels)
+            for values, number in rows.items():
+                family.add_metric(values, number)
+            yield family
+
+
 def model_bytes(model: Model, artifact: int, deterministic: int) -> dict[str, int]:
     """Bytes of the file, of the tensors in memory, of the factors among them, and of the plain network."""
     seen: set[int] = set()

@@ -66,6 +66,7 @@ class Repository:
             raise ArtifactError(f"expected models {', '.join(sorted(unknown))} are not among the paths given. {why}")
         self.served: dict[str, ServedModel] = {}
         self.failed: dict[Key, str] = {}  # versions that could not be loaded, and why; the log has it whole
+        self.loading = {name for name, _ in self.sources}  # models that are not served yet, and will be if they can be
         self.broken: set[str] = set()  # models of which no version could be loaded at the start
         self.changing = asyncio.Lock()
         self.turn = Turn()  # held by the model that uses the device
@@ -84,7 +85,7 @@ class Repository:
         if served is None:
             if name in self.broken:
                 raise Problem(503, "this model could not be loaded; POST /v2/repository/index says why.")
-            if name in self.expected:
+            if name in self.expected or name in self.loading:
                 raise Problem(503, "this model is being loaded; /readyz says when it answers.", {"Retry-After": "1"})
             raise Problem(404, "no such model is served; GET /v1/models lists those that are.")
         if version is not None and version != served.version:
@@ -116,6 +117,7 @@ class Repository:
         first: DubitoError | None = None
         for name in sorted({name for name, _ in self.sources}):
             for version in self._versions(name):
+                self.loading.add(name)
                 try:
                     await self.load(name, version)
                     break
@@ -123,6 +125,7 @@ class Repository:
                     if (name, version) in self.sources and self.sources[name, version].path in self.settings.models:
                         raise
                     first = first or error
+            self.loading.discard(name)
         if first is not None and not self.served:
             raise first
         self.broken = {name for name, _ in self.sources} - set(self.served)
@@ -146,6 +149,7 @@ class Repository:
             source = self.sources[name, versions[0]]
             if name in self.served and self.served[name].source == source:
                 return
+            self.loading.add(name)
             try:
                 engine, declared, known = await asyncio.to_thread(self._prepare, source)
             except Exception as error:
@@ -156,6 +160,8 @@ class Repository:
                 if ours:
                     raise
                 raise ArtifactError(f"{source.path} cannot be loaded: {type(error).__name__}.") from error
+            finally:
+                self.loading.discard(name)
             self.failed.pop((name, source.version), None)
             series = self.metrics.of(name)
             batcher = Batcher(

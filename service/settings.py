@@ -3,6 +3,7 @@
 import json
 import os
 import tomllib
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -116,6 +117,38 @@ class Settings(BaseSettings):
     decode_bytes: int = Field(
         default=1 << 30, ge=0, description="Address space of each of these processes; 0: no limit of its own."
     )
+
+    max_connections: PositiveInt = Field(
+        default=2048,
+        description="Open connections, fewer where the process may open fewer files. For one more, the connection is "
+        "closed that has waited longest for its client.",
+    )
+    connections_per_address: PositiveInt = Field(
+        default=768, description="Of these, from one address (IPv6: from one /64), unless it is a trusted proxy."
+    )
+    header_bytes: PositiveInt = Field(default=32 << 10, description="Largest head of a request: its lines in all.")
+    header_lines: PositiveInt = Field(default=100, description="Most header fields of a request.")
+    header_seconds: PositiveFloat = Field(
+        default=10.0, description="Longest time for the head of a request to arrive, and to begin on a new connection."
+    )
+    idle_seconds: PositiveFloat = Field(
+        default=65.0, description="Longest time that a connection stays open between requests."
+    )
+    write_seconds: PositiveFloat = Field(
+        default=30.0, description="Longest time for a client to take the next 64 KiB of a reply."
+    )
+    unsent_bytes: PositiveInt = Field(
+        default=256 << 20,
+        description="Replies that wait for clients to take them, in all; beyond it the slowest connection is closed.",
+    )
+    pipelined: PositiveInt = Field(
+        default=64, description="Requests of a connection that may wait behind the one being answered."
+    )
+    trusted_proxies: tuple[str, ...] = Field(
+        default=(),
+        description="Addresses or networks of proxies whose X-Forwarded-For names the client; others' is ignored.",
+    )
+
     api_keys: dict[str, Hash] = Field(
         default={}, description="Name and SHA-256 of each key (`dubito key` makes one); empty: no key is needed."
     )
@@ -126,7 +159,15 @@ class Settings(BaseSettings):
     cors_origins: tuple[str, ...] = Field(
         default=(), description="Origins whose pages may call the server; empty: none."
     )
-    repository_api: bool = Field(default=True, description="Whether models can be loaded and unloaded over HTTP.")
+    repository_api: bool | None = Field(
+        default=None,
+        description="Whether models can be loaded and unloaded over HTTP; null: only where there are API keys.",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Names in the Host header under which models can be loaded and unloaded without a key, besides "
+        "localhost and IP addresses.",
+    )
 
     linger_seconds: Seconds = Field(
         default=0.5, description="After SIGTERM: time for which /readyz says 503 before the port closes."
@@ -137,8 +178,20 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged; requests are logged at info."
     )
+    log_bytes: PositiveInt = Field(
+        default=1 << 20, description="Log lines that wait to be written; beyond it lines are dropped and counted."
+    )
 
-    @field_validator("models", "networks", "expected", "cors_origins", "buckets", mode="before")
+    @field_validator(
+        "models",
+        "networks",
+        "expected",
+        "cors_origins",
+        "buckets",
+        "trusted_proxies",
+        "allowed_hosts",
+        mode="before",
+    )
     @classmethod
     def _listed(cls, value: object) -> object:
         """A list from the text of an environment variable: separated by commas, or JSON."""
@@ -156,6 +209,18 @@ class Settings(BaseSettings):
             return json.loads(value)
         pairs = [part.strip().partition("=") for part in value.split(",") if part]
         return {name: hash_ for name, _, hash_ in pairs}
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            ip_network(name)  # raises ValueError, which says what is wrong
+        return value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _lower(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name.lower() for name in value)
 
     @field_validator("buckets")
     @classmethod

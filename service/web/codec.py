@@ -12,7 +12,7 @@ from dubito.models.errors import InputError
 from dubito.models.images import pictures_in, prepare
 from dubito.models.manifest import Input
 from dubito.service.problems import Problem
-from dubito.service.web.decode import Limits, numbers, read_npy
+from dubito.service.web.decode import RequestLimits, numbers, read_npy
 
 Inputs = NDArray[np.float32]  # (B, ...), possibly a view of the body
 
@@ -21,12 +21,12 @@ NPY = ("application/x-npy", "application/octet-stream")
 KINDS = "application/json, application/x-npy, image/png, image/jpeg or multipart/form-data"
 
 
-def limits_of(declared: Input, max_rows: int, input_bytes: int, max_pixels: int, max_scans: int) -> Limits:
+def limits_of(declared: Input, max_rows: int, input_bytes: int, max_pixels: int, max_scans: int) -> RequestLimits:
     """What a request for a model may have."""
     rows = min(max_rows, max(1, input_bytes // (4 * math.prod(declared.shape))))
     image = declared.image
     exif = image is not None and image.fitting is not None and image.fitting.exif
-    return Limits(declared.shape, image is not None, exif, rows, max_pixels, max_scans)
+    return RequestLimits(declared.shape, image is not None, exif, rows, max_pixels, max_scans)
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Codec:
     """Collects the inputs of one request for one model, within its limits."""
 
     declared: Input
-    limits: Limits
+    limits: RequestLimits
     parts: list[Inputs] = field(default_factory=list)  # (B, ...) each, of a body that was decoded elsewhere
     rows: int = 0  # of these parts
 

@@ -7,6 +7,7 @@ import base64
 import binascii
 import gc
 import io
+import logging
 import math
 import os
 import re
@@ -38,6 +39,8 @@ MOST_HEAD = 1 << 16  # bytes of a request's JSON without its inputs
 NPY_MAGIC = b"\x93NUMPY"
 MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of a JPEG, in the data of a scan
 FRAME = struct.Struct("<II")  # bytes of the JSON of a frame, and of what follows it
+MOST_LOGGED = 10  # warnings of libraries about one body
+HANDLER = logging.Handler(logging.WARNING)
 NICE = 5  # decoding gives way to predictions
 PARENT_DIES = 1  # PR_SET_PDEATHSIG
 LIGHT = 1 << 20  # pixels × scans of the pictures of a light request: some 20 ms
@@ -49,7 +52,7 @@ class Heavier(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What a model and the settings allow a request to have."""
 
     shape: tuple[int, ...]  # of one input
@@ -87,7 +90,7 @@ class Piece:
     picture: bool = False
 
 
-def decode(kind: str, sizes: Sequence[int], body: bytes, limits: Limits, content_type: str) -> Iterator[Piece | bytes]:
+def decode(kind: str, sizes: Sequence[int], body: bytes, limits: RequestLimits, content_type: str) -> Iterator[Piece | bytes]:
     """The inputs of a body, one after the other; then, of JSON, what it has beside them."""
     if kind == "pictures":
         yield from Pictures(limits).read(_split(body, sizes))
@@ -106,7 +109,7 @@ def _split(body: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
         start += size
 
 
-def _v1(body: bytes, limits: Limits) -> Iterator[Piece | bytes]:
+def _v1(body: bytes, limits: RequestLimits) -> Iterator[Piece | bytes]:
     fields = parse(body, limits, "; expected one with `inputs` or `images`")
     inputs, images = fields.pop("inputs", None), fields.pop("images", None)
     rest = _head(fields)
@@ -128,7 +131,7 @@ def no_inputs(fields: dict[str, Any], *, both: bool) -> str:
     return f"{came}{instead}; expected `inputs` (nested lists) or `images` (base64), and not both."
 
 
-def _v2(body: bytes, limits: Limits) -> Iterator[Piece | bytes]:
+def _v2(body: bytes, limits: RequestLimits) -> Iterator[Piece | bytes]:
     request = parse(body, limits, "; expected one with `inputs`")
     header = oip.header_of(request)
     values = oip.values_of(header.input, body, len(body))
@@ -148,7 +151,7 @@ def _head(fields: dict[str, Any]) -> bytes:
     return rest
 
 
-def parse(body: bytes, limits: Limits, expected: str) -> dict[str, Any]:
+def parse(body: bytes, limits: RequestLimits, expected: str) -> dict[str, Any]:
     """The JSON object of a long body; its commas and brackets are counted before anything is built from them."""
     text = np.frombuffer(body, np.uint8)
     count = sum(int(np.count_nonzero(text == mark)) for mark in b",[{")
@@ -158,7 +161,7 @@ def parse(body: bytes, limits: Limits, expected: str) -> dict[str, Any]:
     return json_object(body, expected)
 
 
-def numbers(value: object, limits: Limits) -> NDArray[np.float32]:
+def numbers(value: object, limits: RequestLimits) -> NDArray[np.float32]:
     """An array from nested lists (B, ...), or of one input without the batch axis."""
     try:
         if isinstance(value, bool) or not isinstance(value, int | float | list):
@@ -171,7 +174,7 @@ def numbers(value: object, limits: Limits) -> NDArray[np.float32]:
         raise Problem(400, said) from None
 
 
-def pictures_of(images: object, limits: Limits) -> list[bytes]:
+def pictures_of(images: object, limits: RequestLimits) -> list[bytes]:
     """The files of a list of base64 strings."""
     if not isinstance(images, list) or not images:
         raise Problem(400, "images is no list; expected base64 strings, one for each picture.")
@@ -191,7 +194,7 @@ def _base64(text: object, whose: str) -> bytes:
 class Pictures:
     """Decodes the pictures of one request."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         self.limits = limits
         self.seen = self.cost = 0  # pixels, and pixels × scans, of the pictures so far
 
@@ -375,6 +378,7 @@ def main() -> None:
     Image.init()  # imports the formats' modules
     gc.freeze()
     gc.disable()  # to look through millions of lists again and again takes longer than to parse them
+    logging.getLogger().addHandler(HANDLER)
     server = socket.socket(fileno=0)
     send(server, {"ready": True})
     with suppress(EOFError, ConnectionError):
@@ -384,7 +388,9 @@ def main() -> None:
 
 
 def serve(server: socket.socket, task: dict[str, Any], body: bytes) -> None:
-    limits = Limits(**{**task["limits"], "shape": tuple(task["limits"]["shape"])})
+    limits = RequestLimits(**{**task["limits"], "shape": tuple(task["limits"]["shape"])})
+    logged: list[str] = []
+    HANDLER.emit = lambda record: logged.append(record.getMessage()[:200])  # type: ignore[method-assign]
     try:
         rest = b""
         for piece in decode(task["kind"], task["sizes"], body, limits, task["content_type"]):
@@ -394,9 +400,10 @@ def serve(server: socket.socket, task: dict[str, Any], body: bytes) -> None:
             array = np.ascontiguousarray(piece.array)
             said = {"dtype": array.dtype.str, "shape": piece.array.shape, "picture": piece.picture}
             send(server, said, array.reshape(-1).view(np.uint8).data)
-        send(server, {"end": True}, rest)
+        send(server, {"end": True, "logged": logged[:MOST_LOGGED]}, rest)
     except Problem as problem:
-        send(server, {"status": problem.status, "detail": problem.detail, "reason": problem.reason})
+        said = {"status": problem.status, "detail": problem.detail, "reason": problem.reason}
+        send(server, said | {"logged": logged[:MOST_LOGGED]})
     except Heavier:
         send(server, {"heavier": True})
     except MemoryError:
@@ -406,7 +413,7 @@ def serve(server: socket.socket, task: dict[str, Any], body: bytes) -> None:
         send(server, {"fault": format_exc()[-4000:]})
 
 
-def task_of(kind: str, sizes: Sequence[int], limits: Limits, content_type: str = "") -> dict[str, Any]:
+def task_of(kind: str, sizes: Sequence[int], limits: RequestLimits, content_type: str = "") -> dict[str, Any]:
     return {"kind": kind, "sizes": sizes, "limits": asdict(limits), "content_type": content_type}
 
 

@@ -39,7 +39,7 @@ Take = Callable[[NDArray[Any], bool], None]  # an array, and whether it is the p
 
 
 @dataclass(eq=False)
-class Job:
+class DecodeJob:
     """A body to be decoded."""
 
     task: dict[str, Any]
@@ -70,8 +70,8 @@ class Decoders:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.light: FairQueue[Job] = FairQueue()
-        self.heavy: FairQueue[Job] = FairQueue()
+        self.light: FairQueue[DecodeJob] = FairQueue()
+        self.heavy: FairQueue[DecodeJob] = FairQueue()
         self.changed = threading.Condition()
         self.closed = False
         self.counts: dict[str, int] = dict.fromkeys(OUTCOMES, 0)  # bodies by what became of them
@@ -97,7 +97,7 @@ class Decoders:
         if self.closed:
             raise Gone
         loop = asyncio.get_running_loop()
-        job = Job({**task}, body, client, time.monotonic() + seconds, take, loop, loop.create_future())
+        job = DecodeJob({**task}, body, client, time.monotonic() + seconds, take, loop, loop.create_future())
         self._add(job, light)
         watcher = loop.call_later(PATIENCE, watch.start)
         watch.leave = job.future.cancel
@@ -121,17 +121,17 @@ class Decoders:
                 loop.call_later(wait, self._stop, job)
             job.take = lambda array, picture: None  # it refers to the request
 
-    def _add(self, job: Job, light: bool) -> None:
+    def _add(self, job: DecodeJob, light: bool) -> None:
         job.task["limits"] = {**job.task["limits"], "light": light and len(self.decoders) > 1}
         (self.light if light else self.heavy).append(job.client, job)
         with self.changed:
             self.changed.notify_all()
 
-    def _stop(self, job: Job) -> None:
+    def _stop(self, job: DecodeJob) -> None:
         for decoder in self.decoders:
             decoder.stop(job)
 
-    def next(self, light: bool) -> Job | None:
+    def next(self, light: bool) -> DecodeJob | None:
         """The next body for a process, once there is one; None once the server stops."""
         with self.changed:
             while not self.closed:
@@ -154,6 +154,10 @@ class Decoders:
             job.end(Gone())
         for decoder in self.decoders:
             decoder.kill()
+        for decoder in self.decoders:
+            if (process := decoder.process) is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(1)
 
 
 class Decoder(threading.Thread):
@@ -164,7 +168,7 @@ class Decoder(threading.Thread):
         self.pool, self.light = pool, light
         self.process: subprocess.Popen[bytes] | None = None
         self.peer: socket.socket | None = None
-        self.current: Job | None = None
+        self.current: DecodeJob | None = None
         self.lock = threading.Lock()  # of `current` and `process`: only the process of the current job may be ended
 
     def run(self) -> None:
@@ -186,7 +190,7 @@ class Decoder(threading.Thread):
             del job, outcome
         self.kill()
 
-    def stop(self, job: Job) -> None:
+    def stop(self, job: DecodeJob) -> None:
         """End the process if it works on this job."""
         with self.lock:
             if self.current is job and self.process is not None:
@@ -197,7 +201,7 @@ class Decoder(threading.Thread):
             if self.process is not None:
                 self.process.kill()
 
-    def _outcome(self, job: Job) -> bytes | BaseException | None:
+    def _outcome(self, job: DecodeJob) -> bytes | BaseException | None:
         """What the process says; None where the body is heavier than it seemed."""
         most = LIGHT_SECONDS if self.light else self.pool.settings.decode_seconds
         try:
@@ -224,13 +228,15 @@ class Decoder(threading.Thread):
             self._discard()
             return error
 
-    def _exchange(self, peer: socket.socket, job: Job, end: float) -> bytes | BaseException | None:
+    def _exchange(self, peer: socket.socket, job: DecodeJob, end: float) -> bytes | BaseException | None:
         failed: BaseException | None = None
         peer.settimeout(max(0.001, end - time.monotonic()))
         send(peer, job.task, job.body)
         while True:
             peer.settimeout(max(0.001, end - time.monotonic()))
             fields, content = receive(peer)
+            for line in fields.get("logged", ()):
+                log.warning(line)
             if "dtype" in fields:
                 if failed is None and not job.unwanted:
                     try:

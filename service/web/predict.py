@@ -24,7 +24,7 @@ from dubito.service.web.codec import KINDS, NPY, Codec, Inputs, limits_of
 from dubito.service.web.decode import (
     LIGHT,
     MOST_HEAD,
-    Limits,
+    RequestLimits,
     cost_of,
     no_inputs,
     pictures_of,
@@ -156,7 +156,7 @@ class Predictor:
         return await self._packed(context, served, result, orjson.dumps(reply), [oip.AS_JSON])
 
     def _v1_inputs(
-        self, body: bytes, kind: str, content_type: str, limits: Limits
+        self, body: bytes, kind: str, content_type: str, limits: RequestLimits
     ) -> tuple["Decode | None", Callable[[Codec], Inputs] | None, dict[str, Any]]:
         """How the inputs are read: by another process or by a function; and the options of a short JSON body."""
         match kind:
@@ -238,19 +238,19 @@ class Predictor:
             raise Problem(400, f'the output {DRAWS!r} is asked for, but samples is "auto": give a number.')
         return InferRequest(header, options, keep)
 
-    def _check_room(self, context: RequestContext, name: str) -> Limits:
+    def _check_room(self, context: RequestContext, name: str) -> RequestLimits:
         """Refuse the request before its body is read, if the model is unknown or its queue is full; else its limits."""
         context.served = served = self.repository.get(name)
         served.batcher.check_room(1, self.settings.max_deadline_ms / 1000, context.client)
         return self._limits(served)
 
-    def _limits(self, served: ServedModel) -> Limits:
+    def _limits(self, served: ServedModel) -> RequestLimits:
         if served.limits is None:
             one = self.settings
             served.limits = limits_of(served.declared, one.max_rows, one.input_bytes, one.image_pixels, one.image_scans)
         return served.limits
 
-    async def _body(self, context: RequestContext, limits: Limits) -> bytes:
+    async def _body(self, context: RequestContext, limits: RequestLimits) -> bytes:
         most, seconds = limits.body_bytes(self.settings.body_bytes), self.settings.body_seconds
         return await read_body(context.headers, context.receive, most, seconds, lambda more: self._hold(context, more))
 

@@ -1,6 +1,8 @@
 """FastAPI's routes, all but predictions: console, health, models and their metadata, repository, metrics."""
 
-from importlib.resources import files
+from functools import lru_cache
+from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -19,6 +21,7 @@ from dubito.service.web.http import body_of, json_object, read_body
 from dubito.service.web.oip import DRAWS, INPUT
 from dubito.service.web.openapi import ANY, FLAG, OF_ANY, TEXT, answer, content, errors, ref, some, thing
 from dubito.service.web.predict import declared_outputs
+from dubito.service.web.security import check_page
 from dubito.service.web.state import State
 
 ASSETS = {
@@ -177,8 +180,8 @@ def _of_repository(app: FastAPI, state: State) -> None:
 
     @app.post("/v2/repository/models/{name}/load", summary="Load the newest version, and switch to it", **described)
     async def v2_load(name: str, request: Request) -> Response:
+        repository = _changeable(state, request)
         await _json_body(request, state)
-        repository = _changeable(state)
         try:
             await repository.load(name)
         except Problem:
@@ -189,8 +192,9 @@ def _of_repository(app: FastAPI, state: State) -> None:
 
     @app.post("/v2/repository/models/{name}/unload", summary="Unload a model, and free its memory", **described)
     async def v2_unload(name: str, request: Request) -> Response:
+        repository = _changeable(state, request)
         await _json_body(request, state)
-        await _changeable(state).unload(name)
+        await repository.unload(name)
         return _json({})
 
 
@@ -205,9 +209,15 @@ def _repository(state: State) -> Repository:
     return state.repository
 
 
-def _changeable(state: State) -> Repository:
-    if not state.settings.repository_api:
-        raise Problem(503, "models cannot be changed over HTTP here: the setting repository_api is off.")
+def _changeable(state: State, request: Request) -> Repository:
+    settings = state.settings
+    if not (settings.api_keys if settings.repository_api is None else settings.repository_api):
+        raise Problem(
+            503,
+            "models cannot be changed over HTTP here: the setting repository_api is off. It is on where it is set to "
+            "true, and where there are API keys.",
+        )
+    check_page(dict(request.scope["headers"]), settings)
     return _repository(state)
 
 
@@ -244,7 +254,15 @@ def asset(name: str, below: str | None = None) -> Response:
     kind = ASSETS.get(name.rpartition(".")[2])
     if file is None or kind is None:
         raise HTTPException(404)
-    return Response(file.read_bytes(), headers={"cache-control": "no-cache"}, media_type=kind)
+    with as_file(file) as path:
+        content = _content(path, path.stat().st_mtime_ns)
+    return Response(content, headers={"cache-control": "no-cache"}, media_type=kind)
+
+
+@lru_cache(maxsize=64)
+def _content(file: Path, changed: int) -> bytes:
+    """A static file: all replies share its bytes."""
+    return file.read_bytes()
 
 
 def about(served: ServedModel, state: State) -> dict[str, Any]:
