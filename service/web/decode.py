@@ -44,6 +44,8 @@ HANDLER = logging.Handler(logging.WARNING)
 NICE = 5  # decoding gives way to predictions
 PARENT_DIES = 1  # PR_SET_PDEATHSIG
 LIGHT = 1 << 20  # pixels × scans of the pictures of a light request: some 20 ms
+PLAIN, PLAIN_BYTES, MOST_PARTS = 1 << 17, 1 << 18, 32  # of pictures that the server decodes itself
+PNG_PARTS = frozenset(b"IHDR PLTE IDAT IEND tRNS gAMA pHYs sRGB cHRM bKGD sBIT tIME eXIf".split())
 UNKNOWN = 1 << 62  # cost of a picture of which the header says nothing
 
 
@@ -90,7 +92,9 @@ class Piece:
     picture: bool = False
 
 
-def decode(kind: str, sizes: Sequence[int], body: bytes, limits: RequestLimits, content_type: str) -> Iterator[Piece | bytes]:
+def decode(
+    kind: str, sizes: Sequence[int], body: bytes, limits: RequestLimits, content_type: str
+) -> Iterator[Piece | bytes]:
     """The inputs of a body, one after the other; then, of JSON, what it has beside them."""
     if kind == "pictures":
         yield from Pictures(limits).read(_split(body, sizes))
@@ -279,6 +283,37 @@ def _jpeg_cost(jpeg: bytes) -> int:
         if kind not in (0x01, 0xD8):
             place += struct.unpack_from(">H", jpeg, place)[0]
     return UNKNOWN
+
+
+def plain(pictures: Sequence[bytes]) -> bool:
+    """Whether pictures are so small and ordinary that to decode them takes a few milliseconds, whatever is in them."""
+    if sum(map(len, pictures)) > PLAIN_BYTES:
+        return False
+    cost = sum(cost_of(picture) if _ordinary(picture) else UNKNOWN for picture in pictures)
+    return cost <= PLAIN
+
+
+def _ordinary(picture: bytes) -> bool:
+    """A PNG or JPEG of few parts, none of which unpacks to more than its pixels."""
+    place, parts = 8, 0
+    try:
+        if picture.startswith(b"\x89PNG\r\n\x1a\n") and picture[28] == 0:  # not interlaced
+            while parts < MOST_PARTS and place < len(picture):
+                length, kind = struct.unpack_from(">I4s", picture, place)
+                if kind not in PNG_PARTS:
+                    return False
+                place, parts = place + 12 + length, parts + 1
+        elif picture.startswith(b"\xff\xd8"):
+            place = 2
+            while parts < MOST_PARTS and picture[place + 1] != 0xDA:
+                if picture[place] != 0xFF:
+                    return False
+                place, parts = place + 2 + struct.unpack_from(">H", picture, place + 2)[0], parts + 1
+        else:
+            return False
+    except (struct.error, IndexError):
+        return False
+    return parts < MOST_PARTS
 
 
 def read_npy(body: bytes) -> NDArray[Any]:

@@ -87,6 +87,21 @@ def header_of(request: dict[str, Any]) -> Header:
     return Header(id_, parameters, inputs[0], outputs or None, binary)
 
 
+def check_control(request: dict[str, Any], call: str, known: tuple[str, ...]) -> None:
+    """The body of a call that loads or unloads a model: no parameters but booleans of `known`."""
+    for key in request:
+        if key != "parameters":
+            raise Problem(400, f"{call} came with {key[:40]!r}; expected no body, or one with `parameters` alone.")
+    if "parameters" in request and not isinstance(request["parameters"], dict):
+        raise Problem(400, f"the parameters of {call} are no object.")
+    for name, value in _parameters(request, call).items():
+        if name not in known:
+            why = "an artifact says itself how it is served, and comes from the repository alone"
+            raise Problem(400, f"{call} takes no parameter {name[:40]!r}: {why}.")
+        if not isinstance(value, bool):
+            raise Problem(400, f"the parameter {name!r} of {call} is no boolean.")
+
+
 def raw_header(size: int, shape: tuple[int, ...]) -> Header:
     """The header for a body that is only the FP32 numbers of one input; all outputs are returned as binary."""
     if size != 4 * prod(shape):

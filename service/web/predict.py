@@ -24,10 +24,13 @@ from dubito.service.web.codec import KINDS, NPY, Codec, Inputs, limits_of
 from dubito.service.web.decode import (
     LIGHT,
     MOST_HEAD,
+    Piece,
     RequestLimits,
     cost_of,
+    decode,
     no_inputs,
     pictures_of,
+    plain,
     task_of,
 )
 from dubito.service.web.decoders import Decoders
@@ -93,18 +96,25 @@ class InferRequest:
 
 @dataclass(frozen=True)
 class Decode:
-    """What another process decodes."""
+    """What is decoded outside of the event loop, most of it by another process."""
 
     kind: str
     body: bytes
     sizes: tuple[int, ...] = ()  # of the files in the body
     light: bool = False
+    here: bool = False  # so little that a thread of the server decodes it: that is sooner done than sent
     content_type: str = ""
 
     @classmethod
     def pictures(cls, files: Sequence[bytes]) -> "Decode":
         light = sum(map(cost_of, files)) <= LIGHT
-        return cls("pictures", b"".join(files), tuple(map(len, files)), light)
+        return cls("pictures", b"".join(files), tuple(map(len, files)), light, plain(files))
+
+    def read(self, codec: Codec) -> None:
+        """Decode in this process."""
+        for piece in decode(self.kind, self.sizes, self.body, codec.limits, self.content_type):
+            if isinstance(piece, Piece):
+                codec.take(piece.array, piece.picture)
 
 
 class Predictor:
@@ -127,11 +137,11 @@ class Predictor:
         if kind.startswith("image/") and not limits.pictures:
             raise Problem(415, f"this model takes tensors of shape {limits.declared()}, not pictures.")
         body = await self._body(context, limits)
-        decode, read, fields = self._v1_inputs(body, kind, content_type, limits)
+        coded, read, fields = self._v1_inputs(body, kind, content_type, limits)
         given = {**query_of(context.scope), **fields}
         options = read_options(given, self.settings) if given else self.usual
         light = len(body) <= HEAVY
-        served, x, rest = await self._inputs(context, name, options.version, options.timeout_ms, decode, read, light)
+        served, x, rest = await self._inputs(context, name, options.version, options.timeout_ms, coded, read, light)
         if rest:  # the options of a long body
             given |= json_object(rest)
             options = read_options(given, self.settings) if given else self.usual
@@ -180,7 +190,7 @@ class Predictor:
         limits = self._check_room(context, name)
         body = await self._body(context, limits)
         stated, head = context.headers.get(oip.SPLIT), len(body)
-        decode: Decode | None = None
+        coded: Decode | None = None
         parsed: InferRequest | None = None
         values: oip.Values = []
         if stated == b"0":
@@ -193,12 +203,12 @@ class Predictor:
         if parsed is None and head <= HEAVY:
             parsed = self.cached(body[:head]) if head <= SHORT else self._parse(body[:head])
         if parsed is None:
-            decode = Decode("v2", body, light=len(body) <= QUICK)
+            coded = Decode("v2", body, light=len(body) <= QUICK)
         else:
             values = oip.values_of(parsed.header.input, body, head)
             if isinstance(values, list):
                 limits.check_rows(len(values))
-                decode = Decode.pictures(values)
+                coded = Decode.pictures(values)
 
         def read(codec: Codec) -> Inputs:
             assert isinstance(values, np.ndarray)
@@ -206,7 +216,7 @@ class Predictor:
 
         quick = isinstance(values, np.ndarray) and (len(body) <= HEAVY or values.dtype == np.float32)  # used uncopied
         timeout = self.usual.timeout_ms if parsed is None else parsed.options.timeout_ms
-        served, x, rest = await self._inputs(context, name, version, timeout, decode, read, quick)
+        served, x, rest = await self._inputs(context, name, version, timeout, coded, read, quick)
         if parsed is None:
             parsed = self._parse(rest)
         header = parsed.header
@@ -282,7 +292,7 @@ class Predictor:
         name: str,
         version: str | None,
         timeout_ms: int,
-        decode: "Decode | None",
+        body: "Decode | None",
         read: Callable[[Codec], Inputs] | None,
         quick: bool,
     ) -> tuple[ServedModel, Inputs, bytes]:
@@ -293,13 +303,16 @@ class Predictor:
             served = context.served = self.repository.get(name, version)
             limits = self._limits(served)
             codec, rest = Codec(served.declared, limits), b""
-            if decode is not None:
+            if body is not None and body.here:
+                await asyncio.to_thread(body.read, codec)
+                x = codec.taken()
+            elif body is not None:
                 left = context.began + timeout_ms / 1000 - time.monotonic()
                 watch = DisconnectWatch(context.receive)
-                task = task_of(decode.kind, decode.sizes, limits, decode.content_type)
-                where = {"light": decode.light, "client": context.client, "seconds": max(0.0, left), "watch": watch}
+                task = task_of(body.kind, body.sizes, limits, body.content_type)
+                where = {"light": body.light, "client": context.client, "seconds": max(0.0, left), "watch": watch}
                 try:
-                    rest = await self.decoders.run(task, decode.body, codec.take, **where)
+                    rest = await self.decoders.run(task, body.body, codec.take, **where)
                 except Late:
                     raise Late(timeout_ms / 1000) from None
                 x = codec.taken()
@@ -307,7 +320,7 @@ class Predictor:
                 x = read(codec) if quick else await asyncio.to_thread(read, codec)
             if not served.retired:
                 context.rows = x.shape[0]
-                if decode is not None:
+                if body is not None:
                     self._hold(context, x.nbytes)
                 return served, x, rest
 

@@ -16,7 +16,7 @@ from dubito.models.errors import DubitoError
 from dubito.models.verdict import beside_plain
 from dubito.service.problems import Problem
 from dubito.service.repository import Repository, ServedModel
-from dubito.service.web import openapi
+from dubito.service.web import oip, openapi
 from dubito.service.web.http import body_of, json_object, read_body
 from dubito.service.web.oip import DRAWS, INPUT
 from dubito.service.web.openapi import ANY, FLAG, OF_ANY, TEXT, answer, content, errors, ref, some, thing
@@ -34,6 +34,7 @@ ASSETS = {
 }
 EXTENSIONS = ["binary_tensor_data", "model_repository"]
 UNKNOWN = (404, *OF_ANY)
+CONTROL_BYTES = 1 << 16  # of a body that is no prediction
 
 
 def routes(state: State) -> FastAPI:
@@ -181,7 +182,7 @@ def _of_repository(app: FastAPI, state: State) -> None:
     @app.post("/v2/repository/models/{name}/load", summary="Load the newest version, and switch to it", **described)
     async def v2_load(name: str, request: Request) -> Response:
         repository = _changeable(state, request)
-        await _json_body(request, state)
+        oip.check_control(await _json_body(request, state), "load", ())
         try:
             await repository.load(name)
         except Problem:
@@ -193,7 +194,7 @@ def _of_repository(app: FastAPI, state: State) -> None:
     @app.post("/v2/repository/models/{name}/unload", summary="Unload a model, and free its memory", **described)
     async def v2_unload(name: str, request: Request) -> Response:
         repository = _changeable(state, request)
-        await _json_body(request, state)
+        oip.check_control(await _json_body(request, state), "unload", ("unload_dependents",))
         await repository.unload(name)
         return _json({})
 
@@ -222,9 +223,9 @@ def _changeable(state: State, request: Request) -> Repository:
 
 
 async def _json_body(request: Request, state: State) -> dict[str, Any]:
-    """The JSON object of the body; empty if there is no body."""
-    limits = state.settings
-    body = await read_body(dict(request.scope["headers"]), request.receive, limits.body_bytes, limits.body_seconds)
+    """The JSON object of a short body; empty if there is no body."""
+    most, seconds = min(CONTROL_BYTES, state.settings.body_bytes), state.settings.body_seconds
+    body = await read_body(dict(request.scope["headers"]), request.receive, most, seconds)
     return json_object(body) if body else {}
 
 

@@ -12,7 +12,7 @@ from dubito.service.logs import writer
 from dubito.service.metrics import Counts, Metrics, Sizes, device_bytes
 from dubito.service.repository import Repository
 from dubito.service.settings import Settings
-from dubito.service.web.decoders import Decoders
+from dubito.service.web.decoders import OUTCOMES, Decoders
 from dubito.service.web.limits import ConnectionLimits
 from dubito.service.web.predict import Predictor
 
@@ -89,6 +89,12 @@ class State:
             ("dubito_unsent_bytes", "Bytes of large replies that clients have not taken yet.", ()): {
                 (): self.limits.unsent
             },
+            ("dubito_held_bytes", "Bytes of bodies and decoded inputs of requests under way.", ()): {
+                (): 0 if self.predictor is None else self.predictor.held
+            },
+            ("dubito_decode_depth", "Bodies that wait for a process that decodes them.", ()): {
+                (): 0 if self.decoders is None else self.decoders.depth
+            },
             ("dubito_queue_depth", "Requests in the queue.", ("model",)): {
                 (name,): one.batcher.depth for name, one in served.items()
             },
@@ -124,6 +130,9 @@ class State:
         return {
             ("dubito_connections_closed", "Connections closed for a limit, by its name.", ("reason",)): {
                 (reason,): number for reason, number in self.limits.closed.items()
+            },
+            ("dubito_decoded", "Bodies decoded by other processes, by outcome.", ("outcome",)): {
+                (outcome,): 0 if self.decoders is None else self.decoders.counts[outcome] for outcome in OUTCOMES
             },
             ("dubito_log_lines_dropped", "Log lines dropped because nothing took them.", ()): {(): writer.dropped},
         }
