@@ -43,6 +43,7 @@ from dubito.service.engine.plans import PlanCache, Plans
 log = logging.getLogger("dubito")
 UNFIT = "input {} holds NaN, infinity or a number too large for float32; expected none."
 USUAL = 2 * CHUNK  # draws of "auto"
+TIMED, QUICK = 2, 0.5  # answers that are timed at the start, of batches that take less than so many seconds
 PROVEN = 2  # inputs of the passes in which every product is checked
 WEIGHED = (1, 4, 16, 64, 256)  # inputs of passes whose memory is measured, beside the buckets
 
@@ -223,22 +224,18 @@ class Engine:
                     self.plans.measure(job, min(samples, once))
                     self._weigh(rows)
                 began = time.monotonic()
-                for result in self.answer(requests[:1]):
+                for result in self.answer(requests):
                     if isinstance(result, Exception):
                         raise result
-                self.timed.append((rows * max(1, K), time.monotonic() - began))
-                for result in self.answer(requests[1:]):
-                    if isinstance(result, Exception):
-                        raise result
+                if time.monotonic() - began < QUICK or rows <= self.buckets[0]:
+                    self._time(requests[0])
                 if self.graphs is not None and samples:
                     before = torch.cuda.memory_reserved(self.model.device)
                     for k in {min(samples, once), samples % once, min(CHUNK, once)} - {0}:
                         if self.share.fits(rows, k):
                             self.graphs.capture(job, k)
                     self.plans.bytes += max(0, torch.cuda.memory_reserved(self.model.device) - before)
-                    began = time.monotonic()
-                    self.answer(requests[:1])  # with the graph
-                    self.timed[-1] = (rows * max(1, K), time.monotonic() - began)
+                    self._time(requests[0])  # with the graph
         self.plans.cache.save()
         if slices is not None:
             pace = Pace()
@@ -246,6 +243,15 @@ class Engine:
                 pace.add(work, seconds)
             least = max(1, samples)  # one input is always short
             self.slices = max(least, pace.work_in(slices[0])), max(least, pace.work_in(slices[1]))
+
+    def _time(self, request: PredictRequest) -> None:
+        """Time an answer that was given before: the first of a size takes longer."""
+        times = []
+        for _ in range(TIMED):
+            began = time.monotonic()
+            self.answer([request])
+            times.append(time.monotonic() - began)
+        self.timed = [one for one in self.timed if one[0] != request.work] + [(request.work, min(times))]
 
     def _zeros(self, rows: int) -> NDArray[np.float32]:
         declared = self.model.card.input

@@ -493,6 +493,12 @@ class Exchange:
         if self.event is not None:
             self.event.set()
 
+    def _go_on(self) -> None:
+        """Read on: the rest of the body, or whether the client goes, which a long body has kept from being seen."""
+        connection = self.connection
+        if connection.paused and (connection.reading is self or (connection.reading is None and not connection.queue)):
+            connection.resume_reading()
+
     async def receive(self) -> Message:
         connection = self.connection
         if self.expects:
@@ -500,8 +506,7 @@ class Exchange:
             if not connection.closing:
                 connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while not (self.new or self.gone or self.complete):
-            if connection.paused and self.more and connection.reading is self:
-                connection.resume_reading()
+            self._go_on()
             if self.event is None:
                 self.event = asyncio.Event()
             self.event.clear()
@@ -509,8 +514,7 @@ class Exchange:
         if self.gone or self.complete:
             return {"type": "http.disconnect"}
         body, self.body, self.new = self.body, b"", False
-        if self.more and connection.paused and connection.reading is self:
-            connection.resume_reading()
+        self._go_on()
         return {"type": "http.request", "body": bytes(body), "more_body": self.more}
 
     async def send(self, message: Message) -> None:

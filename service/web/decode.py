@@ -28,6 +28,7 @@ import orjson
 from numpy.typing import NDArray
 
 from dubito.models.pixels import pixels_of
+from dubito.service.memory import keep_nothing
 from dubito.service.problems import Problem
 from dubito.service.web import oip
 from dubito.service.web.arrays import array_of
@@ -405,6 +406,7 @@ def main() -> None:
     if sys.platform == "linux":
         CDLL(None).prctl(PARENT_DIES, signal.SIGKILL)
     os.nice(NICE)
+    keep_nothing(1 << 20)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if (most := int(sys.argv[1])) > 0:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

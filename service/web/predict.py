@@ -16,6 +16,7 @@ from torch import Tensor
 from dubito.models.predictions.answers import CERTAINTIES, Columns, check_group, rows_of
 from dubito.models.predictions.model import Model
 from dubito.service.engine.engine import PredictRequest, PredictResult
+from dubito.service.memory import give_back
 from dubito.service.problems import Hopeless, Late, Problem, TooManyRequests
 from dubito.service.repository import Repository, ServedModel
 from dubito.service.settings import Settings
@@ -54,6 +55,7 @@ V1 = re.compile(r"/v1/models/([^/]+)/predict")
 V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 SHORT = 4096  # bytes of the longest v2 header that is cached
 HEAVY = 1 << 16  # bytes from which JSON is parsed in another process, and arrays and replies in a thread
+LARGE = 1 << 23  # bytes of a request after which memory is given back to the system
 SMALL = 1 << 18  # bytes of a request that are taken whatever others hold
 QUICK = 1 << 18  # bytes up to which the JSON or form of a body is decoded beside small pictures
 
@@ -126,6 +128,7 @@ class Predictor:
         self.cached = lru_cache(maxsize=256)(self._parse)  # clients repeat the same header
         self.held = 0  # bytes of the bodies and inputs of all requests under way
         self.held_by: dict[str, int] = {}  # by client
+        self.giving_back = False  # what large requests took goes back to the system soon
 
     async def v1(self, context: RequestContext, name: str) -> tuple[bytes, Pairs]:
         limits = self._check_room(context, name)
@@ -280,11 +283,18 @@ class Predictor:
 
     def release(self, context: RequestContext) -> None:
         """The request has ended."""
+        if context.held > LARGE and not self.giving_back:
+            self.giving_back = True
+            asyncio.get_running_loop().call_later(1.0, self._give_back)
         self.held -= context.held
         left = self.held_by.pop(context.client, 0) - context.held
         if left > 0:
             self.held_by[context.client] = left
         context.held = 0
+
+    def _give_back(self) -> None:
+        self.giving_back = False
+        asyncio.get_running_loop().run_in_executor(None, give_back)
 
     async def _inputs(
         self,
