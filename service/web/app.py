@@ -58,6 +58,7 @@ class Server:
                 content, kind = body_of(problem, v2=path.startswith("/v2"))
                 raw = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in problem.headers.items()]
                 await out.reply(problem.status, content, [(b"content-type", kind.encode()), *raw])
+            del problem  # its traceback refers to this frame: the body would be kept until a garbage collection
         self._finish(context, id_, out.status)
 
     def _common_headers(self, id_: bytes, path: str, context: RequestContext) -> Pairs:

@@ -119,7 +119,10 @@ class Decoders:
                 job.unwanted = True
                 wait = max(0.0, job.begun + GRACE - time.monotonic()) if job.begun < math.inf else 0.0
                 loop.call_later(wait, self._stop, job)
-            job.take = lambda array, picture: None  # it refers to the request
+            # an error refers to this frame: what refers to the error would keep the body until a garbage collection
+            job.take, watch.leave = lambda array, picture: None, lambda: None
+            job.body = body = b""
+            del job
 
     def _add(self, job: DecodeJob, light: bool) -> None:
         job.task["limits"] = {**job.task["limits"], "light": light and len(self.decoders) > 1}
