@@ -2,10 +2,11 @@
 
 For each attack a server of the embedded digits is started. An honest client asks for predictions at a fixed rate, each
 second one on a connection of its own, first alone and then beside the attack. The table has the 99th percentile of its
-latency before and during the attack, honest requests that were not answered with 200, the memory of the server's
-processes (before, at its highest, and some seconds after), connections open at the end, and the time from the end of the attack until
-honest requests take no longer than three times the quiet percentile. Then SIGTERM: how long the server takes to end. Attackers run on the last core, everything else on the
-others. `--python` names the interpreter of another installation, to measure what was before.
+latency before and during the attack, honest requests that were not answered with 200, connections of the attackers that
+are open in the last second, the memory of the server's processes (before, at its highest, and some seconds after), the
+time from the end of the attack until honest requests take no longer than three times the quiet percentile, and how long
+SIGTERM then takes, with the exit code. Attackers run on the last core, everything else on the others. `--python` names
+the interpreter of another installation, to measure what was before.
 
     python -m benchmarks.attacks --only idle
 """
@@ -370,7 +371,7 @@ class Row:
     quiet: float
     during: float
     lost: int
-    open: int  # connections of the server, at the most in the last second of the attack
+    open: int  # connections of the attackers, at the most in the last second of the attack
     before: float
     peak: float
     after: float
@@ -406,11 +407,11 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
         target = Target("127.0.0.1", port, server.pid)
         hostile = spawn.Process(target=be_hostile, args=(attack.name, target, theirs, attack.seconds))
         hostile.start()
-        peak, connections = before, [0]
+        peak, connections, files = before, [0], psutil.Process(server.pid).num_fds()
         while hostile.is_alive():
             peak = max(peak, resident(server.pid))
             if time.monotonic() > begin + attack.seconds - 1:
-                connections.append(len(psutil.Process(server.pid).net_connections("tcp4")) - 1)
+                connections.append(psutil.Process(server.pid).num_fds() - files)
             time.sleep(0.1)
         end = time.monotonic()
         time.sleep(AFTER)

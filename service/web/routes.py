@@ -1,6 +1,7 @@
 """FastAPI's routes, all but predictions: console, health, models and their metadata, repository, metrics."""
 
-from functools import lru_cache
+import asyncio
+from functools import cache, lru_cache
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def routes(state: State) -> FastAPI:
     app = FastAPI(
         title="dubito", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=None
     )
-    app.openapi = lambda: openapi.document(app, state.settings)  # type: ignore[method-assign]
+    app.openapi = cache(lambda: openapi.document(app, state.settings))  # type: ignore[method-assign]
 
     @app.exception_handler(Problem)
     async def wrong(request: Request, problem: Problem) -> Response:
@@ -98,9 +99,13 @@ def _of_people(app: FastAPI, state: State) -> None:
 
     text: Any = {"200": {"description": "Prometheus' text.", "content": {"text/plain": {}}}, **errors(OF_ANY, v2=False)}
 
+    scrape = asyncio.Lock()
+
     @app.get("/metrics", tags=["health"], summary="Metrics for Prometheus", responses=text)
     async def metrics() -> Response:
-        return Response(generate_latest(state.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        async with scrape:  # one after the other, off the event loop: it takes milliseconds
+            content = await asyncio.to_thread(generate_latest, state.metrics.registry)
+        return Response(content, media_type=CONTENT_TYPE_LATEST)
 
 
 def _of_models(app: FastAPI, state: State) -> None:

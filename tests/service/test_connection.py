@@ -1,12 +1,15 @@
 """Connections beside uvicorn's own protocol: whatever comes in whatever pieces, both answer the same bytes."""
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 import pytest
 import uvicorn
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -19,6 +22,8 @@ from dubito.service.web.limits import ConnectionLimits
 from tests.examples import at_most
 
 LIMIT = 30.0  # seconds, on a busy machine
+Result = TypeVar("Result")
+HUGE = bytes(50_000_000)
 GET = b"GET /whole HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
@@ -48,6 +53,9 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
             start["status"] = 299
         case "/large":
             told = bytes(range(256)) * 2000
+            start["headers"] = [(b"content-length", b"%d" % len(told))]
+        case "/huge" | "/own":
+            told = HUGE if scope["path"] == "/huge" else bytes(20_000_000)
             start["headers"] = [(b"content-length", b"%d" % len(told))]
         case "/bare":
             del start["headers"]
@@ -80,6 +88,26 @@ async def connected(port: int) -> Any:
 
 
 @asynccontextmanager
+async def several(port: int, number: int) -> Any:
+    """Connections whose streams are small."""
+    streams = [await asyncio.open_connection("127.0.0.1", port, limit=1024) for _ in range(number)]
+    try:
+        yield streams
+    finally:
+        for _, writer in streams:
+            writer.close()
+            writer.transport.abort()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """On the event loop that the server has."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(coroutine)
+
+
+@asynccontextmanager
 async def served(ours: bool, **limits: Any) -> Any:
     """A port of our protocol or of uvicorn's, the state of the server behind it, and the limits."""
     held = ConnectionLimits(Settings(**limits))
@@ -95,21 +123,6 @@ async def served(ours: bool, **limits: Any) -> Any:
         server.close()
         for connection in list(state.connections):
             connection.transport.close()
-
-
-async def exchange(ours: bool, pieces: list[bytes], **limits: Any) -> bytes:
-    """All that comes back until the server hangs up, which the last piece asks for."""
-    async with asyncio.timeout(LIMIT), served(ours, **limits) as (port, _, _), connected(port) as (reader, writer):
-        with suppress(ConnectionError):
-            for piece in pieces:
-                writer.write(piece)
-                await writer.drain()
-                await asyncio.sleep(0.001)
-        found = b""
-        with suppress(ConnectionError):
-            while more := await reader.read(1 << 16):
-                found += more
-        return found
 
 
 class Recorder(asyncio.Transport):
@@ -170,14 +183,9 @@ def same(*pieces: bytes) -> bytes:
         theirs, ours = [b"".join(await recorded(kind, list(pieces))) for kind in (False, True)]
         return theirs, ours
 
-    theirs, ours = asyncio.run(both())
+    theirs, ours = run(both())
     assert ours == theirs
     return ours
-
-
-def answer(*pieces: bytes, **limits: Any) -> bytes:
-    """Ours alone."""
-    return asyncio.run(exchange(True, list(pieces), **limits))
 
 
 def request(path: str, body: bytes = b"", method: str = "POST", *headers: str, chunks: int = 0) -> bytes:
@@ -333,3 +341,263 @@ def test_what_uvicorn_answers_and_no_other_byte(bytes_: bytes) -> None:
     assert whole.startswith(b"HTTP/1.1 ")
     for cut in range(1, len(bytes_), max(1, len(bytes_) // 7)):
         assert same(bytes_[:cut], bytes_[cut:], LAST) == whole
+
+
+# better than uvicorn's: upgrades are ignored, replies come in order
+
+H2C = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA"
+LENGTH, CHUNKS = f"{H2C}\r\nContent-Length: 3", f"{H2C}\r\nTransfer-Encoding: chunked"
+
+
+@pytest.mark.parametrize(
+    "bytes_",
+    [
+        f"POST /whole HTTP/1.1\r\nHost: x\r\n{LENGTH}\r\n\r\nabc",
+        f"POST /whole HTTP/1.1\r\nHost: x\r\n{CHUNKS}\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+        f"POST /whole HTTP/1.1\r\nHost: x\r\n{LENGTH.replace('h2c', 'websocket')}\r\n\r\nabc",
+        "POST /whole HTTP/1.1\r\nUpgrade: a\r\nUpgrade: b\r\nConnection: upgrade\r\nContent-Length: 3\r\n\r\nabc",
+    ],
+)
+def test_a_request_to_upgrade_keeps_its_body(bytes_: str) -> None:
+    """Whole, cut anywhere, and before others of its kind."""
+    good = b"HTTP/1.1 200 OK\r\ndate: today\r\ncontent-length: 15\r\n\r\nPOST /whole abc"
+    data = bytes_.encode()
+    for cut in range(len(data)):
+        assert answer_to(data[:cut], data[cut:]) == good
+    assert answer_to(data * 5) == 5 * good
+    assert answer_to(data + request("/whole", b"abc") + data) == 3 * good
+
+
+def test_a_request_to_upgrade_that_smuggles_is_refused() -> None:
+    head = f"POST /whole HTTP/1.1\r\nHost: x\r\n{CHUNKS}\r\nContent-Length: 3\r\n\r\n0\r\n\r\nabc"
+    assert answer_to(head.encode()).startswith(b"HTTP/1.1 400 ")
+
+
+def test_what_is_malformed_is_refused_behind_the_replies_before_it() -> None:
+    found = answer_to(GET + GET + b"no http at all\r\n\r\n")
+    assert [line for line in found.split(b"\r\n") if b"HTTP/1.1" in line] == [
+        b"HTTP/1.1 200 OK",
+        b"GET /whole HTTP/1.1 200 OK",
+        b"GET /whole HTTP/1.1 400 Bad Request",
+    ]
+    broken = b"POST /whole HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+    assert answer_to(GET + broken).count(b"HTTP/1.1 400 ") == 1
+    assert answer_to(GET + broken).startswith(b"HTTP/1.1 200 ")
+
+
+def test_head_and_body_leave_in_one_write() -> None:
+    writes = run(recorded(True, [request("/whole", b"abc")] * 3))
+    assert writes == [b"HTTP/1.1 200 OK\r\ndate: today\r\ncontent-length: 15\r\n\r\nPOST /whole abc"] * 3
+
+
+# limits
+
+SMALL = {"header_bytes": 2000, "header_lines": 20, "pipelined": 4}
+TOO_LONG = {
+    "one long value": b"GET /whole HTTP/1.1\r\nX-A: " + b"a" * 3000 + b"\r\n\r\n",
+    "one long name": b"GET /whole HTTP/1.1\r\n" + b"a" * 3000 + b": b\r\n\r\n",
+    "a long path": b"GET /" + b"a" * 3000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a head without end": b"GET /whole HTTP/1.1\r\nX-A: " + b"a" * 3000,
+    "many lines": b"GET /whole HTTP/1.1\r\n" + b"a: b\r\n" * 21 + b"\r\n",
+    "many lines without end": b"GET /whole HTTP/1.1\r\n" + b"a: b\r\n" * 1000,
+    "empty lines without end": b"\r\n" * 1500,
+    "a trailer without end": CHUNKED + b"0\r\nX-A: " + b"a" * 3000 + b"\r\n\r\n",
+    "a head that asks to upgrade": b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: a\r\n" + b"a: b\r\n" * 1000,
+}
+
+
+@pytest.mark.parametrize("bytes_", TOO_LONG.values(), ids=TOO_LONG)
+def test_heads_are_limited(bytes_: bytes) -> None:
+    """Whole and byte by byte, as the first request and behind others; one that fits is answered."""
+    for pieces in ([bytes_], [bytes_[i : i + 1] for i in range(len(bytes_))], [GET, GET, bytes_]):
+        found = answer_to(*pieces, **SMALL)
+        assert found.count(b"HTTP/1.1 431 ") == 1, found
+        assert found.startswith(b"HTTP/1.1 200 ") == (pieces[0] == GET)
+    fits = b"POST /whole HTTP/1.1\r\nX-A: " + b"a" * 1500 + b"\r\nContent-Length: 9000\r\n\r\n" + b"b" * 9000
+    assert answer_to(fits + fits[:900], fits[900:], **SMALL).count(b"HTTP/1.1 200 ") == 2
+
+
+def test_requests_sent_ahead_are_limited() -> None:
+    found = answer_to(GET * 1000, **SMALL)
+    assert found.count(b"HTTP/1.1 200 ") == 5  # the one that is answered, and four
+    assert found.count(b"HTTP/1.1 429 ") == 1
+
+
+@pytest.mark.parametrize("chunk", [b"1\r\na\r\n", b"1;" + b"x" * 300 + b"\r\na\r\n", b"2\r\nab\r\n"])
+def test_chunks_must_have_some_size(chunk: bytes) -> None:
+    found = answer_to(*[CHUNKED + chunk * 1000, *[chunk * 1000] * 20])
+    assert found.startswith(b"HTTP/1.1 400 ")
+    assert b"hunk" in found
+    body = b"a" * 100
+    assert answer_to(CHUNKED + b"64\r\n%b\r\n" % body * 5000 + b"0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+
+
+def answer_to(*pieces: bytes, **limits: Any) -> bytes:
+    return b"".join(run(recorded(True, list(pieces), **limits)))
+
+
+async def until(happened: Any) -> None:
+    async with asyncio.timeout(LIMIT):
+        while not happened():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("sent", "limit", "reply"),
+    [
+        (b"", "header_seconds", b""),
+        (b"\r\n", "header_seconds", b""),
+        (b"GET /whole HTTP/1.1\r\nHost:", "header_seconds", b"HTTP/1.1 408 "),
+        (GET, "idle_seconds", b"HTTP/1.1 200 "),
+        (GET + b"GET /", "header_seconds", b"HTTP/1.1 200 "),
+        (b"POST /slow HTTP/1.1\r\nContent-Length: 3\r\n\r\na", "body_seconds", b"HTTP/1.1 408 "),
+        (b"POST /early HTTP/1.1\r\nContent-Length: 3\r\n\r\na", "body_seconds", b"HTTP/1.1 200 "),
+    ],
+)
+def test_a_client_that_waits_is_not_waited_for(sent: bytes, limit: str, reply: bytes) -> None:
+    """Nor one that sends something more now and then."""
+
+    async def go(more: bytes) -> None:
+        seconds = {"header_seconds": 0.3, "idle_seconds": 0.3, "body_seconds": 0.3}
+        async with served(True, **seconds) as (port, state, limits), connected(port) as (reader, writer):
+            writer.write(sent)
+            found = asyncio.create_task(reader.read())
+            async with asyncio.timeout(LIMIT):
+                while not found.done():
+                    with suppress(ConnectionError):
+                        writer.write(more)
+                        await writer.drain()
+                    await asyncio.sleep(0.1)
+            with suppress(ConnectionError):
+                assert (await found).startswith(reply)
+            assert limits.closed[limit] == 1
+            writer.close()
+            await until(lambda: not limits.open and not state.connections)
+
+    run(go(b""))
+    if b"Content-Length" not in sent and sent != GET:
+        run(go(b"\r\n" if sent in (b"", b"\r\n") else b"a"))
+
+
+def test_a_busy_connection_is_not_idle() -> None:
+    async def go() -> None:
+        async with served(True, idle_seconds=0.2, header_seconds=0.2) as (port, _, limits), connected(port) as streams:
+            reader, writer = streams
+            for path in ("/slow", "/whole"):  # the slow one takes longer than idleness may
+                writer.write(request(path))
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+                await reader.readexactly(len(f"POST {path} "))
+            assert await reader.read() == b""  # and then nothing comes, so it ends
+            assert limits.closed["idle_seconds"] == 1
+
+    run(go())
+
+
+def test_slow_readers_share_a_body_and_are_closed() -> None:
+    """Thirty who read nothing of 50 MB: they cost no copies, and are closed after a while; who reads gets it all."""
+
+    async def go() -> None:
+        memory = psutil.Process().memory_info
+        async with served(True, write_seconds=1.0) as (port, state, limits), several(port, 30) as slow:
+            before = memory().rss
+            for _, writer in slow:
+                writer.write(request("/huge", b"", "GET"))
+            await until(lambda: sum(one.unsent > 0 for one in limits.open) == 30)
+            assert limits.unsent == len(HUGE)
+            async with connected(port) as (reader, writer):
+                writer.write(request("/huge", b"", "GET"))
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert b"content-length: %d\r\n" % len(HUGE) in head
+                assert await reader.readexactly(len(HUGE)) == HUGE
+            assert memory().rss - before < 4 * len(HUGE)  # that of the reader, and buffers
+            await until(lambda: limits.closed["write_seconds"] == 30)
+            await until(lambda: not state.connections and limits.unsent == 0)
+            assert not limits.bodies
+
+    run(go())
+
+
+def test_replies_that_nobody_takes_are_limited_in_all() -> None:
+    async def go() -> None:
+        async with served(True, unsent_bytes=65_000_000) as (port, state, limits):
+            async with several(port, 8) as slow:
+                for _, writer in slow:
+                    writer.write(request("/own", b"", "GET"))  # 20 MB each
+                await until(lambda: limits.closed["unsent_bytes"] == 5)
+                await until(lambda: limits.unsent <= 65_000_000)
+            await until(lambda: not state.connections and limits.unsent == 0)
+
+    run(go())
+
+
+@pytest.mark.parametrize("limit", ["max_connections", "connections_per_address"])
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\na"])
+def test_connections_are_limited_and_the_longest_waiting_makes_room(limit: str, sent: bytes) -> None:
+    """Whoever holds forty of ten keeps nobody out, and what is being answered is not closed."""
+
+    async def go() -> None:
+        async with served(True, **{limit: 10}) as (port, state, limits), connected(port) as (busy, asks):
+            asks.write(request("/slow"))
+            await until(lambda: state.tasks)
+            async with several(port, 40) as held:
+                for _, writer in held:
+                    with suppress(ConnectionError):
+                        writer.write(sent)
+                        await writer.drain()
+                for _ in range(3):
+                    async with connected(port) as (reader, writer):
+                        writer.write(LAST)
+                        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+                assert len(limits.open) <= 10
+                assert limits.closed[limit] >= 31
+                assert (await busy.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+
+    run(go())
+
+
+def test_where_all_are_being_answered_one_more_is_refused() -> None:
+    async def go() -> None:
+        async with served(True, max_connections=3) as (port, state, limits), several(port, 3) as busy:
+            for _, writer in busy:
+                writer.write(request("/slow"))
+            await until(lambda: len(state.tasks) == 3)
+            async with connected(port) as (reader, _):
+                assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+            for reader, _ in busy:
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            assert limits.closed["max_connections"] == 1
+
+    run(go())
+
+
+def test_addresses_are_counted_by_network_and_proxies_are_not() -> None:
+    limits = ConnectionLimits(Settings(trusted_proxies=("10.0.0.0/8", "::1")))
+    assert limits.address_of("192.0.2.1") == "192.0.2.1"
+    assert limits.address_of("::ffff:192.0.2.1") == "192.0.2.1"
+    assert limits.address_of("2001:db8::1") == limits.address_of("2001:db8::ffff:1") != limits.address_of("2001:db9::1")
+    assert limits.address_of("fe80::1%eth0") == "fe80::/64"
+    assert limits.address_of("10.1.2.3") == limits.address_of("::1") == ""
+
+
+def test_a_server_that_stops_answers_what_has_come() -> None:
+    """Requests on new connections and on kept ones, sent before and just after; all are told that it closes."""
+
+    async def go() -> None:
+        async with served(True) as (port, state, limits), several(port, 5) as new, several(port, 5) as kept:
+            for reader, writer in kept:
+                writer.write(GET)
+                await reader.readuntil(b"GET /whole ")
+            await until(lambda: len(state.connections) == 10)
+            for _, writer in (*new[:3], *kept[:3]):
+                writer.write(GET)
+            for connection in list(state.connections):
+                connection.shutdown()
+            for _, writer in (*new[3:], *kept[3:]):
+                writer.write(GET)
+            for reader, _ in (*new, *kept):
+                found = await reader.read()
+                assert found.startswith(b"HTTP/1.1 200 OK\r\n")
+                assert b"connection: close\r\n" in found
+            await until(lambda: not state.connections and not limits.open)
+
+    run(go())
