@@ -162,7 +162,8 @@ class Batcher:
             return
         mine = self.by_client.get(client, 0)
         clients = len(self.by_client) + (client not in self.by_client)
-        before = min(self.work, clients * (mine + more))  # work that is done before this one's: clients take turns
+        ahead = self.work if long else min(self.work, 2 * (self.work - self.long_work))  # short ones go between passes
+        before = min(ahead, clients * (mine + more))  # clients take turns
         batch = min(self.max_work, max(1, self.max_rows * self.work // self.rows))
         wait = self.pace.of(before * self.cost / self.work, batch)
         full = self.work + more > self.max_queue and (

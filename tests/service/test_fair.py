@@ -98,18 +98,13 @@ def test_a_flood_of_one_client_does_not_keep_another_waiting(model: Model) -> No
 def test_a_client_with_less_than_its_share_finds_room_in_a_full_queue(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
         first = await busy(batcher)
-        put = []
-        with pytest.raises(Overloaded):
-            for _ in range(60):
-                put.append(batcher.put(ask(1), 30, client="flood"))
-        assert batcher.work > 900
-        for name in ("mine", "yours"):
-            put.append(batcher.put(ask(2), 30, client=name))
+        put = [batcher.put(ask(1), 30, client="flood") for _ in range(49)]  # 1000 with the first
+        put += [batcher.put(ask(2), 30, client=name) for name in ("mine", "yours")]
         with pytest.raises(Overloaded):
             batcher.put(ask(1), 30, client="flood")
-        with pytest.raises(Overloaded):  # more than a share
-            for _ in range(30):
-                put.append(batcher.put(ask(1), 30, client="mine"))
+        put += [batcher.put(ask(1), 30, client="mine") for _ in range(10)]  # four clients: 250 each
+        with pytest.raises(Overloaded):
+            batcher.put(ask(1), 30, client="mine")
         batcher.device.release()
         for tickets in (first, *put):
             await batcher.result(tickets)

@@ -271,6 +271,7 @@ def test_a_long_request_takes_turns_with_short_ones(server: Fixture) -> None:
 
     async def beside(long: dict[str, Any]) -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            await client.post(V1, json=ZEROS)
             task = asyncio.create_task(client.post(V1, json=long))
             await asyncio.sleep(0.2)
             alone = asyncio.create_task(client.post(V1, json=ZEROS))
@@ -281,8 +282,8 @@ def test_a_long_request_takes_turns_with_short_ones(server: Fixture) -> None:
             assert len((await task).json()["predictions"]) == len(long["inputs"])
 
     patient = {"timeout_ms": 300_000}
-    asyncio.run(beside({"inputs": np.zeros((400, 1, 8, 8)).tolist(), "samples": 60, **patient}))
-    asyncio.run(beside({"inputs": np.zeros((8, 1, 8, 8)).tolist(), "samples": 1024, **patient}))
+    asyncio.run(beside({"inputs": np.zeros((800, 1, 8, 8)).tolist(), "samples": 60, **patient}))
+    asyncio.run(beside({"inputs": np.zeros((48, 1, 8, 8)).tolist(), "samples": 1024, **patient}))
 
 
 # 9: protocol
