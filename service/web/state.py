@@ -131,7 +131,7 @@ class State:
             ("dubito_connections_closed", "Connections closed for a limit, by its name.", ("reason",)): {
                 (reason,): number for reason, number in self.limits.closed.items()
             },
-            ("dubito_decoded", "Bodies decoded by other processes, by outcome.", ("outcome",)): {
+            ("dubito_decoded_total", "Bodies decoded by other processes, by outcome.", ("outcome",)): {
                 (outcome,): 0 if self.decoders is None else self.decoders.counts[outcome] for outcome in OUTCOMES
             },
             ("dubito_log_lines_dropped", "Log lines dropped because nothing took them.", ()): {(): writer.dropped},
