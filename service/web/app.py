@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from dubito.service.logs import write_line
 from dubito.service.problems import Problem, TooManyRequests, problem_of
 from dubito.service.web.http import ClientGone, Pairs, Receive, Reply, Scope, Send, body_of
-from dubito.service.web.predict import V1, V2, RequestContext
+from dubito.service.web.predict import V1, V2, Predictor, RequestContext
 from dubito.service.web.routes import routes
 from dubito.service.web.security import EDGE, HEADERS, Guard
 from dubito.service.web.state import State
@@ -50,16 +50,21 @@ class Server:
         except ClientGone:
             out.status = 499
         except Exception as error:
-            problem = problem_of(error)
-            if problem.status >= 500 and not isinstance(error, Problem):
-                log.exception("request failed", extra={"request": id_.decode()})
-            if problem.reason:
-                self.state.metrics.rejected.labels(problem.reason).inc()
+            problem = self.refuse(error, id_)
             if not out.status:
                 content, kind = body_of(problem, v2=path.startswith("/v2"))
                 raw = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in problem.headers.items()]
                 await out.reply(problem.status, content, [(b"content-type", kind.encode()), *raw])
-        self._finish(context, id_, out.status)
+        self.finish(context, id_, out.status)
+
+    def refuse(self, error: Exception, id_: bytes) -> Problem:
+        """The problem to show to the client, logged where the fault is the server's, and counted."""
+        problem = problem_of(error)
+        if problem.status >= 500 and not isinstance(error, Problem):
+            log.error("request failed", extra={"request": id_.decode()}, exc_info=error)
+        if problem.reason:
+            self.state.metrics.rejected.labels(problem.reason).inc()
+        return problem
 
     def _common_headers(self, id_: bytes, path: str, context: RequestContext) -> Pairs:
         """Headers that every reply gets."""
@@ -70,17 +75,22 @@ class Server:
     async def _predict(self, context: RequestContext, path: re.Match[str]) -> tuple[bytes, Pairs]:
         if context.scope["method"] != "POST":
             raise Problem(405, "this path takes POST.", {"Allow": "POST"})
-        if (predictor := self.state.predictor) is None:
-            raise Problem(503, "the server is starting; /readyz says when it is ready.", {"Retry-After": "1"})
-        if self.under_way >= self.state.settings.max_requests:
-            raise TooManyRequests(f"{self.under_way} predictions are under way.")
-        self.under_way += 1
+        predictor = self.enter()
         try:
             return await (predictor.v2 if path.re is V2 else predictor.v1)(context, *path.groups())
         finally:
             self.under_way -= 1
 
-    def _finish(self, context: RequestContext, id_: bytes, status: int) -> None:
+    def enter(self) -> Predictor:
+        """Count a prediction as under way; the caller takes it off `under_way` when it ends."""
+        if (predictor := self.state.predictor) is None:
+            raise Problem(503, "the server is starting; /readyz says when it is ready.", {"Retry-After": "1"})
+        if self.under_way >= self.state.settings.max_requests:
+            raise TooManyRequests(f"{self.under_way} predictions are under way.")
+        self.under_way += 1
+        return predictor
+
+    def finish(self, context: RequestContext, id_: bytes, status: int) -> None:
         """Count the request in the metrics, and log it."""
         seconds = time.monotonic() - context.began
         if context.served is not None:

@@ -1,11 +1,13 @@
 """The prediction paths `/v1/models/{name}/predict` and `/v2/models/{name}/infer`, without a framework for speed."""
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import orjson
@@ -50,6 +52,7 @@ class RequestContext:
     receive: Receive
     headers: Headers
     began: float
+    until: float = math.inf  # deadline of the transport itself, beside the request's timeout
     served: ServedModel | None = None
     rows: int = 0
     parsed: float = 0.0  # time at which the body was parsed
@@ -85,7 +88,7 @@ class Predictor:
         self.cached = lru_cache(maxsize=256)(self._parse)  # clients repeat the same header
 
     async def v1(self, context: RequestContext, name: str) -> tuple[bytes, Pairs]:
-        self._check_room(context, name)
+        self.check_room(context, name)
         body = await read_body(context.headers, context.receive, self.settings.body_bytes, self.settings.body_seconds)
         content_type = context.headers.get(b"content-type", oip.JSON.encode()).decode("latin-1")
         kind = content_type.partition(";")[0].strip().lower()
@@ -121,7 +124,7 @@ class Predictor:
         return await self._packed(context, served, result, orjson.dumps(reply), [oip.AS_JSON])
 
     async def v2(self, context: RequestContext, name: str, version: str | None) -> tuple[bytes, Pairs]:
-        self._check_room(context, name)
+        self.check_room(context, name)
         body = await read_body(context.headers, context.receive, self.settings.body_bytes, self.settings.body_seconds)
         stated, head = context.headers.get(oip.SPLIT), 0
         if stated == b"0":
@@ -135,28 +138,46 @@ class Predictor:
         header = parsed.header
         values = oip.values_of(header.input, body, head)
 
+        light = len(body) <= HEAVY
+        served, result, outputs = await self.infer(context, name, version, parsed, values, light)
+        content, headers = oip.write(served.name, served.version, header, outputs, parameters_of(result))
+        return await self._packed(context, served, result, content, headers)
+
+    async def infer(
+        self,
+        context: RequestContext,
+        name: str,
+        version: str | None,
+        parsed: InferRequest,
+        values: oip.Values,
+        light: bool,
+    ) -> tuple[ServedModel, PredictResult, Columns]:
+        """The model that answered, its result, and the named outputs that the request asks for."""
+
         def read(codec: Codec) -> Inputs:
             return codec.from_bytes(values) if isinstance(values, list) else codec.from_array(values)
 
-        light = isinstance(values, np.ndarray) and (len(body) <= HEAVY or values.dtype == np.float32)  # used uncopied
+        light = isinstance(values, np.ndarray) and (light or values.dtype == np.float32)  # float32 is used uncopied
         served, x = await self._inputs(context, name, version, read, light)
-        declared = declared_outputs(served.model)
-        for output in header.outputs or ():
+        declared, wanted = declared_outputs(served.model), parsed.header.outputs or ()
+        for output in wanted:
             if output not in declared:
                 raise Problem(400, f"this model has no output {output[:40]!r}; it has {', '.join(declared)}.")
         result = await self._answer(context, served, x, parsed.options, parsed.keep)
-        parameters = {"samples": result.samples, "seed": str(result.seed), "method": result.predictive}
         columns = columns_of(result, served)
         outputs = {output: columns[output] for output in declared if output in columns}
-        for output in header.outputs or ():
+        for output in wanted:
             if output not in outputs:
                 why = f"{result.samples} samples by {result.predictive}"
                 raise Problem(400, f"the output {output!r} was not calibrated for {why}; it has {', '.join(outputs)}.")
-        content, headers = oip.write(served.name, served.version, header, outputs, parameters)
-        return await self._packed(context, served, result, content, headers)
+        return served, result, outputs
 
     def _parse(self, head: bytes) -> InferRequest:
-        header = oip.header_of(json_object(head, "; expected one with `inputs`"))
+        return self.checked(json_object(head, "; expected one with `inputs`"))
+
+    def checked(self, request: dict[str, Any]) -> InferRequest:
+        """The header of a v2 request and its options."""
+        header = oip.header_of(request)
         given = {key: value for key, value in header.parameters.items() if key in PARAMETERS}
         if header.parameters.get("timeout", 0) != 0:  # microseconds, as the protocol defines it; 0: none
             given["timeout_ms"] = _milliseconds(header.parameters["timeout"])
@@ -168,7 +189,7 @@ class Predictor:
             raise Problem(400, f'the output {DRAWS!r} is asked for, but samples is "auto": give a number.')
         return InferRequest(header, options, keep)
 
-    def _check_room(self, context: RequestContext, name: str) -> None:
+    def check_room(self, context: RequestContext, name: str) -> None:
         """Refuse the request before its body is read, if the model is unknown or its queue is full."""
         context.served = self.repository.get(name)
         context.served.batcher.check_room(1, self.settings.max_deadline_ms / 1000)
@@ -207,7 +228,7 @@ class Predictor:
         request = PredictRequest(
             x, options.samples, options.seed, options.max_samples, options.tolerance, keep, closed, group
         )
-        left = context.began + options.timeout_ms / 1000 - context.parsed
+        left = min(context.began + options.timeout_ms / 1000, context.until) - context.parsed
         client = DisconnectWatch(context.receive)  # started only if the answer is slow: most are there before
         tickets = served.batcher.put(request, left, client.start)
         client.leave = lambda: served.batcher.drop(tickets)
@@ -282,6 +303,11 @@ def columns_of(result: PredictResult, served: ServedModel) -> Columns:
     if "interval" in columns:
         columns = {**columns, "interval": columns["interval"].astype(np.float32)}
     return columns
+
+
+def parameters_of(result: PredictResult) -> dict[str, int | str]:
+    """Parameters of a v2 reply."""
+    return {"samples": result.samples, "seed": str(result.seed), "method": result.predictive}
 
 
 def declared_outputs(model: Model) -> Mapping[str, tuple[str, list[int]]]:
