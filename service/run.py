@@ -9,15 +9,20 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from dubito.models.errors import DubitoError
+from dubito.models.extras import need
 from dubito.service.logs import flush_lines, start_logging
 from dubito.service.settings import Settings
 from dubito.service.web.app import Server, application
 from dubito.service.web.state import State
 from dubito.service.web.wire import Wire
+
+if TYPE_CHECKING:
+    from dubito.service.grpc.server import GrpcServer
 
 KEEP_ALIVE = 65  # seconds that an idle connection stays open: longer than the usual minute of proxies
 SWITCH = 0.0003  # switch interval of the interpreter: the thread that feeds the GPU waits less than with the usual 5 ms
@@ -34,10 +39,13 @@ class Front(uvicorn.Server):
 
 def serve(settings: Settings, say: Callable[[str], None]) -> int:
     """Serve until a signal; returns the exit code, 0 if every accepted request was answered."""
+    if settings.grpc_port is not None:
+        need("grpc", "grpc", "grpc_health", "grpc_reflection")
     start_logging(settings.log_level)
     state = State(settings)
+    server = Server(state)
     config = uvicorn.Config(
-        application(Server(state)),
+        application(server),
         http=Wire,
         log_config=None,
         access_log=False,
@@ -48,7 +56,7 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
         timeout_graceful_shutdown=int(settings.drain_seconds) + 1,
     )
     with _listen(settings) as listener, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_serve(state, Front(config), listener, say))
+        return runner.run(_serve(server, Front(config), listener, say))
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -66,10 +74,11 @@ def _listen(settings: Settings) -> socket.socket:
     return listener
 
 
-async def _serve(state: State, front: Front, listener: socket.socket, say: Callable[[str], None]) -> int:
-    stop = asyncio.Event()
+async def _serve(server: Server, front: Front, listener: socket.socket, say: Callable[[str], None]) -> int:
+    state, stop = server.state, asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _stop_or_exit, stop)
+    rpc, rpc_port = await _start_grpc(server)
     serving = asyncio.create_task(front.serve([listener]))
     starting = asyncio.create_task(state.start())
     stopping = asyncio.create_task(stop.wait())
@@ -81,7 +90,7 @@ async def _serve(state: State, front: Front, listener: socket.socket, say: Calla
                 sys.setswitchinterval(SWITCH)
             gc.collect()
             gc.freeze()  # later collections skip the objects that exist now
-            say(_greeting(state, listener))
+            say(_greeting(state, listener, rpc_port))
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         log.info("draining")
         state.draining = True  # not ready, but requests are still answered
@@ -90,6 +99,7 @@ async def _serve(state: State, front: Front, listener: socket.socket, say: Calla
         state.draining = front.should_exit = True
         stopping.cancel()
         starting.cancel()
+        cut_off = 0 if rpc is None else await rpc.stop(state.settings.drain_seconds)
         await asyncio.wait({serving, starting})
         gc.unfreeze()
     try:
@@ -97,8 +107,21 @@ async def _serve(state: State, front: Front, listener: socket.socket, say: Calla
     except TimeoutError:
         log.error("accepted requests were not answered in time")
         return 1
+    if cut_off:
+        log.error("accepted calls were cut off", extra={"calls": cut_off})
+        return 1
     log.info("stopped")
     return 0
+
+
+async def _start_grpc(server: Server) -> "tuple[GrpcServer | None, int]":
+    """The gRPC server and its port, where the settings ask for one."""
+    if server.state.settings.grpc_port is None:
+        return None, 0
+    from dubito.service.grpc.server import GrpcServer
+
+    rpc = GrpcServer(server)
+    return rpc, await rpc.start()
 
 
 def _stop_or_exit(stop: asyncio.Event) -> None:
@@ -109,7 +132,7 @@ def _stop_or_exit(stop: asyncio.Event) -> None:
     stop.set()
 
 
-def _greeting(state: State, listener: socket.socket) -> str:
+def _greeting(state: State, listener: socket.socket, rpc_port: int) -> str:
     assert state.repository is not None
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -121,4 +144,5 @@ def _greeting(state: State, listener: socket.socket) -> str:
         for row in state.repository.index()
         if row["state"] != "READY" and row["reason"]
     ]
-    return "\n".join([*lines, f"console {where}/   API {where}/docs   metrics {where}/metrics"])
+    rpc = f"   gRPC {shown}:{rpc_port}" if rpc_port else ""
+    return "\n".join([*lines, f"console {where}/   API {where}/docs   metrics {where}/metrics{rpc}"])

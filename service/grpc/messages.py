@@ -1,0 +1,327 @@
+"""Reads ModelInferRequest and writes ModelInferResponse, without copies of their tensors.
+
+Parsing a message may take many times its size in memory, for a repeated field can be two bytes for each element. So the
+tensors are cut out first, in time linear in a bounded number of fields, and only the rest, which is short, is parsed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from dubito.models.manifest import Input
+from dubito.service.grpc.protocol import message_class
+from dubito.service.problems import Problem
+from dubito.service.settings import Settings
+from dubito.service.web.oip import DTYPES, KINDS, MOST_REMEMBERED, Header, Spec, Values, values_of
+
+Request, Response = message_class("ModelInferRequest"), message_class("ModelInferResponse")
+Contents = message_class("InferTensorContents")
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
+ID, INPUTS, RAW = (number << 3 | BYTES for number in (3, 5, 7))  # of ModelInferRequest
+CONTENTS = 5 << 3 | BYTES  # of its inputs
+OUTPUT_CONTENTS, RAW_OUTPUT = (number << 3 | BYTES for number in (5, 6))
+MOST_FIELDS = 256  # of a message, apart from the elements of a tensor
+MOST_HEAD = 1 << 16  # bytes of a message without its tensors
+WIDEST = 10  # bytes of a number: a negative integer takes as many
+BLOCK = 1 << 16  # bytes of integers that are decoded together
+LONG_NUMBERS = "an integer of the message has more than 10 bytes."
+FIELDS = {  # datatype -> number and wire type of the field of InferTensorContents that holds its elements
+    "BOOL": (1, VARINT),
+    **dict.fromkeys(("INT8", "INT16", "INT32"), (2, VARINT)),
+    "INT64": (3, VARINT),
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), (4, VARINT)),
+    "UINT64": (5, VARINT),
+    "FP32": (6, FIXED32),
+    "FP64": (7, FIXED64),
+    "BYTES": (8, BYTES),
+}
+NAMES = {field.number: field.name for field in Contents.DESCRIPTOR.fields}
+Span = tuple[int, int]
+Field = tuple[int, int, int, int]  # where it begins, its key (number and wire type), where its value begins and ends
+
+
+@dataclass(slots=True)
+class Parts:
+    """A ModelInferRequest, cut up."""
+
+    message: bytes
+    head: bytes  # what is left without id and tensors
+    id: str
+    raw: list[memoryview]
+    contents: list[list[Span]]  # of each input, where its `contents` lie
+
+
+def most_bytes(declared: Input, settings: Settings) -> int:
+    """Largest message for a model: its shape times the most rows, at their widest. Pictures are limited by their
+    pixels."""
+    if declared.image is not None:
+        return settings.body_bytes
+    return min(settings.body_bytes, MOST_HEAD + WIDEST * prod(declared.shape) * settings.max_rows)
+
+
+def split(message: bytes) -> Parts:
+    """Cut the tensors out of a message."""
+    raw, kept, id_, begun = [], [], "", 0
+    found = fields_of(message, 0, len(message), MOST_FIELDS)
+    for start, key, begin, stop in found:
+        if key in (RAW, ID):
+            kept.append(message[begun:start])
+            begun = stop
+            if key == RAW:
+                raw.append(memoryview(message)[begin:stop])
+            else:
+                id_ = _text(message[begin:stop])
+    if raw:
+        return Parts(message, _bounded([*kept, message[begun:]]), id_, raw, [])
+    kept, contents = [], []
+    for start, key, begin, stop in found:
+        if key == INPUTS:
+            inner = fields_of(message, begin, stop, MOST_FIELDS)
+            contents.append([(at, end) for _, key, at, end in inner if key == CONTENTS])
+            rest = b"".join([message[at:end] for at, key, _, end in inner if key != CONTENTS])
+            kept.append(framed(INPUTS, rest))
+        elif key != ID:
+            kept.append(message[start:stop])
+    return Parts(message, _bounded(kept), id_, [], contents)
+
+
+def _bounded(kept: list[bytes]) -> bytes:
+    head = b"".join(kept)
+    if len(head) > MOST_HEAD:
+        detail = f"the message has {len(head):,} bytes besides its tensors; at most {MOST_HEAD:,} are taken."
+        raise Problem(413, detail, reason="body")
+    return head
+
+
+def _text(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise Problem(400, "the id is no UTF-8.") from None
+
+
+def fields_of(data: bytes, at: int, end: int, most: int) -> list[Field]:
+    """The fields of a message between two offsets; what is nested in them is not looked at."""
+    found: list[Field] = []
+    while at < end:
+        start = at
+        if (key := data[at]) < 0x80:
+            at += 1
+        else:
+            key, at = _varint(data, at, end)
+        match key & 7:
+            case 2:
+                size, at = _varint(data, at, end)
+                stop = at + size
+            case 0:
+                stop = _varint(data, at, end)[1]
+            case 5:
+                stop = at + 4
+            case 1:
+                stop = at + 8
+            case _:
+                raise _broken()
+        if stop > end or key < 8:
+            raise _broken()
+        found.append((start, key, at, stop))
+        if len(found) > most:
+            raise Problem(413, f"the message has more than {most:,} fields, which is what is taken.", reason="body")
+        at = stop
+    return found
+
+
+def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    """An integer and the offset after it."""
+    value = shift = 0
+    while at < end and shift < 70:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    raise _broken()
+
+
+def _broken() -> Problem:
+    return Problem(400, "the message is no ModelInferRequest: its bytes are no fields of a protobuf message.")
+
+
+def request_of(head: bytes) -> tuple[str, str | None, dict[str, Any]]:
+    """Model, version and the rest in the form that the JSON of the protocol has, where the same checks are made."""
+    try:
+        request = Request.FromString(head)
+    except DecodeError:
+        raise _broken() from None
+    if any(one.HasField("contents") for one in request.inputs):
+        raise Problem(400, "the message has both contents and raw_input_contents; expected one of them.")
+    inputs = [
+        {
+            "name": one.name,
+            "datatype": one.datatype,
+            "shape": list(one.shape),
+            "parameters": parameters_in(one.parameters),
+        }
+        for one in request.inputs
+    ]
+    outputs = [{"name": one.name, "parameters": parameters_in(one.parameters)} for one in request.outputs]
+    fields: dict[str, Any] = {"inputs": inputs, "parameters": parameters_in(request.parameters)}
+    fields["parameters"].setdefault("binary_data_output", True)
+    if outputs:
+        fields["outputs"] = outputs
+    return request.model_name, request.model_version or None, fields
+
+
+def parameters_in(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by name; None where an entry has none."""
+    chosen = {key: entry.WhichOneof("parameter_choice") for key, entry in entries.items()}
+    return {key: None if choice is None else getattr(entries[key], choice) for key, choice in chosen.items()}
+
+
+def tensor_of(parts: Parts, spec: Spec, most: int) -> Values:
+    """The values of the request's one input, of at most `most` elements."""
+    count = prod(spec.shape)
+    if count > most:
+        raise Problem(413, f"input {spec.name[:40]!r} has shape {spec.shape}; at most {most:,} elements are taken.")
+    if parts.raw:
+        if len(parts.raw) != 1:
+            raise Problem(400, f"raw_input_contents has {len(parts.raw)} tensors; expected one for the one input.")
+        return values_of(replace(spec, size=len(parts.raw[0])), parts.raw[0], 0)
+    return _typed(parts.message, parts.contents[0], spec, count)
+
+
+def _typed(message: bytes, spans: list[Span], spec: Spec, count: int) -> Values:
+    name, kind = spec.name[:40], spec.kind
+    if kind not in FIELDS:
+        raise Problem(400, f"input {name!r}: {kind} has no typed contents; send raw_input_contents.")
+    number, wire = FIELDS[kind]
+    chunks = []
+    for span in spans:
+        for _, key, begin, stop in fields_of(message, *span, count + MOST_FIELDS):
+            if key >> 3 != number:
+                came = NAMES.get(key >> 3, f"field {key >> 3}")
+                raise Problem(400, f"input {name!r} has its elements in {came}; {kind} is in {NAMES[number]}.")
+            if key & 7 not in (wire, BYTES):
+                raise _broken()
+            chunks.append(memoryview(message)[begin:stop])
+    if kind == "BYTES":
+        elements = [bytes(chunk) for chunk in chunks]
+        _check_count(name, len(elements), spec, "elements")
+        return elements
+    data = chunks[0] if len(chunks) == 1 else memoryview(b"".join(chunks))
+    if wire != VARINT:
+        if len(data) % DTYPES[kind].itemsize:
+            raise _broken()
+        _check_count(name, len(data) // DTYPES[kind].itemsize, spec)
+        return np.ndarray(spec.shape, DTYPES[kind], data)
+    last = np.frombuffer(data, np.uint8) < 0x80  # the last byte of an integer
+    _check_count(name, int(np.count_nonzero(last)), spec)
+    if not last[-1]:
+        raise _broken()
+    whole = integers(data, count)
+    if kind == "BOOL":
+        return (whole != 0).reshape(spec.shape)
+    signed = whole.view(np.int64) if kind.startswith("INT") else whole
+    array = signed.astype(DTYPES[kind])
+    if (array != signed).any():
+        raise Problem(400, f"the contents of input {name!r} are no array of {kind}: a number is too large.")
+    return array.reshape(spec.shape)
+
+
+def _check_count(name: str, came: int, spec: Spec, what: str = "numbers") -> None:
+    if came != prod(spec.shape):
+        raise Problem(400, f"input {name!r} has {came} {what}; its shape {spec.shape} takes {prod(spec.shape)}.")
+
+
+def integers(data: memoryview, count: int) -> NDArray[np.uint64]:
+    """Decode integers of variable length: seven bits a byte, the lowest first; the last byte is below 128."""
+    whole, at, filled = np.empty(count, np.uint64), 0, 0
+    while at < len(data):
+        block = np.frombuffer(data[at : at + BLOCK], np.uint8)
+        ends = np.flatnonzero(block < 0x80)
+        if not len(ends):
+            raise Problem(400, LONG_NUMBERS)
+        begins = np.concatenate([[0], ends[:-1] + 1])
+        lengths = ends - begins + 1
+        longest = int(lengths.max())
+        if longest > WIDEST:
+            raise Problem(400, LONG_NUMBERS)
+        values = np.zeros(len(ends), np.uint64)
+        for i in range(longest):
+            rows = np.flatnonzero(lengths > i)
+            values[rows] |= (block[begins[rows] + i] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * i)
+        whole[filled : filled + len(ends)] = values
+        filled += len(ends)
+        at += int(ends[-1]) + 1
+    return whole
+
+
+def reply_of(
+    name: str,
+    version: str,
+    id_: str,
+    header: Header,
+    outputs: Mapping[str, NDArray[Any]],
+    parameters: Mapping[str, int | str],
+) -> bytes:
+    """A ModelInferResponse: raw, unless the request asks for typed contents."""
+    reply = Response(model_name=name, model_version=version, id=id_)
+    for key, value in parameters.items():
+        if isinstance(value, int):
+            reply.parameters[key].int64_param = value
+        else:
+            reply.parameters[key].string_param = value
+    wanted = outputs if header.outputs is None else {output: outputs[output] for output in header.outputs}
+    described = _described(tuple((output, KINDS[array.dtype], array.shape) for output, array in wanted.items()))
+    raw = header.binary if header.outputs is None else any(header.outputs.values())  # a message has one form for all
+    parts = [reply.SerializeToString()]
+    if raw:
+        parts += described
+        for array in wanted.values():
+            parts += (_prefix(RAW_OUTPUT, array.nbytes), array.tobytes())
+    else:
+        for one, array in zip(described, wanted.values(), strict=True):
+            inner = fields_of(one, 0, len(one), 1)[0]
+            contents = framed(CONTENTS, _contents(array))
+            parts += (_prefix(OUTPUT_CONTENTS, inner[3] - inner[2] + len(contents)), one[inner[2] :], contents)
+    return b"".join(parts)
+
+
+@lru_cache(MOST_REMEMBERED)
+def _described(outputs: tuple[tuple[str, str, tuple[int, ...]], ...]) -> list[bytes]:
+    """Names, datatypes and shapes as a message each, cached: they depend only on the model and the number of rows."""
+    return [
+        Response(outputs=[{"name": name, "datatype": kind, "shape": shape}]).SerializeToString()
+        for name, kind, shape in outputs
+    ]
+
+
+def _contents(array: NDArray[Any]) -> bytes:
+    """InferTensorContents of an array."""
+    number, wire = FIELDS[kind := KINDS[array.dtype]]
+    if wire == VARINT and kind != "BOOL":  # a BOOL is one byte, as it is in memory
+        packed: bytes = Contents(**{NAMES[number]: array.reshape(-1).tolist()}).SerializeToString()
+        return packed
+    return framed(number << 3 | BYTES, array.tobytes())
+
+
+def framed(key: int, value: bytes) -> bytes:
+    """A field of a message."""
+    return _prefix(key, len(value)) + value
+
+
+@lru_cache(MOST_REMEMBERED)
+def _prefix(key: int, size: int) -> bytes:
+    """Key and length of a field."""
+    length = bytearray()
+    while size >= 0x80:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    return bytes((key, *length, size))
