@@ -225,14 +225,7 @@ def _typed(message: bytes, spans: list[Span], spec: Spec, count: int) -> Values:
     _check_count(name, int(np.count_nonzero(last)), spec)
     if not last[-1]:
         raise _broken()
-    whole = integers(data, count)
-    if kind == "BOOL":
-        return (whole != 0).reshape(spec.shape)
-    signed = whole.view(np.int64) if kind.startswith("INT") else whole
-    array = signed.astype(DTYPES[kind])
-    if (array != signed).any():
-        raise Problem(400, f"the contents of input {name!r} are no array of {kind}: a number is too large.")
-    return array.reshape(spec.shape)
+    return integers(data, kind, count).reshape(spec.shape)
 
 
 def _check_count(name: str, came: int, spec: Spec, what: str = "numbers") -> None:
@@ -240,9 +233,9 @@ def _check_count(name: str, came: int, spec: Spec, what: str = "numbers") -> Non
         raise Problem(400, f"input {name!r} has {came} {what}; its shape {spec.shape} takes {prod(spec.shape)}.")
 
 
-def integers(data: memoryview, count: int) -> NDArray[np.uint64]:
+def integers(data: memoryview, kind: str, count: int) -> NDArray[Any]:
     """Decode integers of variable length: seven bits a byte, the lowest first; the last byte is below 128."""
-    whole, at, filled = np.empty(count, np.uint64), 0, 0
+    whole, at, filled = np.empty(count, DTYPES[kind]), 0, 0
     while at < len(data):
         block = np.frombuffer(data[at : at + BLOCK], np.uint8)
         ends = np.flatnonzero(block < 0x80)
@@ -257,7 +250,11 @@ def integers(data: memoryview, count: int) -> NDArray[np.uint64]:
         for i in range(longest):
             rows = np.flatnonzero(lengths > i)
             values[rows] |= (block[begins[rows] + i] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * i)
-        whole[filled : filled + len(ends)] = values
+        given = values.view(np.int64) if kind.startswith("INT") else values
+        part = whole[filled : filled + len(ends)]
+        part[:] = given.astype(part.dtype)  # of a BOOL: whether it is not 0
+        if kind != "BOOL" and (part != given).any():
+            raise Problem(400, f"the contents are no array of {kind}: a number is too large.")
         filled += len(ends)
         at += int(ends[-1]) + 1
     return whole

@@ -103,10 +103,11 @@ class GrpcServer:
         host, port = self.settings.host, self.settings.grpc_port
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            if self.settings.grpc_certificate is None:
+            credentials = _credentials(self.settings)
+            if credentials is None:
                 bound: int = self.aio.add_insecure_port(address)
             else:
-                bound = self.aio.add_secure_port(address, _credentials(self.settings))
+                bound = self.aio.add_secure_port(address, credentials)
         except RuntimeError:
             raise DubitoError(
                 f"cannot listen on {host}, port {port}, for gRPC; take another --grpc-port (0 finds a free one)."
@@ -165,8 +166,8 @@ class GrpcServer:
             detail = f"the message has {len(message):,} bytes; for this model at most {most:,} are taken."
             raise Problem(413, detail, reason="body")
         spec = parsed.header.input
-        elements = self.settings.max_rows * max(prod(declared.shape), 1)
-        if declared.image is not None:
+        elements = self.settings.max_rows * prod(declared.shape)
+        if declared.image is not None and spec.kind in ("UINT8", "BYTES"):  # pictures of any size
             elements = self.settings.body_bytes
         light = len(message) <= HEAVY
         if light or (parts.raw and spec.kind != "BYTES"):  # raw numbers are used where they lie
@@ -466,7 +467,10 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
 
 
 def _credentials(settings: Settings) -> Any:
+    """For TLS; None without."""
     certificate, key = settings.grpc_certificate, settings.grpc_key
+    if certificate is None and key is None:
+        return None
     if certificate is None or key is None:
         raise DubitoError("grpc_certificate and grpc_key belong together; one of them is not set.")
     try:
