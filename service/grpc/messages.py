@@ -5,7 +5,7 @@ tensors are cut out first, in time linear in a bounded number of fields, and onl
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -21,12 +21,14 @@ from dubito.service.settings import Settings
 from dubito.service.web.oip import DTYPES, KINDS, MOST_REMEMBERED, Header, Spec, Values, values_of
 
 Request, Response = message_class("ModelInferRequest"), message_class("ModelInferResponse")
-Contents = message_class("InferTensorContents")
+Output, Contents = message_class("ModelInferResponse.InferOutputTensor"), message_class("InferTensorContents")
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 ID, INPUTS, RAW = (number << 3 | BYTES for number in (3, 5, 7))  # of ModelInferRequest
-CONTENTS = 5 << 3 | BYTES  # of its inputs
-OUTPUT_CONTENTS, RAW_OUTPUT = (number << 3 | BYTES for number in (5, 6))
+CONTENTS = 5 << 3 | BYTES  # of its inputs, and of the outputs of the reply
+PARAMETERS, OUTPUTS, RAW_OUTPUTS = (number << 3 | BYTES for number in (4, 5, 6))  # of ModelInferResponse
+KEY, VALUE = (number << 3 | BYTES for number in (1, 2))  # of an entry of a map
+INT64_PARAM, STRING_PARAM = 2 << 3 | VARINT, 3 << 3 | BYTES  # of InferParameter
 MOST_FIELDS = 256  # of a message, apart from the elements of a tensor
 MOST_HEAD = 1 << 16  # bytes of a message without its tensors
 WIDEST = 10  # bytes of a number: a negative integer takes as many
@@ -111,23 +113,26 @@ def fields_of(data: bytes, at: int, end: int, most: int) -> list[Field]:
     """The fields of a message between two offsets; what is nested in them is not looked at."""
     found: list[Field] = []
     while at < end:
-        start = at
-        if (key := data[at]) < 0x80:
+        start, key = at, data[at]
+        if key < 0x80:
             at += 1
         else:
             key, at = _varint(data, at, end)
-        match key & 7:
-            case 2:
+        kind = key & 7
+        if kind == BYTES:
+            if at < end and (size := data[at]) < 0x80:
+                at += 1
+            else:
                 size, at = _varint(data, at, end)
-                stop = at + size
-            case 0:
-                stop = _varint(data, at, end)[1]
-            case 5:
-                stop = at + 4
-            case 1:
-                stop = at + 8
-            case _:
-                raise _broken()
+            stop = at + size
+        elif kind == VARINT:
+            stop = _varint(data, at, end)[1]
+        elif kind == FIXED32:
+            stop = at + 4
+        elif kind == FIXED64:
+            stop = at + 8
+        else:
+            raise _broken()
         if stop > end or key < 8:
             raise _broken()
         found.append((start, key, at, stop))
@@ -193,7 +198,8 @@ def tensor_of(parts: Parts, spec: Spec, most: int) -> Values:
     if parts.raw:
         if len(parts.raw) != 1:
             raise Problem(400, f"raw_input_contents has {len(parts.raw)} tensors; expected one for the one input.")
-        return values_of(replace(spec, size=len(parts.raw[0])), parts.raw[0], 0)
+        raw = parts.raw[0]
+        return values_of(Spec(spec.name, spec.kind, spec.shape, len(raw), None), raw, 0)
     return _typed(parts.message, parts.contents[0], spec, count)
 
 
@@ -269,35 +275,49 @@ def reply_of(
     parameters: Mapping[str, int | str],
 ) -> bytes:
     """A ModelInferResponse: raw, unless the request asks for typed contents."""
-    reply = Response(model_name=name, model_version=version, id=id_)
-    for key, value in parameters.items():
-        if isinstance(value, int):
-            reply.parameters[key].int64_param = value
-        else:
-            reply.parameters[key].string_param = value
     wanted = outputs if header.outputs is None else {output: outputs[output] for output in header.outputs}
-    described = _described(tuple((output, KINDS[array.dtype], array.shape) for output, array in wanted.items()))
     raw = header.binary if header.outputs is None else any(header.outputs.values())  # a message has one form for all
-    parts = [reply.SerializeToString()]
+    tensors = _tensors(tuple([(output, KINDS[array.dtype], array.shape) for output, array in wanted.items()]))
+    parts = [_named(name, version), *[_parameter(key, value) for key, value in parameters.items()]]
+    if id_:
+        parts.append(framed(ID, id_.encode()))
     if raw:
-        parts += described
-        for array in wanted.values():
-            parts += (_prefix(RAW_OUTPUT, array.nbytes), array.tobytes())
+        parts.append(tensors.described)
+        for prefix, array in zip(tensors.prefixes, wanted.values(), strict=True):
+            parts += (prefix, array.tobytes())
     else:
-        for one, array in zip(described, wanted.values(), strict=True):
-            inner = fields_of(one, 0, len(one), 1)[0]
-            contents = framed(CONTENTS, _contents(array))
-            parts += (_prefix(OUTPUT_CONTENTS, inner[3] - inner[2] + len(contents)), one[inner[2] :], contents)
+        for one, array in zip(tensors.each, wanted.values(), strict=True):
+            parts.append(framed(OUTPUTS, one + framed(CONTENTS, _contents(array))))
     return b"".join(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The outputs of a reply without their values."""
+
+    each: list[bytes]  # InferOutputTensor
+    described: bytes  # all of them as fields of the reply
+    prefixes: list[bytes]  # before the raw values of each
+
+
 @lru_cache(MOST_REMEMBERED)
-def _described(outputs: tuple[tuple[str, str, tuple[int, ...]], ...]) -> list[bytes]:
-    """Names, datatypes and shapes as a message each, cached: they depend only on the model and the number of rows."""
-    return [
-        Response(outputs=[{"name": name, "datatype": kind, "shape": shape}]).SerializeToString()
-        for name, kind, shape in outputs
-    ]
+def _tensors(outputs: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Tensors:
+    """Cached, for names, datatypes and shapes depend only on the model and the number of rows."""
+    each = [Output(name=name, datatype=kind, shape=shape).SerializeToString() for name, kind, shape in outputs]
+    sizes = [prod(shape) * DTYPES[kind].itemsize for _, kind, shape in outputs]
+    return Tensors(each, b"".join(framed(OUTPUTS, one) for one in each), [_prefix(RAW_OUTPUTS, n) for n in sizes])
+
+
+@lru_cache(MOST_REMEMBERED)
+def _named(name: str, version: str) -> bytes:
+    named: bytes = Response(model_name=name, model_version=version).SerializeToString()
+    return named
+
+
+def _parameter(key: str, value: int | str) -> bytes:
+    """An entry of the reply's map of parameters."""
+    choice = framed(STRING_PARAM, value.encode()) if isinstance(value, str) else _prefix(INT64_PARAM, value)
+    return framed(PARAMETERS, framed(KEY, key.encode()) + framed(VALUE, choice))
 
 
 def _contents(array: NDArray[Any]) -> bytes:
@@ -314,9 +334,10 @@ def framed(key: int, value: bytes) -> bytes:
     return _prefix(key, len(value)) + value
 
 
-@lru_cache(MOST_REMEMBERED)
 def _prefix(key: int, size: int) -> bytes:
-    """Key and length of a field."""
+    """Key and length of a field, or key and value of an integer."""
+    if size < 0x80:
+        return bytes((key, size))
     length = bytearray()
     while size >= 0x80:
         length.append(size & 0x7F | 0x80)

@@ -81,8 +81,7 @@ class GrpcServer:
         self.unsent: Counter[str] = Counter()  # bytes of replies that clients have not taken, by address
         self.streams: Counter[str] = Counter()  # of health and reflection, by address
         self.look: asyncio.TimerHandle | None = None  # next check of `reading`
-        self.calls: set[asyncio.Task[Any]] = set()  # predictions under way
-        self.cut = 0  # of them, those that the end of the server cut off
+        self.cut = 0  # predictions that the end of the server cut off
         self.stopping = False
         self.loop = asyncio.get_running_loop()
         self.reflection = ReflectionServicer(NAMES, POOL)
@@ -132,7 +131,6 @@ class GrpcServer:
         if (left := call.time_remaining()) is not None:
             context.until = began + left
         id_, address, task = id_of(headers), address_of(call), _task()
-        self.calls.add(task)
         try:
             self.server.guard.admit(INFER, headers, address)
             if self.unsent[address] > self.settings.body_bytes:
@@ -151,8 +149,6 @@ class GrpcServer:
             problem = self.server.refuse(error, id_)
             self.server.finish(context, id_, problem.status)
             await _abort(call, problem, id_)
-        finally:
-            self.calls.discard(task)
         self.server.finish(context, id_, 200)
         self._count_unsent(task, address, len(reply))
         return reply
