@@ -50,7 +50,7 @@ Field = tuple[int, int, int, int]  # where it begins, its key (number and wire t
 
 
 @dataclass(slots=True)
-class Parts:
+class CutMessage:
     """A ModelInferRequest, cut up."""
 
     message: bytes
@@ -68,7 +68,7 @@ def most_bytes(declared: Input, settings: Settings) -> int:
     return min(settings.body_bytes, MOST_HEAD + WIDEST * prod(declared.shape) * settings.max_rows)
 
 
-def split(message: bytes) -> Parts:
+def split(message: bytes) -> CutMessage:
     """Cut the tensors out of a message."""
     raw, kept, id_, begun = [], [], "", 0
     found = fields_of(message, 0, len(message), MOST_FIELDS)
@@ -81,7 +81,7 @@ def split(message: bytes) -> Parts:
             else:
                 id_ = _text(message[begin:stop])
     if raw:
-        return Parts(message, _bounded([*kept, message[begun:]]), id_, raw, [])
+        return CutMessage(message, _bounded([*kept, message[begun:]]), id_, raw, [])
     kept, contents = [], []
     for start, key, begin, stop in found:
         if key == INPUTS:
@@ -91,7 +91,7 @@ def split(message: bytes) -> Parts:
             kept.append(framed(INPUTS, rest))
         elif key != ID:
             kept.append(message[start:stop])
-    return Parts(message, _bounded(kept), id_, [], contents)
+    return CutMessage(message, _bounded(kept), id_, [], contents)
 
 
 def _bounded(kept: list[bytes]) -> bytes:
@@ -190,7 +190,7 @@ def parameters_in(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {key: None if choice is None else getattr(entries[key], choice) for key, choice in chosen.items()}
 
 
-def tensor_of(parts: Parts, spec: Spec, most: int) -> Values:
+def tensor_of(parts: CutMessage, spec: Spec, most: int) -> Values:
     """The values of the request's one input, of at most `most` elements."""
     count = prod(spec.shape)
     if count > most:

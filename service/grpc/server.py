@@ -60,7 +60,7 @@ CODES = {
 
 
 @dataclass(eq=False, slots=True)
-class Reading:
+class Awaited:
     """A call whose message has not come yet."""
 
     task: "asyncio.Task[Any]"
@@ -76,7 +76,7 @@ class GrpcServer:
     def __init__(self, server: Server) -> None:
         self.server, self.state, self.settings = server, server.state, server.state.settings
         self.cached = lru_cache(maxsize=256)(self._parse)  # clients repeat the same head
-        self.reading: dict[Reading, None] = {}  # the oldest first
+        self.reading: dict[Awaited, None] = {}  # the oldest first
         self.slow: Counter[str] = Counter()  # those of them that count as slow, by address
         self.unsent: Counter[str] = Counter()  # bytes of replies that clients have not taken, by address
         self.streams: Counter[str] = Counter()  # of health and reflection, by address
@@ -196,7 +196,7 @@ class GrpcServer:
 
     async def _read(self, call: Call, address: str, began: float) -> bytes:
         """The call's message."""
-        one = Reading(_task(), address, began)
+        one = Awaited(_task(), address, began)
         self.reading[one] = None
         if self.look is None:
             self.look = self.loop.call_later(INTERVAL, self._look)
@@ -233,7 +233,7 @@ class GrpcServer:
                     self._end(one, TooManyRequests(f"{self.slow.total()} messages are on their way.", reason="body"))
         self.look = self.loop.call_later(INTERVAL, self._look) if self.reading else None
 
-    def _end(self, one: Reading, why: Problem) -> None:
+    def _end(self, one: Awaited, why: Problem) -> None:
         if one.refusal is None:
             one.refusal = why
             one.task.cancel()
