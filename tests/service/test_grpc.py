@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -436,7 +437,7 @@ def test_many_small_things_are_refused_at_once(bare: Bare, served: Live) -> None
     }
     before = memory_of(served)
     for what, message in many.items():
-        code, text = refusal(lambda message=message: bare.infer(message))
+        code, text = refusal(partial(bare.infer, message))
         assert code == Code.RESOURCE_EXHAUSTED, what
         assert re.search("more than 256 fields|bytes besides its tensors", text), what
     assert memory_of(served) - before < 64 << 20
@@ -458,7 +459,7 @@ def test_too_large_messages(served: Live, serve: Serve, make_artifact: Callable[
     with Bare(served.grpc) as bare:
         large = request(np.zeros((160_000, 1, 8, 8), np.float32))  # 41 MB
         for coding in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
-            code, text = refusal(lambda coding=coding: bare.infer(large, compression=coding))
+            code, text = refusal(partial(bare.infer, large, compression=coding))
             assert (code, "larger than max" in text) == (Code.RESOURCE_EXHAUSTED, True)
     server = serve(make_artifact(tmp_path / "m.safetensors"), "--grpc-port", "0", "--set", "max_rows=8")
     with Bare(server.grpc) as bare:
@@ -617,7 +618,7 @@ def test_keys_are_those_of_http(serve: Serve, x: Array) -> None:
     for metadata in ([], *([one] for one in wrong)):
         with Bare(server.grpc, metadata) as bare:
             for name in ("ModelMetadata", "ServerMetadata", "ModelReady", "RepositoryIndex", "RepositoryModelUnload"):
-                assert refusal(lambda name=name: bare.call(name))[0] == Code.UNAUTHENTICATED
+                assert refusal(partial(bare.call, name))[0] == Code.UNAUTHENTICATED
             code, text = refusal(lambda: bare.infer(request(x)))
             assert (code, "no API key came" in text) == (Code.UNAUTHENTICATED, True)
             assert bare.call("ServerLive").live
