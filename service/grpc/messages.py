@@ -14,10 +14,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from dubito.models.manifest import Input
 from dubito.service.grpc.protocol import message_class
 from dubito.service.problems import Problem
-from dubito.service.settings import Settings
+from dubito.service.web.decode import MOST_HEAD, RequestLimits
 from dubito.service.web.oip import DTYPES, KINDS, MOST_REMEMBERED, Header, Spec, Values, values_of
 
 Request, Response = message_class("ModelInferRequest"), message_class("ModelInferResponse")
@@ -30,7 +29,6 @@ PARAMETERS, OUTPUTS, RAW_OUTPUTS = (number << 3 | BYTES for number in (4, 5, 6))
 KEY, VALUE = (number << 3 | BYTES for number in (1, 2))  # of an entry of a map
 INT64_PARAM, STRING_PARAM = 2 << 3 | VARINT, 3 << 3 | BYTES  # of InferParameter
 MOST_FIELDS = 256  # of a message, apart from the elements of a tensor
-MOST_HEAD = 1 << 16  # bytes of a message without its tensors
 WIDEST = 10  # bytes of a number: a negative integer takes as many
 BLOCK = 1 << 16  # bytes of integers that are decoded together
 LONG_NUMBERS = "an integer of the message has more than 10 bytes."
@@ -60,12 +58,9 @@ class CutMessage:
     contents: list[list[Span]]  # of each input, where its `contents` lie
 
 
-def most_bytes(declared: Input, settings: Settings) -> int:
-    """Largest message for a model: its shape times the most rows, at their widest. Pictures are limited by their
-    pixels."""
-    if declared.image is not None:
-        return settings.body_bytes
-    return min(settings.body_bytes, MOST_HEAD + WIDEST * prod(declared.shape) * settings.max_rows)
+def most_bytes(limits: RequestLimits, most: int) -> int:
+    """Largest message for a model: the most inputs at their widest, or `most` where it may hold pictures."""
+    return most if limits.pictures else min(most, MOST_HEAD + WIDEST * limits.max_rows * prod(limits.shape))
 
 
 def split(message: bytes) -> CutMessage:

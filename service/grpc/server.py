@@ -16,6 +16,7 @@ from math import prod
 from typing import Any, NoReturn
 
 import grpc
+import numpy as np
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 from grpc_reflection.v1alpha.reflection import ReflectionServicer
@@ -23,12 +24,14 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
 from dubito import __version__
 from dubito.models.errors import DubitoError
-from dubito.service.grpc.messages import MOST_HEAD, most_bytes, parameters_in, reply_of, request_of, split, tensor_of
+from dubito.service.grpc.messages import most_bytes, parameters_in, reply_of, request_of, split, tensor_of
 from dubito.service.grpc.protocol import POOL, SERVICE, message_class
 from dubito.service.problems import Problem, TooManyRequests
 from dubito.service.settings import Settings
 from dubito.service.web.app import PLAIN_ID, Server
+from dubito.service.web.decode import MOST_HEAD
 from dubito.service.web.http import Headers, Message
+from dubito.service.web.oip import check_control
 from dubito.service.web.predict import HEAVY, SHORT, InferRequest, Predictor, RequestContext, parameters_of
 from dubito.service.web.routes import EXTENSIONS, changeable, load_newest, metadata_of, repository_of
 
@@ -42,8 +45,6 @@ WATCH = 0.25  # seconds between checks of what a health stream tells
 MOST_STREAMS, STREAMS_OF_ONE = 64, 16  # of health and reflection: in all, and of one address
 MOST_SLOW, SLOW_OF_ONE = 32, 8  # messages that take longer than INTERVAL to come: in all, and of one address
 STREAMS = 256  # calls of one connection at once
-CONNECTIONS = 2048
-IDLE, HANDSHAKE = 65.0, 10.0  # seconds
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -64,7 +65,7 @@ class Awaited:
     """A call whose message has not come yet."""
 
     task: "asyncio.Task[Any]"
-    address: str
+    address: str  # "" for a trusted proxy, behind which many clients are
     began: float
     slow: bool = False
     refusal: Problem | None = None  # why it was ended
@@ -81,7 +82,6 @@ class GrpcServer:
         self.unsent: Counter[str] = Counter()  # bytes of replies that clients have not taken, by address
         self.streams: Counter[str] = Counter()  # of health and reflection, by address
         self.look: asyncio.TimerHandle | None = None  # next check of `reading`
-        self.cut = 0  # predictions that the end of the server cut off
         self.stopping = False
         self.loop = asyncio.get_running_loop()
         self.reflection = ReflectionServicer(NAMES, POOL)
@@ -114,83 +114,88 @@ class GrpcServer:
         await self.aio.start()
         return bound
 
-    async def stop(self, seconds: float) -> int:
-        """Refuse new calls, answer the accepted ones for at most `seconds`; returns how many were cut off."""
+    async def stop(self, seconds: float) -> None:
+        """Refuse new calls, and answer the accepted ones for at most `seconds`."""
         self.stopping = True
         await self.aio.stop(seconds)
         if self.look is not None:
             self.look.cancel()
-        return self.cut
 
     # ModelInfer
 
     async def infer(self, _: object, call: Call) -> bytes:
-        began = time.monotonic()
-        headers = headers_of(call)
+        began, headers, address = time.monotonic(), headers_of(call), address_of(call)
         context = RequestContext({"method": "gRPC", "path": INFER}, _never, headers, began)
         if (left := call.time_remaining()) is not None:
             context.until = began + left
-        id_, address, task = id_of(headers), address_of(call), _task()
+        id_, counted = id_of(headers), self.state.limits.address_of(address)
         try:
-            self.server.guard.admit(INFER, headers, address)
-            if self.unsent[address] > self.settings.body_bytes:
-                raise TooManyRequests(f"{self.unsent[address]:,} bytes of replies are not taken yet.")
-            message = await self._read(call, address, began)
-            predictor = self.server.enter()
-            try:
-                reply = await self._answer(predictor, context, message)
-            finally:
-                self.server.under_way -= 1
+            context.client = self.server.guard.admit(INFER, headers, address)
+            if counted and self.unsent[counted] > self.settings.body_bytes:
+                raise TooManyRequests(f"{self.unsent[counted]:,} bytes of replies are not taken yet.")
+            reply = await self._predict(call, context, counted)
         except asyncio.CancelledError:  # the client has cancelled, its deadline is over, or the server ends
-            self.cut += self.stopping
+            self.state.limits.cancelled += self.stopping
             self.server.finish(context, id_, 499)
             raise
         except Exception as error:
-            problem = self.server.refuse(error, id_)
-            self.server.finish(context, id_, problem.status)
-            await _abort(call, problem, id_)
-        self.server.finish(context, id_, 200)
-        self._count_unsent(task, address, len(reply))
-        return reply
+            problem = self.server.refuse(error, id_).with_traceback(None)  # its frames refer to the message
+        else:
+            self.server.finish(context, id_, 200)
+            self._count_unsent(counted, len(reply))
+            return reply
+        self.server.finish(context, id_, problem.status)
+        return await _abort(call, problem, id_)
+
+    async def _predict(self, call: Call, context: RequestContext, counted: str) -> bytes:
+        predictor = self.server.predictor()
+        message = await self._read(call, counted, context.began)
+        self.server.enter()
+        try:
+            predictor.hold(context, len(message))
+            return await self._answer(predictor, context, message)
+        finally:
+            self.server.under_way -= 1
+            predictor.release(context)
 
     async def _answer(self, predictor: Predictor, context: RequestContext, message: bytes) -> bytes:
         parts = split(message)
         name, version, parsed = (self.cached if len(parts.head) <= SHORT else self._parse)(parts.head)
-        predictor.check_room(context, name)
-        declared = predictor.repository.get(name, version).declared
-        if len(message) > (most := most_bytes(declared, self.settings)):
+        limits = predictor.check_room(context, name)
+        if len(message) > (most := most_bytes(limits, self.settings.body_bytes)):
             detail = f"the message has {len(message):,} bytes; for this model at most {most:,} are taken."
             raise Problem(413, detail, reason="body")
         spec = parsed.header.input
-        elements = self.settings.max_rows * prod(declared.shape)
-        if declared.image is not None and spec.kind in ("UINT8", "BYTES"):  # pictures of any size
+        elements = limits.max_rows * prod(limits.shape)
+        if limits.pictures and spec.kind in ("UINT8", "BYTES"):  # pictures of any size
             elements = self.settings.body_bytes
         light = len(message) <= HEAVY
         if light or (parts.raw and spec.kind != "BYTES"):  # raw numbers are used where they lie
             values = tensor_of(parts, spec, elements)
         else:
             values = await asyncio.to_thread(tensor_of, parts, spec, elements)
-        served, result, outputs = await predictor.infer(context, name, version, parsed, values, light)
-        parameters = parameters_of(result)
-        reply = reply_of(served.name, served.version, parts.id, parsed.header, outputs, parameters)
+        if isinstance(values, list):
+            limits.check_rows(len(values))
+        quick = light or (not isinstance(values, list) and values.dtype == np.float32)  # used uncopied
+        served, result, outputs = await predictor.infer(context, name, version, parsed, values, quick)
+        reply = reply_of(served.name, served.version, parts.id, parsed.header, outputs, parameters_of(result))
         served.series.add(result, context.stages())
         return reply
 
     def _parse(self, head: bytes) -> tuple[str, str | None, InferRequest]:
         name, version, fields = request_of(head)
-        assert self.state.predictor is not None
-        return name, version, self.state.predictor.checked(fields)
+        return name, version, self.server.predictor().checked(fields)
 
-    def _count_unsent(self, task: "asyncio.Task[Any]", address: str, size: int) -> None:
+    def _count_unsent(self, counted: str, size: int) -> None:
         """Count a reply against its client until it is taken, which is when grpc's task for the call ends."""
-        self.unsent[address] += size
+        self.unsent[counted] += size
 
         def taken(_: object) -> None:
-            self.unsent[address] -= size
-            if not self.unsent[address]:
-                del self.unsent[address]
+            self.unsent[counted] -= size
+            if not self.unsent[counted]:
+                del self.unsent[counted]
 
-        task.add_done_callback(taken)
+        _task().add_done_callback(taken)
 
     # messages that have not come yet
 
@@ -229,7 +234,7 @@ class GrpcServer:
             elif not one.slow:
                 one.slow = True
                 self.slow[one.address] += 1
-                if self.slow.total() > MOST_SLOW or self.slow[one.address] > SLOW_OF_ONE:
+                if self.slow.total() > MOST_SLOW or (one.address and self.slow[one.address] > SLOW_OF_ONE):
                     self._end(one, TooManyRequests(f"{self.slow.total()} messages are on their way.", reason="body"))
         self.look = self.loop.call_later(INTERVAL, self._look) if self.reading else None
 
@@ -261,24 +266,23 @@ class GrpcServer:
         """A handler for a method with one short message; one that is `open_` needs no key."""
 
         async def handle(_: object, call: Call) -> bytes:
-            began = time.monotonic()
-            headers, address = headers_of(call), address_of(call)
-            context = RequestContext({"method": "gRPC", "path": path}, _never, headers, began)
-            id_ = id_of(headers)
+            began, headers, address = time.monotonic(), headers_of(call), address_of(call)
+            context, id_ = RequestContext({"method": "gRPC", "path": path}, _never, headers, began), id_of(headers)
             try:
                 if not open_:
                     self.server.guard.admit(path, headers, address)
-                message = await self._read(call, address, began)
+                message = await self._read(call, self.state.limits.address_of(address), began)
                 reply: bytes = (await answer(parsed(request, message))).SerializeToString()
             except asyncio.CancelledError:
                 self.server.finish(context, id_, 499)
                 raise
             except Exception as error:
-                problem = self.server.refuse(error, id_)
-                self.server.finish(context, id_, problem.status)
-                await _abort(call, problem, id_)
-            self.server.finish(context, id_, 200)
-            return reply
+                problem = self.server.refuse(error, id_).with_traceback(None)
+            else:
+                self.server.finish(context, id_, 200)
+                return reply
+            self.server.finish(context, id_, problem.status)
+            return await _abort(call, problem, id_)
 
         return grpc.stream_unary_rpc_method_handler(handle)
 
@@ -309,15 +313,15 @@ class GrpcServer:
         return message_class("RepositoryIndexResponse")(models=rows)
 
     async def _load(self, request: Any) -> Any:
-        name = model_in(request)
-        if given := parameters_in(request.parameters):
-            raise Problem(400, f"load takes no parameters; it came with {next(iter(given))[:40]!r}.")
-        await load_newest(changeable(self.state), name)
+        name, repository = model_in(request), changeable(self.state, {})
+        check_control({"parameters": parameters_in(request.parameters)}, "load", ())
+        await load_newest(repository, name)
         return message_class("RepositoryModelLoadResponse")(model_name=name, isLoaded=True)
 
     async def _unload(self, request: Any) -> Any:
-        name = model_in(request)
-        await changeable(self.state).unload(name)
+        name, repository = model_in(request), changeable(self.state, {})
+        check_control({"parameters": parameters_in(request.parameters)}, "unload", ("unload_dependents",))
+        await repository.unload(name)
         return message_class("RepositoryModelUnloadResponse")(model_name=name, isUnloaded=True)
 
     # health and reflection
@@ -370,24 +374,22 @@ class GrpcServer:
 
     async def _stream(self, call: Call, follow: Callable[[str], Awaitable[None]]) -> None:
         """Answer a stream, which needs no key, within the number of streams that may be open."""
-        address, headers = address_of(call), headers_of(call)
+        address, id_ = self.state.limits.address_of(address_of(call)), id_of(headers_of(call))
         self.streams[address] += 1
         try:
-            if self.streams.total() > MOST_STREAMS or self.streams[address] > STREAMS_OF_ONE:
+            if self.streams.total() > MOST_STREAMS or (address and self.streams[address] > STREAMS_OF_ONE):
                 raise TooManyRequests(f"{self.streams.total()} streams are open.")
             await follow(address)
+            return
         except TimeoutError:
             problem = Problem(408, f"nothing came for {self.settings.body_seconds:g} s.")
-            await _abort(call, problem, id_of(headers))
-        except grpc.aio.AbortError:
-            raise
         except Exception as error:
-            id_ = id_of(headers)
-            await _abort(call, self.server.refuse(error, id_), id_)
+            problem = self.server.refuse(error, id_).with_traceback(None)
         finally:
             self.streams[address] -= 1
             if not self.streams[address]:
                 del self.streams[address]
+        await _abort(call, problem, id_)
 
 
 def parsed(request: Any, message: bytes) -> Any:
@@ -454,11 +456,13 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", settings.body_bytes),  # before and after decompression
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", STREAMS),
-        ("grpc.max_allowed_incoming_connections", CONNECTIONS),
-        ("grpc.max_connection_idle_ms", int(1000 * IDLE)),
-        ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE)),
-        ("grpc.keepalive_time_ms", int(1000 * IDLE)),  # ask silent clients whether they are still there
-        ("grpc.keepalive_timeout_ms", int(1000 * HANDSHAKE)),
+        ("grpc.max_metadata_size", settings.header_bytes),
+        ("grpc.absolute_max_metadata_size", settings.header_bytes),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.max_connection_idle_ms", int(1000 * settings.idle_seconds)),
+        ("grpc.server_handshake_timeout_ms", int(1000 * settings.header_seconds)),
+        ("grpc.keepalive_time_ms", int(1000 * settings.idle_seconds)),  # ask clients whether they are still there
+        ("grpc.keepalive_timeout_ms", int(1000 * settings.header_seconds)),
     ]
 
 

@@ -1,6 +1,9 @@
 """FastAPI's routes, all but predictions: console, health, models and their metadata, repository, metrics."""
 
-from importlib.resources import files
+import asyncio
+from functools import cache, lru_cache
+from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -14,11 +17,12 @@ from dubito.models.errors import DubitoError
 from dubito.models.verdict import beside_plain
 from dubito.service.problems import Problem
 from dubito.service.repository import Repository, ServedModel
-from dubito.service.web import openapi
-from dubito.service.web.http import body_of, json_object, read_body
+from dubito.service.web import oip, openapi
+from dubito.service.web.http import Headers, body_of, json_object, read_body
 from dubito.service.web.oip import DRAWS, INPUT
 from dubito.service.web.openapi import ANY, FLAG, OF_ANY, TEXT, answer, content, errors, ref, some, thing
 from dubito.service.web.predict import declared_outputs
+from dubito.service.web.security import check_page
 from dubito.service.web.state import State
 
 ASSETS = {
@@ -31,6 +35,7 @@ ASSETS = {
 }
 EXTENSIONS = ["binary_tensor_data", "model_repository"]
 UNKNOWN = (404, *OF_ANY)
+CONTROL_BYTES = 1 << 16  # of a body that is no prediction
 
 
 def routes(state: State) -> FastAPI:
@@ -38,7 +43,7 @@ def routes(state: State) -> FastAPI:
     app = FastAPI(
         title="dubito", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=None
     )
-    app.openapi = lambda: openapi.document(app, state.settings)  # type: ignore[method-assign]
+    app.openapi = cache(lambda: openapi.document(app, state.settings))  # type: ignore[method-assign]
 
     @app.exception_handler(Problem)
     async def wrong(request: Request, problem: Problem) -> Response:
@@ -94,9 +99,13 @@ def _of_people(app: FastAPI, state: State) -> None:
 
     text: Any = {"200": {"description": "Prometheus' text.", "content": {"text/plain": {}}}, **errors(OF_ANY, v2=False)}
 
+    scrape = asyncio.Lock()
+
     @app.get("/metrics", tags=["health"], summary="Metrics for Prometheus", responses=text)
     async def metrics() -> Response:
-        return Response(generate_latest(state.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        async with scrape:  # one after the other, off the event loop: it takes milliseconds
+            content = await asyncio.to_thread(generate_latest, state.metrics.registry)
+        return Response(content, media_type=CONTENT_TYPE_LATEST)
 
 
 def _of_models(app: FastAPI, state: State) -> None:
@@ -177,14 +186,16 @@ def _of_repository(app: FastAPI, state: State) -> None:
 
     @app.post("/v2/repository/models/{name}/load", summary="Load the newest version, and switch to it", **described)
     async def v2_load(name: str, request: Request) -> Response:
-        await _json_body(request, state)
-        await load_newest(changeable(state), name)
+        repository = changeable(state, dict(request.scope["headers"]))
+        oip.check_control(await _json_body(request, state), "load", ())
+        await load_newest(repository, name)
         return _json({})
 
     @app.post("/v2/repository/models/{name}/unload", summary="Unload a model, and free its memory", **described)
     async def v2_unload(name: str, request: Request) -> Response:
-        await _json_body(request, state)
-        await changeable(state).unload(name)
+        repository = changeable(state, dict(request.scope["headers"]))
+        oip.check_control(await _json_body(request, state), "unload", ("unload_dependents",))
+        await repository.unload(name)
         return _json({})
 
 
@@ -208,16 +219,23 @@ def repository_of(state: State) -> Repository:
     return state.repository
 
 
-def changeable(state: State) -> Repository:
-    if not state.settings.repository_api:
-        raise Problem(503, "models cannot be changed over HTTP here: the setting repository_api is off.")
+def changeable(state: State, headers: Headers) -> Repository:
+    """The repository, where a request with these headers may change it."""
+    settings = state.settings
+    if not (settings.api_keys if settings.repository_api is None else settings.repository_api):
+        raise Problem(
+            503,
+            "models cannot be changed over HTTP here: the setting repository_api is off. It is on where it is set to "
+            "true, and where there are API keys.",
+        )
+    check_page(headers, settings)
     return repository_of(state)
 
 
 async def _json_body(request: Request, state: State) -> dict[str, Any]:
-    """The JSON object of the body; empty if there is no body."""
-    limits = state.settings
-    body = await read_body(dict(request.scope["headers"]), request.receive, limits.body_bytes, limits.body_seconds)
+    """The JSON object of a short body; empty if there is no body."""
+    most, seconds = min(CONTROL_BYTES, state.settings.body_bytes), state.settings.body_seconds
+    body = await read_body(dict(request.scope["headers"]), request.receive, most, seconds)
     return json_object(body) if body else {}
 
 
@@ -247,7 +265,15 @@ def asset(name: str, below: str | None = None) -> Response:
     kind = ASSETS.get(name.rpartition(".")[2])
     if file is None or kind is None:
         raise HTTPException(404)
-    return Response(file.read_bytes(), headers={"cache-control": "no-cache"}, media_type=kind)
+    with as_file(file) as path:
+        content = _content(path, path.stat().st_mtime_ns)
+    return Response(content, headers={"cache-control": "no-cache"}, media_type=kind)
+
+
+@lru_cache(maxsize=64)
+def _content(file: Path, changed: int) -> bytes:
+    """A static file: all replies share its bytes."""
+    return file.read_bytes()
 
 
 def about(served: ServedModel, state: State) -> dict[str, Any]:
