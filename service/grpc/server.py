@@ -430,8 +430,13 @@ async def _abort(call: Call, problem: Problem, id_: bytes) -> NoReturn:
     more = [("x-request-id", id_.decode())]
     if (wait := problem.headers.get("Retry-After")) is not None:
         more += [("retry-after", wait), ("grpc-retry-pushback-ms", str(1000 * int(wait)))]
-    await call.abort(code, problem.detail, tuple(more))
-    raise AssertionError("abort returns")
+    try:
+        await call.abort(code, problem.detail, tuple(more))
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError:  # the client has gone meanwhile; grpc would log it with a traceback
+        pass
+    raise asyncio.CancelledError
 
 
 async def _never() -> Message:
