@@ -309,6 +309,7 @@ def _named(name: str, version: str) -> bytes:
     return named
 
 
+@lru_cache(MOST_REMEMBERED)
 def _parameter(key: str, value: int | str) -> bytes:
     """An entry of the reply's map of parameters."""
     choice = framed(STRING_PARAM, value.encode()) if isinstance(value, str) else _prefix(INT64_PARAM, value)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 import grpc
 import numpy as np
@@ -40,10 +41,12 @@ Call = Any  # grpc.aio.ServicerContext, which ships no types
 HEALTH, REFLECTION_V1 = "grpc.health.v1.Health", REFLECTION.replace("v1alpha", "v1")
 NAMES = (SERVICE, HEALTH, REFLECTION)
 INFER = f"/{SERVICE}/ModelInfer"
+METADATA = frozenset({"authorization", "x-api-key", "x-request-id"})
 INTERVAL = 0.05  # seconds between checks of messages that have not come yet
 WATCH = 0.25  # seconds between checks of what a health stream tells
 MOST_STREAMS, STREAMS_OF_ONE = 64, 16  # of health and reflection: in all, and of one address
 MOST_SLOW, SLOW_OF_ONE = 32, 8  # messages that take longer than INTERVAL to come: in all, and of one address
+SMALL = 1024  # bytes of replies that are not counted while they wait for clients: the number of calls is limited
 STREAMS = 256  # calls of one connection at once
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -124,7 +127,7 @@ class GrpcServer:
     # ModelInfer
 
     async def infer(self, _: object, call: Call) -> bytes:
-        began, headers, address = time.monotonic(), headers_of(call), address_of(call)
+        began, headers, address = time.monotonic(), headers_of(call), address_of(call.peer())
         context = RequestContext({"method": "gRPC", "path": INFER}, _never, headers, began)
         if (left := call.time_remaining()) is not None:
             context.until = began + left
@@ -142,7 +145,8 @@ class GrpcServer:
             problem = self.server.refuse(error, id_).with_traceback(None)  # its frames refer to the message
         else:
             self.server.finish(context, id_, 200)
-            self._count_unsent(counted, len(reply))
+            if len(reply) > SMALL:
+                self._count_unsent(counted, len(reply))
             return reply
         self.server.finish(context, id_, problem.status)
         return await _abort(call, problem, id_)
@@ -266,7 +270,7 @@ class GrpcServer:
         """A handler for a method with one short message; one that is `open_` needs no key."""
 
         async def handle(_: object, call: Call) -> bytes:
-            began, headers, address = time.monotonic(), headers_of(call), address_of(call)
+            began, headers, address = time.monotonic(), headers_of(call), address_of(call.peer())
             context, id_ = RequestContext({"method": "gRPC", "path": path}, _never, headers, began), id_of(headers)
             try:
                 if not open_:
@@ -374,7 +378,7 @@ class GrpcServer:
 
     async def _stream(self, call: Call, follow: Callable[[str], Awaitable[None]]) -> None:
         """Answer a stream, which needs no key, within the number of streams that may be open."""
-        address, id_ = self.state.limits.address_of(address_of(call)), id_of(headers_of(call))
+        address, id_ = self.state.limits.address_of(address_of(call.peer())), id_of(headers_of(call))
         self.streams[address] += 1
         try:
             if self.streams.total() > MOST_STREAMS or (address and self.streams[address] > STREAMS_OF_ONE):
@@ -409,9 +413,12 @@ def model_in(request: Any) -> str:
 
 
 def headers_of(call: Call) -> Headers:
-    """Metadata of a call, as HTTP has its headers."""
-    pairs = call.invocation_metadata() or ()
-    return {key.encode(): value if isinstance(value, bytes) else value.encode() for key, value in pairs}
+    """The metadata that we read, as HTTP has its headers."""
+    return {
+        key.encode(): value if isinstance(value, bytes) else value.encode()
+        for key, value in call.invocation_metadata() or ()
+        if key in METADATA
+    }
 
 
 def id_of(headers: Headers) -> bytes:
@@ -419,10 +426,10 @@ def id_of(headers: Headers) -> bytes:
     return id_ if id_ and PLAIN_ID.fullmatch(id_) else b"%016x" % random.getrandbits(64)
 
 
-def address_of(call: Call) -> str:
-    """`ipv4:127.0.0.1:50412` -> `127.0.0.1`, `ipv6:[::1]:50412` -> `::1`"""
-    peer: str = call.peer()
-    return peer.partition(":")[2].rpartition(":")[0].strip("[]").replace("%5B", "").replace("%5D", "")
+@lru_cache(maxsize=4096)  # all calls of a connection have the same
+def address_of(peer: str) -> str:
+    """`ipv4:127.0.0.1:50412` -> `127.0.0.1`, `ipv6:%5B::1%5D:50412` -> `::1`"""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 async def _abort(call: Call, problem: Problem, id_: bytes) -> NoReturn:
