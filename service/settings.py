@@ -40,6 +40,16 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    grpc_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port for gRPC, which needs the extra grpc; 0 takes a free one, null: no gRPC.",
+    )
+    grpc_certificate: Path | None = Field(
+        default=None, description="TLS of the gRPC port: file of the certificate chain, in PEM; null: no TLS."
+    )
+    grpc_key: Path | None = Field(default=None, description="TLS of the gRPC port: file of the private key, in PEM.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where models run.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",

@@ -109,7 +109,7 @@ def raw_header(size: int, shape: tuple[int, ...]) -> Header:
     return Header(None, {}, Spec(INPUT, "FP32", [1, *shape], size, None), None, True)
 
 
-def values_of(spec: Spec, body: bytes, offset: int) -> Values:
+def values_of(spec: Spec, body: bytes | memoryview, offset: int) -> Values:
     """The input tensor: from the header's JSON, or from the bytes of the body after it.
 
     Lengths are checked against the body before they are used.

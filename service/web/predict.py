@@ -1,6 +1,7 @@
 """The prediction paths `/v1/models/{name}/predict` and `/v2/models/{name}/infer`, without a framework for speed."""
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -71,6 +72,7 @@ class RequestContext:
     headers: Headers
     began: float
     client: str = ""  # name of the key's owner, else the address
+    until: float = math.inf  # deadline of the transport itself, beside the request's timeout
     served: ServedModel | None = None
     held: int = 0  # bytes of the body and the inputs
     rows: int = 0
@@ -134,7 +136,7 @@ class Predictor:
         self.giving_back = False  # what large requests took goes back to the system soon
 
     async def v1(self, context: RequestContext, name: str) -> tuple[bytes, Pairs]:
-        limits = self._check_room(context, name)
+        limits = self.check_room(context, name)
         content_type = context.headers.get(b"content-type", oip.JSON.encode()).decode("latin-1")
         kind = content_type.partition(";")[0].strip().lower()
         if kind not in (oip.JSON, "multipart/form-data", *NPY) and not kind.startswith("image/"):
@@ -196,7 +198,7 @@ class Predictor:
         return (Decode("pictures", body, coding=coding) if coding else Decode.pictures([body])), None, {}
 
     async def v2(self, context: RequestContext, name: str, version: str | None) -> tuple[bytes, Pairs]:
-        limits = self._check_room(context, name)
+        limits = self.check_room(context, name)
         body, coding = await self._body(context, limits)
         stated = context.headers.get(oip.SPLIT)
         if coding and stated is not None:
@@ -231,24 +233,53 @@ class Predictor:
         served, x, rest = await self._inputs(context, name, version, timeout, coded, read, quick)
         if parsed is None:
             parsed = self._parse(rest)
-        header = parsed.header
-        declared = declared_outputs(served.model)
-        for output in header.outputs or ():
+        result, outputs = await self._outputs(context, served, x, parsed)
+        content, headers = oip.write(served.name, served.version, parsed.header, outputs, parameters_of(result))
+        return await self._packed(context, served, result, content, headers)
+
+    async def infer(
+        self,
+        context: RequestContext,
+        name: str,
+        version: str | None,
+        parsed: InferRequest,
+        values: oip.Values,
+        quick: bool,
+    ) -> tuple[ServedModel, PredictResult, Columns]:
+        """For another transport: the model that answers the values of its one input, its result, and the outputs."""
+        coded = Decode.pictures(values) if isinstance(values, list) else None
+
+        def read(codec: Codec) -> Inputs:
+            assert isinstance(values, np.ndarray)
+            return codec.from_array(values)
+
+        timeout = parsed.options.timeout_ms
+        served, x, _ = await self._inputs(context, name, version, timeout, coded, read, quick)
+        return served, *await self._outputs(context, served, x, parsed)
+
+    async def _outputs(
+        self, context: RequestContext, served: ServedModel, x: Inputs, parsed: InferRequest
+    ) -> tuple[PredictResult, Columns]:
+        """The result, and the named outputs that the request asks for."""
+        declared, wanted = declared_outputs(served.model), parsed.header.outputs or ()
+        for output in wanted:
             if output not in declared:
                 raise Problem(400, f"this model has no output {output[:40]!r}; it has {', '.join(declared)}.")
         result = await self._answer(context, served, x, parsed.options, parsed.keep)
-        parameters = {"samples": result.samples, "seed": str(result.seed), "method": result.predictive}
         columns = columns_of(result, served)
         outputs = {output: columns[output] for output in declared if output in columns}
-        for output in header.outputs or ():
+        for output in wanted:
             if output not in outputs:
                 why = f"{result.samples} samples by {result.predictive}"
                 raise Problem(400, f"the output {output!r} was not calibrated for {why}; it has {', '.join(outputs)}.")
-        content, headers = oip.write(served.name, served.version, header, outputs, parameters)
-        return await self._packed(context, served, result, content, headers)
+        return result, outputs
 
     def _parse(self, head: bytes) -> InferRequest:
-        header = oip.header_of(json_object(head, "; expected one with `inputs`"))
+        return self.checked(json_object(head, "; expected one with `inputs`"))
+
+    def checked(self, request: dict[str, Any]) -> InferRequest:
+        """The header of a v2 request and its options."""
+        header = oip.header_of(request)
         given = {key: value for key, value in header.parameters.items() if key in PARAMETERS}
         if header.parameters.get("timeout", 0) != 0:  # microseconds, as the protocol defines it; 0: none
             given["timeout_ms"] = _milliseconds(header.parameters["timeout"])
@@ -260,7 +291,7 @@ class Predictor:
             raise Problem(400, f'the output {DRAWS!r} is asked for, but samples is "auto": give a number.')
         return InferRequest(header, options, keep)
 
-    def _check_room(self, context: RequestContext, name: str) -> RequestLimits:
+    def check_room(self, context: RequestContext, name: str) -> RequestLimits:
         """Refuse the request before its body is read, if the model is unknown or its queue is full; else its limits."""
         context.served = served = self.repository.get(name)
         served.batcher.check_room(1, self.settings.max_deadline_ms / 1000, context.client)
@@ -275,7 +306,7 @@ class Predictor:
     async def _body(self, context: RequestContext, limits: RequestLimits) -> tuple[bytes, str]:
         """The body and, where it is compressed and long, how: another process unpacks it then."""
         most, seconds = limits.body_bytes(self.settings.body_bytes), self.settings.body_seconds
-        hold = partial(self._hold, context)
+        hold = partial(self.hold, context)
         body, coding = await read_packed(context.headers, context.receive, most, seconds, hold)
         if coding and (len(body) <= HEAVY or coding not in CODINGS):
             try:
@@ -289,7 +320,7 @@ class Predictor:
         """A long compressed body, unpacked."""
         coded = Decode("raw", body, coding=coding)
         unpacked = await self._decode(context, limits, coded, self.usual.timeout_ms, lambda array, picture: None)
-        self._hold(context, len(unpacked))
+        self.hold(context, len(unpacked))
         return unpacked
 
     async def _decode(
@@ -306,7 +337,7 @@ class Predictor:
         except Late:
             raise Late(timeout_ms / 1000) from None
 
-    def _hold(self, context: RequestContext, more: int) -> None:
+    def hold(self, context: RequestContext, more: int) -> None:
         """Count bytes that the request keeps until it is answered. Small requests are never refused for them: their
         number is limited. A client that has less than its share finds room where others have filled it."""
         total, most = self.held + more, self.settings.held_bytes
@@ -363,7 +394,7 @@ class Predictor:
             if not served.retired:
                 context.rows = x.shape[0]
                 if body is not None:
-                    self._hold(context, x.nbytes)
+                    self.hold(context, x.nbytes)
                 return served, x, rest
 
     async def _answer(
@@ -386,7 +417,7 @@ class Predictor:
         request = PredictRequest(
             x, options.samples, options.seed, options.max_samples, options.tolerance, keep, closed, group
         )
-        left = context.began + options.timeout_ms / 1000 - context.parsed
+        left = min(context.began + options.timeout_ms / 1000, context.until) - context.parsed
         client = DisconnectWatch(context.receive)  # started only if the answer is slow: most are there before
         tickets = served.batcher.put(request, left, client.start, context.client)
         client.leave = lambda: served.batcher.drop(tickets)
@@ -465,6 +496,11 @@ def columns_of(result: PredictResult, served: ServedModel) -> Columns:
     if "interval" in columns:
         columns = {**columns, "interval": columns["interval"].astype(np.float32)}
     return columns
+
+
+def parameters_of(result: PredictResult) -> dict[str, int | str]:
+    """Parameters of a v2 reply."""
+    return {"samples": result.samples, "seed": str(result.seed), "method": result.predictive}
 
 
 def declared_outputs(model: Model) -> Mapping[str, tuple[str, list[int]]]:
