@@ -181,17 +181,25 @@ def _of_repository(app: FastAPI, state: State) -> None:
 
     changed: Any = answer(ANY, "Done.", (400, 403, 404, 408, 413, 415, *OF_ANY), v2=True)
     nothing: Any = {"nothing": {"value": {}}}
-    parameters: Any = {"requestBody": {"required": False, **content({"type": "object"}, examples=nothing)}}
-    described: Any = {"tags": ["v2"], "responses": changed, "openapi_extra": parameters}
 
-    @app.post("/v2/repository/models/{name}/load", summary="Load the newest version, and switch to it", **described)
+    def described(**parameters: Any) -> Any:
+        taken = {"type": "object", "properties": parameters, "additionalProperties": False}
+        schema = {"type": "object", "properties": {"parameters": taken}, "additionalProperties": False}
+        body = {"requestBody": {"required": False, **content(schema, examples=nothing)}}
+        return {"tags": ["v2"], "responses": changed, "openapi_extra": body}
+
+    @app.post("/v2/repository/models/{name}/load", summary="Load the newest version, and switch to it", **described())
     async def v2_load(name: str, request: Request) -> Response:
         repository = changeable(state, dict(request.scope["headers"]))
         oip.check_control(await _json_body(request, state), "load", ())
         await load_newest(repository, name)
         return _json({})
 
-    @app.post("/v2/repository/models/{name}/unload", summary="Unload a model, and free its memory", **described)
+    @app.post(
+        "/v2/repository/models/{name}/unload",
+        summary="Unload a model, and free its memory",
+        **described(unload_dependents=FLAG),
+    )
     async def v2_unload(name: str, request: Request) -> Response:
         repository = changeable(state, dict(request.scope["headers"]))
         oip.check_control(await _json_body(request, state), "unload", ("unload_dependents",))
