@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import numpy as np
@@ -77,14 +77,18 @@ class Attack:
     seconds: float
     settings: tuple[str, ...]
     stuck_log: bool
-    beside: tuple[str, ...]  # embedded models that are served, too
+    beside: tuple[Literal["clothes"], ...]  # embedded models that are served, too
 
 
 ATTACKS: dict[str, Attack] = {}
 
 
 def attack(
-    point: int, *settings: str, seconds: float = 8.0, stuck_log: bool = False, beside: tuple[str, ...] = ()
+    point: int,
+    *settings: str,
+    seconds: float = 8.0,
+    stuck_log: bool = False,
+    beside: tuple[Literal["clothes"], ...] = (),
 ) -> Callable[[Callable[[Target], Awaitable[None]]], Callable[[Target], Awaitable[None]]]:
     """Enter an attack: a coroutine that is cancelled after so many seconds."""
 
@@ -513,7 +517,7 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
     spawn = multiprocessing.get_context("spawn")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    models = [str(embedded(name)) for name in ("digits", *attack.beside)]
+    models = [str(embedded("digits")), *(str(embedded(name)) for name in attack.beside)]
     words = [python, "-m", "dubito", "serve", *models, "--port", str(port)]
     words += [word for setting in attack.settings for word in ("--set", setting)]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}

@@ -265,24 +265,29 @@ def cost_of(picture: bytes) -> int:
     """Pixels × scans by the first bytes of a file, before it is opened; UNKNOWN where these say nothing."""
     with suppress(struct.error):
         if picture.startswith(b"\x89PNG\r\n\x1a\n"):
-            return math.prod(struct.unpack_from(">II", picture, 16))
+            return _area(*struct.unpack_from(">II", picture, 16))
         if picture[:6] in (b"GIF87a", b"GIF89a"):
-            return math.prod(struct.unpack_from("<HH", picture, 6))
+            return _area(*struct.unpack_from("<HH", picture, 6))
         if picture.startswith(b"BM"):
-            return abs(math.prod(struct.unpack_from("<ii", picture, 18)))
+            return _area(*struct.unpack_from("<ii", picture, 18))
         if picture.startswith(b"\xff\xd8"):
             return _jpeg_cost(picture)
     return UNKNOWN
 
 
+def _area(width: int, height: int) -> int:
+    return abs(width * height)  # a BMP upside down has a negative height
+
+
 def _jpeg_cost(jpeg: bytes) -> int:
+    if len(jpeg) > LIGHT:  # to look for its scans would take long
+        return UNKNOWN
     place = 2
     while (found := MARKER.search(jpeg, place)) is not None and found.end() < 1 << 18:
         place = found.end()
         kind = jpeg[place - 1]
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # the frame's header
-            height, width = struct.unpack_from(">HH", jpeg, place + 3)
-            return max(1, jpeg.count(b"\xff\xda")) * height * width
+            return max(1, jpeg.count(b"\xff\xda")) * _area(*struct.unpack_from(">HH", jpeg, place + 3))
         if kind not in (0x01, 0xD8):
             place += struct.unpack_from(">H", jpeg, place)[0]
     return UNKNOWN
@@ -328,7 +333,7 @@ def read_npy(body: bytes) -> NDArray[Any]:
         shape, _, dtype = read(file)
         left = len(body) - file.tell()
         fits = not dtype.hasobject and math.prod(shape) * dtype.itemsize == left
-        array = np.load(io.BytesIO(body), allow_pickle=False) if fits else None
+        array: NDArray[Any] | None = np.load(io.BytesIO(body), allow_pickle=False) if fits else None
     except Exception:  # numpy raises many kinds, all about the body; their messages would reveal server internals
         raise Problem(400, "the .npy file cannot be read; expected one of numbers, as numpy.save writes it.") from None
     if array is None:
@@ -439,12 +444,12 @@ def serve(server: socket.socket, task: dict[str, Any], body: bytes) -> None:
                 rest = piece
                 continue
             array = np.ascontiguousarray(piece.array)
-            said = {"dtype": array.dtype.str, "shape": piece.array.shape, "picture": piece.picture}
-            send(server, said, array.reshape(-1).view(np.uint8).data)
+            what = {"dtype": array.dtype.str, "shape": piece.array.shape, "picture": piece.picture}
+            send(server, what, array.reshape(-1).view(np.uint8).data)
         send(server, {"end": True, "logged": logged[:MOST_LOGGED]}, rest)
     except Problem as problem:
-        said = {"status": problem.status, "detail": problem.detail, "reason": problem.reason}
-        send(server, said | {"logged": logged[:MOST_LOGGED]})
+        refusal = {"status": problem.status, "detail": problem.detail, "reason": problem.reason}
+        send(server, refusal | {"logged": logged[:MOST_LOGGED]})
     except Heavier:
         send(server, {"heavier": True})
     except MemoryError:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ class Decoders:
         job = DecodeJob({**task}, body, client, time.monotonic() + seconds, take, loop, loop.create_future())
         self._add(job, light)
         watcher = loop.call_later(PATIENCE, watch.start)
-        watch.leave = job.future.cancel
+        watch.leave = partial(_cancel, job.future)
         try:
             async with asyncio.timeout(seconds):
                 return await job.future
@@ -161,6 +162,10 @@ class Decoders:
             if (process := decoder.process) is not None:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(1)
+
+
+def _cancel(future: "asyncio.Future[bytes]") -> None:
+    future.cancel()
 
 
 class Decoder(threading.Thread):
@@ -273,7 +278,7 @@ class Decoder(threading.Thread):
                 raise EOFError
             self.peer = mine
             self.process = subprocess.Popen(
-                words, stdin=its, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+                words, stdin=its.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
             )
         mine.settimeout(max(0.001, end - time.monotonic()))
         receive(mine)  # it is ready

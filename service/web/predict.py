@@ -301,7 +301,8 @@ class Predictor:
         if served.limits is None:
             one = self.settings
             served.limits = limits_of(served.declared, one.max_rows, one.input_bytes, one.image_pixels, one.image_scans)
-        return served.limits
+        limits: RequestLimits = served.limits
+        return limits
 
     async def _body(self, context: RequestContext, limits: RequestLimits) -> tuple[bytes, str]:
         """The body and, where it is compressed and long, how: another process unpacks it then."""

@@ -321,7 +321,8 @@ def test_load_refuses_what_it_would_ignore(http: httpx.Client) -> None:
             name = next(iter(parameters))
             reply = said(http.post(path, json={"parameters": parameters}), 400)
             assert f"{verb} takes no parameter {name[:40]!r}" in reply or "expected a short string" in reply
-        for wrong in ([], "text", 5, None):
+        wrongs: tuple[object, ...] = ([], "text", 5, None)
+        for wrong in wrongs:
             assert "are no object" in said(http.post(path, json={"parameters": wrong}), 400)
         assert "'config'" in said(http.post(path, json={"config": "{}"}), 400)
         said(http.post(path, content=bytes(1 << 17)), 413)
