@@ -378,8 +378,9 @@ class Batcher:
         batch.wanted = [t for t in batch.tickets if not t.future.done()]  # some may have expired meanwhile
         requests = [ticket.request for ticket in batch.wanted]
         self.outer, work = batch, sum(request.cost for request in requests)
-        self.engine.pause = self._between if work > self.short else None
-        self.engine.pass_work = self.short if self.contended else self.max_work
+        finest = int(min(self.short, self.engine.finest)) if self.device.contended else self.short
+        self.engine.pause = self._between if work > finest else None
+        self.engine.pass_work = finest if self.contended else self.max_work
         try:
             launched = batch.run(lambda: self.engine.launch(requests)) if requests else None
         finally:

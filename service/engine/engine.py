@@ -121,6 +121,7 @@ class Engine:
         self.draws = 0  # of the largest pass so far
         self.timed: list[tuple[int, float]] = []  # work (rows × draws) and seconds of batches, at the start
         self.slices = math.inf, math.inf  # work of a short batch, and of a long one
+        self.finest = math.inf  # work of a pass while other models wait
         self.pause: Callable[[], None] | None = None  # called between the passes of a batch
         self.pass_work = sys.maxsize  # of a pass of a batch with pauses
         self.seed = seed_of(None)  # for the next launch without a seed
@@ -243,6 +244,7 @@ class Engine:
                 pace.add(work, seconds)
             least = max(1, samples)  # one input is always short
             self.slices = max(least, pace.work_in(slices[0])), max(least, pace.work_in(slices[1]))
+            self.finest = max(CHUNK, pace.work_in(slices[0]))
 
     def _time(self, request: PredictRequest) -> None:
         """Time an answer that was given before: the first of a size takes longer."""
