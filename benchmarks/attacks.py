@@ -617,8 +617,8 @@ def main() -> None:
             row = measure(one, args.python, Path(folder))
         memory = f"{row.before:.0f}, {row.peak:.0f}, {row.after:.0f}"
         stopped = f"{row.stopped:.1f} ({row.code})"
-        values = (f"{row.quiet:.1f}", f"{row.during:.1f}", str(row.lost), str(row.open), memory)
-        values = (*values, f"{row.recovered:.1f}", stopped)
+        values = [f"{row.quiet:.1f}", f"{row.during:.1f}", str(row.lost), str(row.open), memory]
+        values += [f"{row.recovered:.1f}", stopped]
         table.add_row(f"{one.point}: {one.name}", *values)
         console.print(f"{one.point}: {one.name}", *values, sep=" | ")
     console.print(table)

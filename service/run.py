@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import uvicorn
+import uvloop
 
 from dubito.models.errors import DubitoError
 from dubito.models.extras import need
@@ -64,19 +65,10 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
             backlog=BACKLOG,
             timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
         )
-        with _listen(settings) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with _listen(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(server, Front(config), listener, say))
     finally:
         writer.flush()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # there is none for Windows
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 def _listen(settings: Settings) -> socket.socket:

@@ -25,6 +25,7 @@ from dubito.service.web.limits import ConnectionLimits
 PIECE = 1 << 16  # bytes: of a body that are kept until the application takes them, and of a reply in one write
 LATER = 2.0  # seconds beyond `body_seconds`, so that the application's own answer to a slow body comes first
 LINGER = 2.0  # seconds in which a client can read the last reply before the connection is closed for good
+PAUSE = 0.05  # seconds between two reads of what is thrown away
 FRESH, KEPT = 1.0, 0.25  # seconds that a connection has to send a request once the server stops: a new one, and others
 FREE_CHUNKS, MEAN_CHUNK = 1024, 16  # chunks of a body that may have any size; mean bytes of those that follow
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -72,6 +73,7 @@ class HttpConnection(asyncio.Protocol):
 
         self.current: Exchange | None = None  # request that is being answered
         self.queue: deque[Exchange] = deque()  # requests that wait behind it
+        self.queued = 0  # bytes of their heads, since the queue was empty
         self.refusal: Refusal | None = None  # sent when these have been answered
         self.paused = self.write_paused = False
         self.writable: asyncio.Future[None] | None = None
@@ -110,7 +112,9 @@ class HttpConnection(asyncio.Protocol):
         """The client has closed its side: as for uvicorn, it is gone."""
 
     def data_received(self, data: bytes) -> None:
-        if self.parser is None:  # closing: what still comes is thrown away
+        if self.parser is None:  # what still comes is thrown away, and no faster than need be
+            self.transport.pause_reading()
+            self.loop.call_later(PAUSE, self._throw_away_more)
             return
         in_head, rest = self.in_head, data
         self.crossed = False
@@ -137,6 +141,10 @@ class HttpConnection(asyncio.Protocol):
                     self._refuse((400, "Too little of the chunked body is data.", "chunks"))
                     return
         self._set_deadline()
+
+    def _throw_away_more(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def _set_deadline(self) -> None:
         """The deadline of what the client has to do next; unchanged, if that is what it had to do before."""
@@ -252,11 +260,12 @@ class HttpConnection(asyncio.Protocol):
         self._forget_deadline()
         if self.current is None:
             self._start(exchange)
-        elif len(self.queue) < self.settings.pipelined:
+        elif len(self.queue) < self.settings.pipelined and self.queued + self.parsed <= self.settings.header_bytes:
             self.queue.append(exchange)
+            self.queued += self.parsed
             self.pause_reading()
         else:
-            self._stop_parser((429, f"More than {self.settings.pipelined} requests were sent ahead.", "pipelined"))
+            self._stop_parser((429, "Too many requests were sent ahead of their replies.", "pipelined"))
 
     def on_chunk_header(self) -> None:
         self.chunks += 1
@@ -337,6 +346,7 @@ class HttpConnection(asyncio.Protocol):
         elif self.refusal is not None:
             self._refuse(self.refusal)
         else:
+            self.queued = 0
             self.limits.answered(self)
             self.resume_reading()
             self._set_deadline()

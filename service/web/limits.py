@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-import sys
+import resource
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
@@ -157,10 +157,6 @@ def trust(names: tuple[str, ...]) -> Callable[[str], bool]:
 
 def descriptors() -> int:
     """Number of file descriptors that the process may have; its soft limit is raised to that."""
-    if sys.platform == "win32":
-        return 1 << 16
-    import resource
-
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

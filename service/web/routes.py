@@ -99,13 +99,29 @@ def _of_people(app: FastAPI, state: State) -> None:
 
     text: Any = {"200": {"description": "Prometheus' text.", "content": {"text/plain": {}}}, **errors(OF_ANY, v2=False)}
 
-    scrape = asyncio.Lock()
+    scrape = Scrape(state)
 
     @app.get("/metrics", tags=["health"], summary="Metrics for Prometheus", responses=text)
     async def metrics() -> Response:
-        async with scrape:  # one after the other, off the event loop: it takes milliseconds
-            content = await asyncio.to_thread(generate_latest, state.metrics.registry)
-        return Response(content, media_type=CONTENT_TYPE_LATEST)
+        return Response(await scrape.content(), media_type=CONTENT_TYPE_LATEST)
+
+
+class Scrape:
+    """Metrics as text, written off the event loop, since it takes milliseconds; those who wait share the next text."""
+
+    def __init__(self, state: State) -> None:
+        self.state, self.turn = state, asyncio.Lock()
+        self.next: asyncio.Task[bytes] | None = None
+
+    async def content(self) -> bytes:
+        if self.next is None:
+            self.next = asyncio.create_task(self._write())
+        return await asyncio.shield(self.next)
+
+    async def _write(self) -> bytes:
+        async with self.turn:
+            self.next = None  # who comes from now on wants to know what has happened since
+            return await asyncio.to_thread(generate_latest, self.state.metrics.registry)
 
 
 def _of_models(app: FastAPI, state: State) -> None:

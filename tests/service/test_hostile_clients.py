@@ -319,7 +319,7 @@ def test_a_log_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     out_reader, out_writer = os.pipe()
     with os.fdopen(writer, "w") as stderr, os.fdopen(out_writer, "w") as stdout, os.fdopen(out_reader) as greeting:
-        words = ["serve", embedded("digits"), "--port", "0", *flags(buckets=1, log_bytes=20_000)]
+        words: list[str | Path] = ["serve", embedded("digits"), "--port", "0", *flags(buckets=1, log_bytes=20_000)]
         process = forked.start(forked.DUBITO, words, stdout=stdout, stderr=stderr, folder=tmp_path)
         stdout.close()
         stderr.close()
@@ -363,7 +363,7 @@ def test_a_model_that_is_being_loaded_is_not_missing(tmp_path: Path, make_artifa
     make_artifact(tmp_path / "b" / "1" / "model.safetensors", kind="image")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ["serve", tmp_path, *flags(expected="a", port=port)]
+    words: list[str | Path] = ["serve", tmp_path, *flags(expected="a", port=port)]
     with (tmp_path / "out").open("w") as out, (tmp_path / "log").open("w") as log:
         process = forked.start(forked.DUBITO, words, stdout=out, stderr=log, folder=tmp_path)
     seen, ready = set[int](), threading.Event()
