@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import numpy as np
@@ -34,6 +34,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import _hostile as hostile
 from benchmarks._measure import machine
 from benchmarks._server import LIMIT
 from dubito.models.embedded import embedded
@@ -76,22 +77,149 @@ class Attack:
     seconds: float
     settings: tuple[str, ...]
     stuck_log: bool
+    beside: tuple[Literal["clothes"], ...]  # embedded models that are served, too
 
 
 ATTACKS: dict[str, Attack] = {}
 
 
 def attack(
-    point: int, *settings: str, seconds: float = 8.0, stuck_log: bool = False
+    point: int,
+    *settings: str,
+    seconds: float = 8.0,
+    stuck_log: bool = False,
+    beside: tuple[Literal["clothes"], ...] = (),
 ) -> Callable[[Callable[[Target], Awaitable[None]]], Callable[[Target], Awaitable[None]]]:
     """Enter an attack: a coroutine that is cancelled after so many seconds."""
 
     def enter(run: Callable[[Target], Awaitable[None]]) -> Callable[[Target], Awaitable[None]]:
         name = run.__name__.replace("_", " ")
-        ATTACKS[name] = Attack(name, point, run, seconds, settings, stuck_log)
+        ATTACKS[name] = Attack(name, point, run, seconds, settings, stuck_log, beside)
         return run
 
     return enter
+
+
+# 1 to 3: requests
+
+
+async def send_all(
+    target: Target, path: str, body: bytes, *headers: str, number: int = 8, leave: float | None = None
+) -> None:
+    """Send a request again and again, `number` at a time; with `leave`, go after so many seconds without its reply."""
+    lines = "".join(f"{line}\r\n" for line in headers)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{lines}Content-Length: {len(body)}\r\n\r\n".encode()
+
+    async def one() -> None:
+        while True:
+            with suppress(OSError, asyncio.IncompleteReadError):
+                reader, writer = await target.connect()
+                try:
+                    while True:
+                        writer.write(head + body)
+                        await writer.drain()
+                        if leave is not None:
+                            await asyncio.sleep(leave)
+                            break
+                        reply = await reader.readuntil(b"\r\n\r\n")
+                        await reader.readexactly(length_in(reply))
+                finally:
+                    writer.close()
+            await asyncio.sleep(0.01)
+
+    await asyncio.gather(*(one() for _ in range(number)))
+
+
+V1, V2, CLOTHES = "/v1/models/digits/predict", "/v2/models/digits/infer", "/v1/models/clothes/predict"
+JSON, JPEG, PACKED = "Content-Type: application/json", "Content-Type: image/jpeg", "Content-Encoding: gzip"
+
+
+def rows(count: int, shape: tuple[int, ...] = (1, 8, 8), **options: object) -> bytes:
+    return json.dumps({"inputs": np.zeros((count, *shape)).tolist(), **options}).encode()
+
+
+@attack(1)
+async def sixty_thousand_inputs_of_one_name(target: Target) -> None:
+    await send_all(target, V2, hostile.packed(hostile.many_inputs(60_000)), PACKED, number=2)
+
+
+@attack(1)
+async def lists_of_nothing(target: Target) -> None:
+    await send_all(target, V1, hostile.packed(hostile.many_lists(32_000_000)), PACKED, JSON)
+
+
+@attack(1)
+async def eight_bodies_of_numbers(target: Target) -> None:
+    await send_all(target, V1, hostile.packed(hostile.many_numbers(32_000_000)), PACKED, JSON)
+
+
+@attack(1)
+async def a_million_keys(target: Target) -> None:
+    """A variant: an object instead of lists."""
+    await send_all(target, V1, hostile.packed(hostile.many_keys(1_000_000)), PACKED, JSON)
+
+
+@attack(1)
+async def a_form_of_many_lines(target: Target) -> None:
+    """A variant: another parser."""
+    kind = "Content-Type: multipart/form-data; boundary=b"
+    await send_all(target, V1, hostile.packed(hostile.long_form(5_000_000)), PACKED, kind)
+
+
+@attack(1)
+async def lists_as_large_as_is_allowed(target: Target) -> None:
+    """A variant: what the model's limits let through."""
+    await send_all(target, V1, hostile.packed(hostile.many_lists(900_000)), PACKED, JSON)
+
+
+@attack(2)
+async def progressive_scans(target: Target) -> None:
+    await send_all(target, V1, hostile.packed(hostile.scan_bomb()), PACKED, JPEG, number=6)
+
+
+@attack(2)
+async def progressive_scans_whose_clients_go(target: Target) -> None:
+    await send_all(target, V1, hostile.packed(hostile.scan_bomb()), PACKED, JPEG, number=6, leave=0.2)
+
+
+@attack(2)
+async def scans_as_many_as_are_allowed(target: Target) -> None:
+    """A variant: what the limits let through."""
+    await send_all(target, V1, hostile.packed(hostile.scan_bomb(4096, 32)), PACKED, JPEG, number=6)
+
+
+@attack(2)
+async def interlaced_pictures_of_16_megapixels(target: Target) -> None:
+    """A variant: another format."""
+    await send_all(target, V1, hostile.interlaced_png(4096), "Content-Type: image/png", number=6)
+
+
+@attack(3)
+async def all_rows_and_all_draws(target: Target) -> None:
+    await send_all(target, V1, rows(4096, samples=1024), JSON, number=2)
+
+
+@attack(3)
+async def as_many_rows_and_draws_as_are_allowed(target: Target) -> None:
+    """A variant: just below the limit."""
+    await send_all(target, V1, rows(4000, samples=32), JSON, number=2)
+
+
+@attack(3)
+async def one_row_with_all_draws(target: Target) -> None:
+    """A variant: work that cannot go in parts of rows."""
+    await send_all(target, V1, rows(1, samples=1024), JSON, number=2)
+
+
+@attack(3, beside=("clothes",))
+async def a_flood_on_another_model(target: Target) -> None:
+    await send_all(target, CLOTHES, rows(1, (1, 28, 28)), JSON, number=32)
+
+
+@attack(3, beside=("clothes",))
+async def long_requests_on_another_model(target: Target) -> None:
+    """A variant."""
+    await send_all(target, CLOTHES, rows(20, (1, 28, 28)), JSON, number=8)
 
 
 # 4: connections
@@ -389,7 +517,8 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
     spawn = multiprocessing.get_context("spawn")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = [python, "-m", "dubito", "serve", str(embedded("digits")), "--port", str(port)]
+    models = [str(embedded("digits")), *(str(embedded(name)) for name in attack.beside)]
+    words = [python, "-m", "dubito", "serve", *models, "--port", str(port)]
     words += [word for setting in attack.settings for word in ("--set", setting)]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
     reader, writer = os.pipe()

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import re
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +21,14 @@ from dubito.service.engine.batcher import Batcher
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.engine import Engine
 from dubito.service.engine.plans import PlanCache, plan_file
+from dubito.service.engine.turn import Turn
 from dubito.service.metrics import Metrics, Series, model_bytes
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
 from dubito.service.sources import FILE, Key, Scan, Source, find
 
 PATHS = re.compile(r"(?<![\w.-])/\w")  # of the server's own files: a reply must not show them
+LONG = 5.0  # slices of a batch while nobody else waits
 log = logging.getLogger("dubito")
 
 
@@ -43,6 +44,7 @@ class ServedModel:
     batcher: Batcher
     series: Series
     retired: bool = False  # replaced by another version, or unloaded
+    limits: Any = None  # of its requests, once known
 
     def __post_init__(self) -> None:
         self.name, self.version = self.source.name, self.source.version
@@ -67,7 +69,7 @@ class Repository:
         self.loading = {name for name, _ in self.sources}  # models that are not served yet, and will be if they can be
         self.broken: set[str] = set()  # models of which no version could be loaded at the start
         self.changing = asyncio.Lock()
-        self.turn = threading.Lock()  # held by the model that uses the device
+        self.turn = Turn()  # held by the model that uses the device
         self.budget = Budget.of(settings.memory_bytes, device)
 
     @property
@@ -207,7 +209,8 @@ class Repository:
         try:
             self._enter(engine)
             banked = self._reserve_bank(engine)
-            engine.warm(self.settings.samples, self.turn)
+            slices = self.settings.slice_ms / 1000
+            engine.warm(self.settings.samples, self.turn, (slices, LONG * slices))
             if banked:
                 engine.bank = Bank(engine.model, *banked, self.settings.bank_seconds)
                 share.kinds["bank"] = lambda: 0 if engine.bank is None else engine.bank.bytes

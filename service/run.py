@@ -14,16 +14,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
 
 from dubito.models.errors import DubitoError
+from dubito.models.extras import need
 from dubito.service.logs import start_logging, writer
 from dubito.service.settings import Settings
 from dubito.service.web.app import Server, application
 from dubito.service.web.connection import protocol
 from dubito.service.web.state import State
+
+if TYPE_CHECKING:
+    from dubito.service.grpc.server import GrpcServer
 
 SWITCH = 0.0003  # switch interval of the interpreter: the thread that feeds the GPU waits less than with the usual 5 ms
 BACKLOG = 2048  # connections that the system accepts before the server does
@@ -41,11 +46,14 @@ class Front(uvicorn.Server):
 
 def serve(settings: Settings, say: Callable[[str], None]) -> int:
     """Serve until a signal; returns the exit code, 0 if every accepted request was answered."""
+    if settings.grpc_port is not None:
+        need("grpc", "grpc", "grpc_health", "grpc_reflection")
     start_logging(settings.log_level, settings.log_bytes)
     try:
         state = State(settings)
+        server = Server(state)
         config = uvicorn.Config(
-            application(Server(state)),
+            application(server),
             http=protocol(state.limits),
             ws="none",
             log_config=None,
@@ -58,7 +66,7 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
             timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
         )
         with _listen(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(state, Front(config), listener, say))
+            return runner.run(_serve(server, Front(config), listener, say))
     finally:
         writer.flush()
 
@@ -78,10 +86,11 @@ def _listen(settings: Settings) -> socket.socket:
     return listener
 
 
-async def _serve(state: State, front: Front, listener: socket.socket, say: Callable[[str], None]) -> int:
-    stop = asyncio.Event()
+async def _serve(server: Server, front: Front, listener: socket.socket, say: Callable[[str], None]) -> int:
+    state, stop = server.state, asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _stop_or_exit, stop)
+    rpc, rpc_port = await _start_grpc(server)
     serving = asyncio.create_task(front.serve([listener]))
     starting = asyncio.create_task(state.start())
     stopping = asyncio.create_task(stop.wait())
@@ -93,7 +102,7 @@ async def _serve(state: State, front: Front, listener: socket.socket, say: Calla
                 sys.setswitchinterval(SWITCH)
             gc.collect()
             gc.freeze()  # later collections skip the objects that exist now
-            say(_greeting(state, listener))
+            say(_greeting(state, listener, rpc_port))
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         log.info("draining")
         state.draining = True  # not ready, but requests are still answered
@@ -104,6 +113,8 @@ async def _serve(state: State, front: Front, listener: socket.socket, say: Calla
         end = time.monotonic() + state.settings.drain_seconds
         stopping.cancel()
         starting.cancel()
+        if rpc is not None:
+            await rpc.stop(state.settings.drain_seconds)  # HTTP drains meanwhile
         await asyncio.wait({serving, starting})
         gc.unfreeze()
     try:
@@ -130,6 +141,16 @@ async def _accept_the_rest(listener: socket.socket) -> None:
         await asyncio.sleep(0.005)
 
 
+async def _start_grpc(server: Server) -> "tuple[GrpcServer | None, int]":
+    """The gRPC server and its port, where the settings ask for one."""
+    if server.state.settings.grpc_port is None:
+        return None, 0
+    from dubito.service.grpc.server import GrpcServer
+
+    rpc = GrpcServer(server)
+    return rpc, await rpc.start()
+
+
 def _stop_or_exit(stop: asyncio.Event) -> None:
     """The first signal drains; the second one exits at once."""
     if stop.is_set():
@@ -138,7 +159,7 @@ def _stop_or_exit(stop: asyncio.Event) -> None:
     stop.set()
 
 
-def _greeting(state: State, listener: socket.socket) -> str:
+def _greeting(state: State, listener: socket.socket, rpc_port: int) -> str:
     assert state.repository is not None
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -150,4 +171,5 @@ def _greeting(state: State, listener: socket.socket) -> str:
         for row in state.repository.index()
         if row["state"] != "READY" and row["reason"]
     ]
-    return "\n".join([*lines, f"console {where}/   API {where}/docs   metrics {where}/metrics"])
+    rpc = f"   gRPC {shown}:{rpc_port}" if rpc_port else ""
+    return "\n".join([*lines, f"console {where}/   API {where}/docs   metrics {where}/metrics{rpc}"])

@@ -40,6 +40,16 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    grpc_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port for gRPC, which needs the extra grpc; 0 takes a free one, null: no gRPC.",
+    )
+    grpc_certificate: Path | None = Field(
+        default=None, description="TLS of the gRPC port: file of the certificate chain, in PEM; null: no TLS."
+    )
+    grpc_key: Path | None = Field(default=None, description="TLS of the gRPC port: file of the private key, in PEM.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where models run.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
@@ -81,7 +91,15 @@ class Settings(BaseSettings):
     )
     batch_work: PositiveInt = Field(default=1 << 13, description="Rows × draws of a batch; larger requests are split.")
     queue_work: PositiveInt = Field(
-        default=1 << 17, description="Rows × draws that a model may have under way; beyond it requests get 429."
+        default=1 << 18, description="Rows × draws that a model may have under way; beyond it requests get 429."
+    )
+    request_work: PositiveInt = Field(
+        default=1 << 17,
+        description="Rows × draws of a request, `auto` with its `max_samples`; for more it gets 413.",
+    )
+    slice_ms: PositiveFloat = Field(
+        default=20.0,
+        description="Time for which a batch uses the device while others wait: longer requests take turns with them.",
     )
     deadline_ms: PositiveInt = Field(default=30_000, description="Default deadline of a request: queue and compute.")
     max_deadline_ms: PositiveInt = Field(default=300_000, description="Longest deadline that a request may ask for.")
@@ -89,8 +107,25 @@ class Settings(BaseSettings):
 
     body_bytes: PositiveInt = Field(default=32 << 20, description="Largest body, before and after decompression.")
     body_seconds: PositiveFloat = Field(default=30.0, description="Longest time for a body to arrive.")
+    input_bytes: PositiveInt = Field(
+        default=1 << 28, description="Largest inputs of a request once decoded, as float32: fewer rows of large inputs."
+    )
+    held_bytes: PositiveInt = Field(
+        default=1 << 29,
+        description="Bodies and decoded inputs of the requests under way, in all; beyond it requests get 429.",
+    )
     image_pixels: PositiveInt = Field(
         default=1 << 24, description="Most pixels of a picture, checked before it is decoded."
+    )
+    image_scans: PositiveInt = Field(default=32, description="Most scans of a JPEG; progressive ones have about ten.")
+    decode_seconds: PositiveFloat = Field(
+        default=5.0, description="Longest time to decode the pictures, form or long JSON of a request."
+    )
+    decode_processes: PositiveInt = Field(
+        default=2, description="Processes that decode; the first one takes only what is decoded quickly."
+    )
+    decode_bytes: int = Field(
+        default=1 << 30, ge=0, description="Address space of each of these processes; 0: no limit of its own."
     )
 
     max_connections: PositiveInt = Field(

@@ -20,6 +20,7 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = dict[bytes, bytes]  # of a request: lower-case names; the last value of a repeated one
 Pairs = list[tuple[bytes, bytes]]  # of a reply
 
+CODINGS = ("gzip", "deflate")  # of bodies
 WORTH_PACKING = 1024  # bytes
 REFUSED = re.compile(r";q=0(\.0*)?$")  # a content coding that the client refuses
 MOST_OPTIONS = 100  # of a query
@@ -45,7 +46,18 @@ def query_of(scope: Scope) -> dict[str, str]:
 
 
 async def read_body(headers: Headers, receive: Receive, limit: int, seconds: float) -> bytes:
-    """The body: at most `limit` bytes before and after decompression, received within `seconds`."""
+    """A short body: at most `limit` bytes before and after decompression, received within `seconds`."""
+    body, coding = await read_packed(headers, receive, limit, seconds)
+    return inflate(body, coding, limit) if coding else body
+
+
+async def read_packed(
+    headers: Headers, receive: Receive, limit: int, seconds: float, hold: Callable[[int], None] = lambda more: None
+) -> tuple[bytes, str]:
+    """The body as it came, at most `limit` bytes within `seconds`, and its coding: empty where it is not compressed.
+
+    `hold` is told of bytes that are kept, and may refuse them.
+    """
     stated = headers.get(b"content-length", b"")
     if stated.isdigit() and int(stated) > limit:
         raise Problem(413, f"the body has {stated.decode()} bytes; at most {limit:,} are taken.", reason="body")
@@ -54,20 +66,23 @@ async def read_body(headers: Headers, receive: Receive, limit: int, seconds: flo
     if message["type"] != "http.request" or message.get("more_body", False) or len(body) > limit:
         try:
             async with asyncio.timeout(seconds):
-                body = await _rest(message, receive, limit)
+                body = await _rest(message, receive, limit, hold)
         except TimeoutError:
             raise Problem(408, f"the body did not come within {seconds:g} s.", reason="body") from None
+    else:
+        hold(len(body))
     coding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
-    return body if coding in ("", "identity") else await asyncio.to_thread(inflate, body, coding, limit)
+    return body, "" if coding == "identity" else coding
 
 
-async def _rest(message: Message, receive: Receive, limit: int) -> bytes:
+async def _rest(message: Message, receive: Receive, limit: int, hold: Callable[[int], None]) -> bytes:
     parts, size = [], 0
     while True:
         if message["type"] == "http.disconnect":
             raise ClientGone
         parts.append(message.get("body", b""))
         size += len(parts[-1])
+        hold(len(parts[-1]))
         if size > limit:
             raise Problem(413, f"the body has more than {limit:,} bytes, which is what is taken.", reason="body")
         if not message.get("more_body", False):

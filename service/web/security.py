@@ -89,10 +89,10 @@ class Guard:
         self.keys, self.rate, self.burst = settings.api_keys, settings.rate_per_second, settings.burst
         self.left: dict[str, tuple[float, float]] = {}  # token bucket by caller: requests left, and at what time
 
-    def admit(self, path: str, headers: Headers, address: str) -> None:
-        """Raise 401 without a valid key, 429 above the rate limit."""
+    def admit(self, path: str, headers: Headers, address: str) -> str:
+        """Owner of the key, or the address. Raises 401 without a valid key, 429 above the rate limit."""
         if path in OPEN or path.startswith("/console/"):
-            return
+            return address
         caller = address
         if self.keys:
             key = headers.get(b"x-api-key") or _bearer(headers.get(b"authorization", b""))
@@ -107,6 +107,7 @@ class Guard:
             caller = owner
         if self.rate is not None:
             self._count(caller, self.rate)
+        return caller
 
     def _owner(self, key: str) -> str | None:
         """Name of the key's owner; all hashes are compared, each in constant time."""

@@ -12,6 +12,7 @@ from dubito.service.logs import writer
 from dubito.service.metrics import Counts, Metrics, Sizes, device_bytes
 from dubito.service.repository import Repository
 from dubito.service.settings import Settings
+from dubito.service.web.decoders import OUTCOMES, Decoders
 from dubito.service.web.limits import ConnectionLimits
 from dubito.service.web.predict import Predictor
 
@@ -29,6 +30,7 @@ class State:
         self.limits = ConnectionLimits(settings)
         self.repository: Repository | None = None
         self.predictor: Predictor | None = None
+        self.decoders: Decoders | None = None
         self.asked = torch.float32  # dtype of activations that the settings ask for
         self.started = self.draining = False
 
@@ -40,15 +42,21 @@ class State:
         self.repository = Repository(self.settings, device, dtype, self.metrics)
         fields = {"device": str(device), "asked": name_of(self.asked), "dtype": name_of(dtype), "why": fault or why}
         log.log(logging.WARNING if fault else logging.INFO, "models run", extra=fields)
-        self.predictor = Predictor(self.settings, self.repository)
+        self.decoders = Decoders(self.settings)
+        self.decoders.start()
+        self.predictor = Predictor(self.settings, self.repository, self.decoders)
         await self.repository.load_all()
         self.started = True
 
     async def stop(self, seconds: float) -> None:
         """Answer the accepted requests within that time, then stop."""
         self.draining = True
-        if self.repository is not None:
-            await asyncio.wait_for(self.repository.close(), seconds)
+        try:
+            if self.repository is not None:
+                await asyncio.wait_for(self.repository.close(), seconds)
+        finally:
+            if self.decoders is not None:
+                self.decoders.close()
 
     @property
     def ready(self) -> bool:
@@ -80,6 +88,12 @@ class State:
             ("dubito_connections", "Open connections.", ()): {(): len(self.limits.open)},
             ("dubito_unsent_bytes", "Bytes of large replies that clients have not taken yet.", ()): {
                 (): self.limits.unsent
+            },
+            ("dubito_held_bytes", "Bytes of bodies and decoded inputs of requests under way.", ()): {
+                (): 0 if self.predictor is None else self.predictor.held
+            },
+            ("dubito_decode_depth", "Bodies that wait for a process that decodes them.", ()): {
+                (): 0 if self.decoders is None else self.decoders.depth
             },
             ("dubito_queue_depth", "Requests in the queue.", ("model",)): {
                 (name,): one.batcher.depth for name, one in served.items()
@@ -116,6 +130,9 @@ class State:
         return {
             ("dubito_connections_closed", "Connections closed for a limit, by its name.", ("reason",)): {
                 (reason,): number for reason, number in self.limits.closed.items()
+            },
+            ("dubito_decoded_total", "Bodies decoded by other processes, by outcome.", ("outcome",)): {
+                (outcome,): 0 if self.decoders is None else self.decoders.counts[outcome] for outcome in OUTCOMES
             },
             ("dubito_log_lines_dropped", "Log lines dropped because nothing took them.", ()): {(): writer.dropped},
         }

@@ -35,6 +35,7 @@ class Live:
     url: str
     log: Path
     stdout: IO[str]  # open as long as the server may write to it
+    grpc: str = ""  # host and port, with `--grpc-port`
 
     @property
     def address(self) -> str:
@@ -98,7 +99,8 @@ class Starter:
                 folder=self.folder,
                 environment={**self.usual, **environment},
             )
-        self.running.append(Live(process, _greeting(process, stdout, log), log, stdout))
+        url, rpc = _greeting(process, stdout, log)
+        self.running.append(Live(process, url, log, stdout, rpc))
         return self.running[-1]
 
     def close(self) -> None:
@@ -109,15 +111,15 @@ class Starter:
             live.stdout.close()
 
 
-def _greeting(process: BaseProcess, stdout: IO[str], log: Path) -> str:
+def _greeting(process: BaseProcess, stdout: IO[str], log: Path) -> tuple[str, str]:
     watchdog = threading.Timer(LIMIT, process.kill)
     watchdog.start()
     said = ""
     try:
         for line in stdout:
             said += line
-            if found := re.search(r"console (http://\S+)/", line):
-                return found[1]
+            if found := re.search(r"console (http://\S+)/.*?metrics \S+(?:   gRPC (\S+))?", line):
+                return found[1], found[2] or ""
     finally:
         watchdog.cancel()
     process.join()
