@@ -40,6 +40,7 @@ from benchmarks._server import LIMIT
 from dubito.models.embedded import embedded
 
 RATE = 40.0  # honest requests a second
+WARM = 40  # requests that are not counted
 QUIET, AFTER = 5.0, 3.0  # seconds before the attack, and after it
 COLUMNS = (
     "attack",
@@ -421,7 +422,7 @@ class Honest:
         return zip(self.due, self.seconds, self.status, strict=True)
 
 
-def be_honest(host: str, port: int, cores: set[int], stop: Any, out: Any) -> None:
+def be_honest(host: str, port: int, cores: set[int], warm: Any, stop: Any, out: Any) -> None:
     """In a process of its own: ask at the fixed rate until told to stop, then hand over what was seen."""
     os.sched_setaffinity(0, cores)
     rows: list[tuple[float, float, int]] = []
@@ -452,6 +453,8 @@ def be_honest(host: str, port: int, cores: set[int], stop: Any, out: Any) -> Non
                         kept.append((reader, writer))
                     break
         rows.append((due, time.monotonic() - due, status))
+        if len(rows) == WARM:
+            warm.set()
 
     async def go() -> None:
         kept: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
@@ -524,10 +527,11 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
         wait_ready(server, port)
         for thread in psutil.Process(server.pid).threads():
             os.sched_setaffinity(thread.id, own)
-        stop, out = spawn.Event(), spawn.Queue()
-        honest = spawn.Process(target=be_honest, args=("127.0.0.1", port, own, stop, out))
+        warm, stop, out = spawn.Event(), spawn.Event(), spawn.Queue()
+        honest = spawn.Process(target=be_honest, args=("127.0.0.1", port, own, warm, stop, out))
         honest.start()
-        time.sleep(3 + QUIET)  # it starts, and warms the server up
+        warm.wait(LIMIT)
+        time.sleep(QUIET)
         before, begin = resident(server.pid), time.monotonic()
         target = Target("127.0.0.1", port, server.pid)
         hostile = spawn.Process(target=be_hostile, args=(attack.name, target, theirs, attack.seconds))

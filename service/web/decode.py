@@ -32,7 +32,7 @@ from dubito.service.memory import keep_nothing
 from dubito.service.problems import Problem
 from dubito.service.web import oip
 from dubito.service.web.arrays import array_of
-from dubito.service.web.http import json_object
+from dubito.service.web.http import inflate, json_object
 
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")
 TOGETHER = 16  # all pictures of a request may have this many times the pixels that one may have
@@ -42,7 +42,7 @@ MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of a JPEG, in the data of a
 FRAME = struct.Struct("<II")  # bytes of the JSON of a frame, and of what follows it
 MOST_LOGGED = 10  # warnings of libraries about one body
 HANDLER = logging.Handler(logging.WARNING)
-NICE = 5  # decoding gives way to predictions
+NICE = 10  # decoding gives way to predictions
 PARENT_DIES = 1  # PR_SET_PDEATHSIG
 LIGHT = 1 << 20  # pixels × scans of the pictures of a light request: some 20 ms
 PLAIN, PLAIN_BYTES, MOST_PARTS = 1 << 17, 1 << 18, 32  # of pictures that the server decodes itself
@@ -97,8 +97,10 @@ def decode(
     kind: str, sizes: Sequence[int], body: bytes, limits: RequestLimits, content_type: str
 ) -> Iterator[Piece | bytes]:
     """The inputs of a body, one after the other; then, of JSON, what it has beside them."""
-    if kind == "pictures":
-        yield from Pictures(limits).read(_split(body, sizes))
+    if kind == "raw":
+        yield body
+    elif kind == "pictures":
+        yield from Pictures(limits).read(_split(body, sizes or (len(body),)))
     elif kind == "form":
         pictures = Pictures(limits)
         for file in files_of(body, content_type, limits.check_rows):
@@ -430,6 +432,8 @@ def serve(server: socket.socket, task: dict[str, Any], body: bytes) -> None:
     HANDLER.emit = lambda record: logged.append(record.getMessage()[:200])  # type: ignore[method-assign]
     try:
         rest = b""
+        if task["coding"]:
+            body = inflate(body, task["coding"], task["most"])
         for piece in decode(task["kind"], task["sizes"], body, limits, task["content_type"]):
             if isinstance(piece, bytes):
                 rest = piece
@@ -450,8 +454,12 @@ def serve(server: socket.socket, task: dict[str, Any], body: bytes) -> None:
         send(server, {"fault": format_exc()[-4000:]})
 
 
-def task_of(kind: str, sizes: Sequence[int], limits: RequestLimits, content_type: str = "") -> dict[str, Any]:
-    return {"kind": kind, "sizes": sizes, "limits": asdict(limits), "content_type": content_type}
+def task_of(
+    kind: str, sizes: Sequence[int], limits: RequestLimits, content_type: str, coding: str, most: int
+) -> dict[str, Any]:
+    """`coding`: how the body is compressed; it may unpack to `most` bytes."""
+    one = {"kind": kind, "sizes": sizes, "limits": asdict(limits), "content_type": content_type}
+    return one | {"coding": coding, "most": most}
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = dict[bytes, bytes]  # of a request: lower-case names; the last value of a repeated one
 Pairs = list[tuple[bytes, bytes]]  # of a reply
 
+CODINGS = ("gzip", "deflate")  # of bodies
 WORTH_PACKING = 1024  # bytes
 REFUSED = re.compile(r";q=0(\.0*)?$")  # a content coding that the client refuses
 MOST_OPTIONS = 100  # of a query
@@ -44,10 +45,16 @@ def query_of(scope: Scope) -> dict[str, str]:
     return options
 
 
-async def read_body(
+async def read_body(headers: Headers, receive: Receive, limit: int, seconds: float) -> bytes:
+    """A short body: at most `limit` bytes before and after decompression, received within `seconds`."""
+    body, coding = await read_packed(headers, receive, limit, seconds)
+    return inflate(body, coding, limit) if coding else body
+
+
+async def read_packed(
     headers: Headers, receive: Receive, limit: int, seconds: float, hold: Callable[[int], None] = lambda more: None
-) -> bytes:
-    """The body: at most `limit` bytes before and after decompression, received within `seconds`.
+) -> tuple[bytes, str]:
+    """The body as it came, at most `limit` bytes within `seconds`, and its coding: empty where it is not compressed.
 
     `hold` is told of bytes that are kept, and may refuse them.
     """
@@ -65,11 +72,7 @@ async def read_body(
     else:
         hold(len(body))
     coding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
-    if coding in ("", "identity"):
-        return body
-    body = await asyncio.to_thread(inflate, body, coding, limit)
-    hold(len(body))
-    return body
+    return body, "" if coding == "identity" else coding
 
 
 async def _rest(message: Message, receive: Receive, limit: int, hold: Callable[[int], None]) -> bytes:

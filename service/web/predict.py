@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,9 @@ from dubito.service.web.decode import (
     plain,
     task_of,
 )
-from dubito.service.web.decoders import Decoders
+from dubito.service.web.decoders import Decoders, Take
 from dubito.service.web.http import (
+    CODINGS,
     WORTH_PACKING,
     ClientGone,
     DisconnectWatch,
@@ -44,10 +45,11 @@ from dubito.service.web.http import (
     Pairs,
     Receive,
     Scope,
+    inflate,
     json_object,
     pack,
     query_of,
-    read_body,
+    read_packed,
 )
 from dubito.service.web.oip import DRAWS, PARAMETERS
 from dubito.service.web.options import PredictOptions, read_options, shown
@@ -108,6 +110,7 @@ class Decode:
     light: bool = False
     here: bool = False  # so little that a thread of the server decodes it: that is sooner done than sent
     content_type: str = ""
+    coding: str = ""  # of a compressed body
 
     @classmethod
     def pictures(cls, files: Sequence[bytes]) -> "Decode":
@@ -141,8 +144,10 @@ class Predictor:
             raise Problem(415, f"Content-Type is {kind[:60]!r}; expected {KINDS}{curl}.")
         if kind.startswith("image/") and not limits.pictures:
             raise Problem(415, f"this model takes tensors of shape {limits.declared()}, not pictures.")
-        body = await self._body(context, limits)
-        coded, read, fields = self._v1_inputs(body, kind, content_type, limits)
+        body, coding = await self._body(context, limits)
+        if coding and kind in NPY:
+            body, coding = await self._raw(context, limits, body, coding), ""
+        coded, read, fields = self._v1_inputs(body, coding, kind, content_type, limits)
         given = {**query_of(context.scope), **fields}
         options = read_options(given, self.settings) if given else self.usual
         light = len(body) <= HEAVY
@@ -171,12 +176,12 @@ class Predictor:
         return await self._packed(context, served, result, orjson.dumps(reply), [oip.AS_JSON])
 
     def _v1_inputs(
-        self, body: bytes, kind: str, content_type: str, limits: RequestLimits
+        self, body: bytes, coding: str, kind: str, content_type: str, limits: RequestLimits
     ) -> tuple["Decode | None", Callable[[Codec], Inputs] | None, dict[str, Any]]:
         """How the inputs are read: by another process or by a function; and the options of a short JSON body."""
         match kind:
-            case oip.JSON if len(body) > HEAVY:
-                return Decode("v1", body, light=len(body) <= QUICK), None, {}
+            case oip.JSON if coding or len(body) > HEAVY:
+                return Decode("v1", body, light=not coding and len(body) <= QUICK, coding=coding), None, {}
             case oip.JSON:
                 fields = json_object(body, "; expected one with `inputs` or `images`")
                 if ("inputs" in fields) == ("images" in fields):
@@ -186,15 +191,19 @@ class Predictor:
                 inputs = fields.pop("inputs")
                 return None, lambda codec: codec.from_lists(inputs), fields
             case "multipart/form-data":
-                return Decode("form", body, light=len(body) <= QUICK, content_type=content_type), None, {}
+                light = not coding and len(body) <= QUICK
+                return Decode("form", body, light=light, content_type=content_type, coding=coding), None, {}
             case _ if kind in NPY:
                 return None, lambda codec: codec.from_npy(body), {}
-        return Decode.pictures([body]), None, {}
+        return (Decode("pictures", body, coding=coding) if coding else Decode.pictures([body])), None, {}
 
     async def v2(self, context: RequestContext, name: str, version: str | None) -> tuple[bytes, Pairs]:
         limits = self.check_room(context, name)
-        body = await self._body(context, limits)
-        stated, head = context.headers.get(oip.SPLIT), len(body)
+        body, coding = await self._body(context, limits)
+        stated = context.headers.get(oip.SPLIT)
+        if coding and stated is not None:
+            body, coding = await self._raw(context, limits, body, coding), ""
+        head = len(body)
         coded: Decode | None = None
         parsed: InferRequest | None = None
         values: oip.Values = []
@@ -205,10 +214,10 @@ class Predictor:
             head = oip.length_of(stated, len(body))
             if head > MOST_HEAD and head < len(body):
                 raise Problem(413, f"the JSON before binary data has {head:,} bytes; at most {MOST_HEAD:,} are taken.")
-        if parsed is None and head <= HEAVY:
+        if parsed is None and head <= HEAVY and not coding:
             parsed = self.cached(body[:head]) if head <= SHORT else self._parse(body[:head])
         if parsed is None:
-            coded = Decode("v2", body, light=len(body) <= QUICK)
+            coded = Decode("v2", body, light=not coding and len(body) <= QUICK, coding=coding)
         else:
             values = oip.values_of(parsed.header.input, body, head)
             if isinstance(values, list):
@@ -294,9 +303,39 @@ class Predictor:
             served.limits = limits_of(served.declared, one.max_rows, one.input_bytes, one.image_pixels, one.image_scans)
         return served.limits
 
-    async def _body(self, context: RequestContext, limits: RequestLimits) -> bytes:
+    async def _body(self, context: RequestContext, limits: RequestLimits) -> tuple[bytes, str]:
+        """The body and, where it is compressed and long, how: another process unpacks it then."""
         most, seconds = limits.body_bytes(self.settings.body_bytes), self.settings.body_seconds
-        return await read_body(context.headers, context.receive, most, seconds, lambda more: self.hold(context, more))
+        hold = partial(self.hold, context)
+        body, coding = await read_packed(context.headers, context.receive, most, seconds, hold)
+        if coding and (len(body) <= HEAVY or coding not in CODINGS):
+            try:
+                return inflate(body, coding, min(HEAVY, most)), ""
+            except Problem as problem:
+                if problem.status != 413 or most <= HEAVY:
+                    raise
+        return body, coding
+
+    async def _raw(self, context: RequestContext, limits: RequestLimits, body: bytes, coding: str) -> bytes:
+        """A long compressed body, unpacked."""
+        coded = Decode("raw", body, coding=coding)
+        unpacked = await self._decode(context, limits, coded, self.usual.timeout_ms, lambda array, picture: None)
+        self.hold(context, len(unpacked))
+        return unpacked
+
+    async def _decode(
+        self, context: RequestContext, limits: RequestLimits, coded: "Decode", timeout_ms: int, take: Take
+    ) -> bytes:
+        """What another process says of a body, within the request's time."""
+        left = min(context.began + timeout_ms / 1000, context.until) - time.monotonic()
+        most = limits.body_bytes(self.settings.body_bytes)
+        task = task_of(coded.kind, coded.sizes, limits, coded.content_type, coded.coding, most)
+        watch = DisconnectWatch(context.receive)
+        where: dict[str, Any] = {"light": coded.light, "client": context.client, "watch": watch}
+        try:
+            return await self.decoders.run(task, coded.body, take, seconds=max(0.0, left), **where)
+        except Late:
+            raise Late(timeout_ms / 1000) from None
 
     def hold(self, context: RequestContext, more: int) -> None:
         """Count bytes that the request keeps until it is answered. Small requests are never refused for them: their
@@ -348,14 +387,7 @@ class Predictor:
                 await asyncio.to_thread(body.read, codec)
                 x = codec.taken()
             elif body is not None:
-                left = min(context.began + timeout_ms / 1000, context.until) - time.monotonic()
-                watch = DisconnectWatch(context.receive)
-                task = task_of(body.kind, body.sizes, limits, body.content_type)
-                where = {"light": body.light, "client": context.client, "seconds": max(0.0, left), "watch": watch}
-                try:
-                    rest = await self.decoders.run(task, body.body, codec.take, **where)
-                except Late:
-                    raise Late(timeout_ms / 1000) from None
+                rest = await self._decode(context, limits, body, timeout_ms, codec.take)
                 x = codec.taken()
             elif read is not None:
                 x = read(codec) if quick else await asyncio.to_thread(read, codec)

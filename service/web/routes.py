@@ -179,7 +179,7 @@ def _of_repository(app: FastAPI, state: State) -> None:
             raise Problem(400, "ready is no boolean.")
         return _json(repository_of(state).index(ready_only=ready))
 
-    changed: Any = answer(ANY, "Done.", (400, 404, 408, 413, 415, *OF_ANY), v2=True)
+    changed: Any = answer(ANY, "Done.", (400, 403, 404, 408, 413, 415, *OF_ANY), v2=True)
     nothing: Any = {"nothing": {"value": {}}}
     parameters: Any = {"requestBody": {"required": False, **content({"type": "object"}, examples=nothing)}}
     described: Any = {"tags": ["v2"], "responses": changed, "openapi_extra": parameters}

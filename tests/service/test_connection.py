@@ -112,7 +112,7 @@ async def served(ours: bool, **limits: Any) -> Any:
     """A port of our protocol or of uvicorn's, the state of the server behind it, and the limits."""
     held = ConnectionLimits(Settings(**limits))
     kind: Any = protocol(held) if ours else HttpToolsProtocol
-    config = uvicorn.Config(app, http=kind, log_config=None, access_log=False, lifespan="off")
+    config = uvicorn.Config(app, http=kind, ws="none", log_config=None, access_log=False, lifespan="off")
     config.load()
     state = ServerState()
     state.default_headers = [(b"date", b"today")]
@@ -157,7 +157,7 @@ class Recorder(asyncio.Transport):
 async def recorded(ours: bool, pieces: list[bytes], **limits: Any) -> list[bytes]:
     """The writes with which a protocol answers these pieces."""
     kind: Any = protocol(ConnectionLimits(Settings(**limits))) if ours else HttpToolsProtocol
-    config = uvicorn.Config(app, http=kind, log_config=None, access_log=False, lifespan="off")
+    config = uvicorn.Config(app, http=kind, ws="none", log_config=None, access_log=False, lifespan="off")
     config.load()
     state, transport = ServerState(), Recorder()
     state.default_headers = [(b"date", b"today")]

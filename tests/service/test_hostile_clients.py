@@ -411,10 +411,10 @@ def test_connections_that_were_accepted_are_answered_when_the_server_stops(serve
 def test_the_exit_code_says_that_a_request_was_cancelled(serve: Serve, fragile: tuple[Path, dict[str, str]]) -> None:
     path, environment = fragile
     server = serve(path, *flags(linger_seconds=0, drain_seconds=0.2, batch_work=1), **environment)
-    request = post({"inputs": [[SLOW, 0.0, 0.0, 1.0]], "samples": 40}).replace(b"digits", b"fragile")
+    request = post({"inputs": [[SLOW, 0.0, 0.0, 1.0]] * 20, "samples": 1}).replace(b"digits", b"fragile")
     with connected(server) as plain:
         plain.sendall(request)
-        until(lambda: 'dubito_queue_depth{model="fragile"} 0.0' not in httpx.get(f"{server.url}/metrics").text)
+        until(lambda: 'dubito_batch_size_count{model="fragile"} 0.0' not in httpx.get(f"{server.url}/metrics").text)
         server.send(signal.SIGTERM)
         assert said(plain).startswith(b"HTTP/1.1 503 ")
     assert server.wait() == 1
