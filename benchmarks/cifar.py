@@ -42,6 +42,7 @@ from dubito.training.evaluation.evaluate import default_measure, quality
 from dubito.training.evaluation.predicting import ChosenPredictive, Summary
 from dubito.training.metrics import auroc
 from dubito.training.recipe import Phases, build_network, finish, read_parts, task_of, train
+from dubito.training.weights import read_weights
 
 RECIPES = {"resnet18": "cifar10", "resnet50": "cifar10-resnet50"}
 SAMPLES = 20  # K
@@ -53,7 +54,7 @@ METHODS: dict[str, list[str]] = {
     "ensemble-u": [
         "posterior.method=ensemble-u",
         "posterior.options={inducing=64, members=5, lam_share=0.1}",
-        "tune.trials=[{spread=0.3}, {spread=0.45}, {spread=0.65}]",
+        "tune.trials=[{spread=0.2}, {spread=0.3}, {spread=0.45}, {spread=0.3, lam_share=0.2}]",
     ],
     "ensemble-w": [],
 }
@@ -80,16 +81,19 @@ class Bench:
         if not path.exists():
             recipe = self.read(seed, [])
             parts = read_parts(recipe, self.root)
-            network = bayesianize(self.untrained(recipe, parts), "deterministic", task=task_of(parts, recipe))
+            network = bayesianize(self.network(recipe, parts), "deterministic", task=task_of(parts, recipe))
             fitting = Phases(recipe, parts, input_of(parts.train), path, self.device)
             trained = fitting.fit(network, recipe.pretraining, "plain").finish().cpu()
             save_file({name: t.contiguous() for name, t in trained.net.state_dict().items()}, path)
             fitting.clean()
         return path
 
-    def untrained(self, recipe: Recipe, parts: Parts) -> nn.Module:
+    def network(self, recipe: Recipe, parts: Parts) -> nn.Module:
+        """The plain network, with the weights that the recipe names."""
         torch.manual_seed(recipe.seed)
-        return build_network(recipe, parts, input_of(parts.train))
+        given = recipe.network.weights
+        weights = None if given is None else read_weights(Path(given))
+        return build_network(recipe, parts, input_of(parts.train), weights)
 
     def model(self, method: str, seed: int, chosen: Row | None) -> Model:
         """The artifact, made if it is not there yet; with options of the posterior that were chosen, or by trials."""
@@ -106,7 +110,7 @@ class Bench:
             assert trained is not None
             return trained.model
         parts = read_parts(recipe, self.root)
-        network = bayesianize(self.untrained(recipe, parts), "deterministic", task=task_of(parts, recipe))
+        network = bayesianize(self.network(recipe, parts), "deterministic", task=task_of(parts, recipe))
         return finish(network.to(self.device), recipe, parts, input_of(parts.train), out)
 
     def measure(self, method: str, seed: int, chosen: Row | None = None) -> Row:

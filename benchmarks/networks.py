@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -99,6 +100,7 @@ for line in sys.stdin:
     except Exception as error:
         print(repr(error), flush=True)
 """
+INDUCING_POINTS = ("gi", "li", "fac-gi", "rand-gi")  # start at examples
 STEPS = ("saved", "equal", "methods", "laplace", "served", "captured", "onnx")
 
 
@@ -143,7 +145,7 @@ def measure(name: str, row: dict[str, Any], wanted: list[str], folder: Path, url
     steps: dict[str, Callable[[], Any]] = {
         "saved": lambda: len(save(plain, file, card=card).traced.calls),  # type: ignore[union-attr]
         "equal": lambda: elsewhere(net, file, side, folder, child),
-        "methods": lambda: converted(file),
+        "methods": lambda: converted(file, side),
         "laplace": lambda: with_posterior(file, folder / "models" / "m" / "1" / "model.safetensors", card, side),
         "served": lambda: asked(url, side),
         "captured": lambda: captured(file, folder, card, side),
@@ -181,13 +183,16 @@ def elsewhere(net: nn.Module, file: Path, side: int, folder: Path, child: Any) -
         return torch.equal(net(x), load_file(answer)["f"])
 
 
-def converted(file: Path) -> list[str]:
+def converted(file: Path, side: int) -> list[str]:
     """The methods that convert the rebuilt network; layers that no method can convert stay as they are."""
-    net = load(file).network.net.to("meta")
+    net = load(file).network.net
+    on_meta = deepcopy(net).to("meta")
+    noise = torch.randn(8, 3, side, side), torch.arange(8) % len(LABELS)
     methods = []
     for method in METHODS:
+        start: dict[str, Any] = {"net": net, "examples": noise} if method in INDUCING_POINTS else {"net": on_meta}
         try:
-            network = bayesianize(net, method, start="prior", unsupported="leave", inducing=8, members=2)
+            network = bayesianize(**start, method=method, start="prior", unsupported="leave", inducing=8, members=2)
         except DubitoError:
             continue
         if network.layers or method == "deterministic":

@@ -37,11 +37,11 @@ from dubito.training.evaluation.predicting import (
 from dubito.training.feature_bank import make_bank
 from dubito.training.metrics import placements
 from dubito.training.seeds import stream
+from dubito.training.temperature import fit_temperature
 from dubito.training.terminal import bar, remark
 
 PATCHES_FROM = 128  # examples on which the directions of the factored law are found
 KINDS = 6  # of inputs on which a measure is chosen: as they are, and five kinds of spoiled copies
-SPREAD_OF_T = 0.5  # standard deviation of log T a priori
 CHOOSING = 20  # K with which a measure, a temperature or the constants of RAPS are chosen
 CLEARLY = 2.0  # standard errors by which a new measure must be better
 # inputs of one request share draws, so their errors are correlated: thresholds need many requests
@@ -313,32 +313,17 @@ def strangeness(summary: Summary, y: Tensor, sets: Sets | None) -> Tensor:
 
 
 def best_temperature(model: Model, held: Examples, seed: int) -> float:
-    """The T that minimises the NLL of the mean over draws of softmax(logits/T), by golden section on log T.
-
-    log T has a prior N(0, `SPREAD_OF_T`²): on a few examples that are all right, the NLL alone would take T to zero.
-    """
+    """The most probable temperature on `held`."""
     if model.network.task.kind == "regression":
         raise CalibrationError("a temperature belongs to classification; regression learns its noise.")
     K = draws_for(model, CHOOSING)
     x = enter(held.x, declared_by(model))
-    pieces: list[tuple[Tensor, Tensor]] = []
+    answers = []
     for i, (some, y) in enumerate(zip(x.split(1024), held.y.split(1024), strict=True)):
         outputs = model.predict(some, K, stream(seed, "temperature", i), keep_outputs=True).outputs
         assert outputs is not None
-        pieces.append((outputs.cpu(), y))
-
-    def loss(log_T: float) -> float:
-        total = 0.0
-        for outputs, y in pieces:
-            log_p = (outputs / math.exp(log_T)).log_softmax(-1).gather(2, y.expand(len(outputs), -1)[..., None])
-            total -= float((log_p[..., 0].logsumexp(0) - math.log(len(outputs))).double().sum())
-        return total + (log_T / SPREAD_OF_T) ** 2 / 2
-
-    low, high, golden = math.log(0.1), math.log(10), (math.sqrt(5) - 1) / 2
-    for _ in range(25):
-        a, b = high - golden * (high - low), low + golden * (high - low)
-        low, high = (low, b) if loss(a) < loss(b) else (a, high)
-    return math.exp((low + high) / 2)
+        answers.append((outputs.cpu(), y))
+    return fit_temperature(answers)
 
 
 def try_bank(model: Model, train: Examples | None, settings: Calibrate, seed: int) -> Model:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from dubito.models.predictions.model import Model
+    from dubito.training.config import Calibrate
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -38,6 +39,18 @@ Default = Annotated[
     str | None,
     typer.Option(
         "--method", help=f"Default predictive of a {LAPLACE} model: probit (closed form, the default) or sampling."
+    ),
+]
+# of `laplace` and `calibrate`
+FalsePositiveRate = Annotated[float, typer.Option(help="Share of the calibration inputs that are flagged as OOD.")]
+Coverage = Annotated[float, typer.Option(help="Share of prediction sets (or intervals) that hold the true answer.")]
+SetScore = Annotated[str, typer.Option(help="How classes are scored for prediction sets: aps, raps or probability.")]
+Per = Annotated[
+    str | None,
+    typer.Option(
+        help="Keep the coverage for each class, or for each group: by the array `group` of an .npz file, or by the "
+        "column of a table that data.group named in training.",
+        metavar="class|group",
     ),
 ]
 # a trained network, and its inputs: of `train` and `laplace`
@@ -349,6 +362,10 @@ def laplace(
     temperature: Annotated[
         bool, typer.Option(help="Also fit a temperature of the logits, or not; of classification.")
     ] = True,
+    false_positive_rate: FalsePositiveRate = 0.05,
+    coverage: Coverage = 0.9,
+    sets: SetScore = "aps",
+    per: Per = None,
     precision: Annotated[
         str | None,
         typer.Option(
@@ -377,7 +394,7 @@ def laplace(
     from dubito.models.artifact.artifact import is_artifact
     from dubito.models.errors import InputError
     from dubito.training import config
-    from dubito.training.config import Calibrate, Data, Laplace
+    from dubito.training.config import Data, Laplace
     from dubito.training.posthoc import from_artifact, from_weights
     from dubito.training.weights import read_labels
 
@@ -396,7 +413,14 @@ def laplace(
         settings = Laplace(size=size, select=select, prior_precision=prior_precision)  # type: ignore[arg-type]
         fit_temperature = temperature and task == "classification"
         common: dict[str, Any] = {
-            "calibrate": Calibrate(method=chosen_method(method), temperature=fit_temperature),
+            "calibrate": chosen_calibration(
+                false_positive_rate=false_positive_rate,
+                coverage=coverage,
+                temperature=fit_temperature,
+                method=chosen_method(method),
+                sets=sets,
+                per=per,
+            ),
             "seed": seed,
             "data_root": data_root,
             "download": download,
@@ -424,6 +448,22 @@ def laplace(
         place = "".join(f"--{part} " for part in first["loc"][:1]).replace("_", "-")
         raise InputError(f"{place}is {first['input']!r}: {first['msg']}.") from None
     _print_result(out, model, as_json)
+
+
+def chosen_calibration(**values: Any) -> "Calibrate":
+    from pydantic import ValidationError
+
+    from dubito.models.errors import InputError
+    from dubito.training.config import Calibrate
+
+    try:
+        return Calibrate(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]).replace("_", "-")
+        known = {"sets": "aps, raps or probability", "per": "class or group", "measure": ", ".join(MEASURES)}
+        expected = known.get(name, "a share between 0 and 1")
+        raise InputError(f"--{name} is {first['input']}; expected {expected}.") from None
 
 
 def _is_name(net: str) -> bool:
@@ -507,26 +547,15 @@ def calibrate(
             "other."
         ),
     ] = None,
-    false_positive_rate: Annotated[float, typer.Option(help="Share of these inputs that are flagged as OOD.")] = 0.05,
-    coverage: Annotated[
-        float, typer.Option(help="Share of prediction sets (or intervals) that hold the true answer.")
-    ] = 0.9,
+    false_positive_rate: FalsePositiveRate = 0.05,
+    coverage: Coverage = 0.9,
     directions: Annotated[
         int, typer.Option(help="R: input directions of each factored layer that get their own noise.", min=0)
     ] = 4,
     temperature: Annotated[bool, typer.Option("--temperature", help="Also fit a temperature of the logits.")] = False,
     method: Default = None,
-    sets: Annotated[
-        str, typer.Option(help="How classes are scored for prediction sets: aps, raps or probability.")
-    ] = "aps",
-    per: Annotated[
-        str | None,
-        typer.Option(
-            help="Keep the coverage for each class, or for each group: by the array `group` of an .npz file, or by the "
-            "column of a table that data.group named in training.",
-            metavar="class|group",
-        ),
-    ] = None,
+    sets: SetScore = "aps",
+    per: Per = None,
     measure: Annotated[
         str | None,
         typer.Option(
@@ -553,35 +582,24 @@ def calibrate(
 
     Try: dubito calibrate digits.safetensors --data digits --coverage 0.95 --out digits95.safetensors
     """
-    from pydantic import ValidationError
-
     from dubito.models.artifact.artifact import load, save
-    from dubito.models.errors import InputError
     from dubito.training.calibrate import calibrate as calibrated
     from dubito.training.calibrate import check_held_out
-    from dubito.training.config import Calibrate
     from dubito.training.data.data import part_of
     from dubito.training.data.sources import read_for
     from dubito.training.evaluation.evaluate import measure as measured
 
-    try:
-        settings = Calibrate(
-            false_positive_rate=false_positive_rate,
-            coverage=coverage,
-            directions=directions,
-            temperature=temperature,
-            method=chosen_method(method),
-            sets=sets,  # type: ignore[arg-type]
-            per=per,  # type: ignore[arg-type]
-            measure=measure,  # type: ignore[arg-type]
-            bank=bank,
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]).replace("_", "-")
-        known = {"sets": "aps, raps or probability", "per": "class or group", "measure": ", ".join(MEASURES)}
-        expected = known.get(name, "a share between 0 and 1")
-        raise InputError(f"--{name} is {first['input']}; expected {expected}.") from None
+    settings = chosen_calibration(
+        false_positive_rate=false_positive_rate,
+        coverage=coverage,
+        directions=directions,
+        temperature=temperature,
+        method=chosen_method(method),
+        sets=sets,
+        per=per,
+        measure=measure,
+        bank=bank,
+    )
     permit_network(network)
     model = load(file)
     data_set = read_for(model.manifest, data, data_root, download=download, grouped=per == "group")

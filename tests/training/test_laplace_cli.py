@@ -58,6 +58,36 @@ def plain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_prediction_sets_are_made_as_asked_for(data: Path, plain: Path, tmp_path: Path) -> None:
+    out = tmp_path / "l.safetensors"
+    asked = ("--sets", "raps", "--per", "class", "--coverage", "0.8", "--false-positive-rate", "0.1")
+    told = run("laplace", plain, "--data", f"npz:{data}", "--out", out, *asked)
+    assert told.exit_code == 0, told.exception
+    calibration = load(out).card.calibration
+    assert calibration is not None
+    assert (calibration.coverage, calibration.false_positive_rate) == (0.8, 0.1)
+    assert calibration.sets is not None
+    assert calibration.sets.score == "raps"
+    assert calibration.classes is not None
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--sets", "best"), "--sets is best; expected aps, raps or probability"),
+        (("--coverage", "1.5"), "--coverage is 1.5; expected a share between 0 and 1"),
+        (("--per", "age"), "--per is age; expected class or group"),
+        (("--per", "group"), "group"),
+    ],
+)
+def test_prediction_sets_that_cannot_be_are_refused(
+    asked: tuple[str, str], said: str, data: Path, plain: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "l.safetensors"
+    assert said in refused("laplace", plain, "--data", f"npz:{data}", "--out", out, *asked)
+    assert not out.exists()
+
+
 def test_a_recipe_goes_the_whole_way(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "l.safetensors"
     told = run("train", f"npz:{data}", "--out", out, "--json", *QUICK, *LAPLACE, "--set=posterior.options={size=40}")

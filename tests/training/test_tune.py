@@ -4,12 +4,14 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from dubito.models.errors import ConversionError
 from dubito.training.config import Recipe, RecipeError, read_recipe
 from dubito.training.recipe import Phases, read_parts, train
+from dubito.training.temperature import nll_with_temperature
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 TRIALS = "tune={trials=[{sigma_max=0.9, spread=0.8}, {sigma_max=0.2, spread=0.1}], epochs=2}"
@@ -38,11 +40,42 @@ def test_the_trial_with_the_lowest_validation_nll_is_chosen(tmp_path: Path, capf
     assert list(tmp_path.glob("*.checkpoint.safetensors")) == []
 
 
+def test_a_trial_is_judged_with_the_temperature_that_the_model_will_have(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Trials of a recipe with a temperature have no higher NLL than the same trials without one."""
+    said = {}
+    for asked in ("false", "true"):
+        train(recipe(TRIALS, f"calibrate.temperature={asked}"), tmp_path / f"{asked}.safetensors")
+        lines = capfd.readouterr().err.replace("\n", " ")
+        assert ("with a temperature" in lines) == (asked == "true")
+        said[asked] = [float(n) for n in re.findall(r"validation NLL ([\d.]+)", lines)]
+    for with_it, without in zip(said["true"], said["false"], strict=True):
+        assert with_it < without  # two epochs leave T far from 1
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
+def test_nll_with_a_temperature_is_the_least_over_all_temperatures(scale: float) -> None:
+    """Against a fine grid, in numpy; the prior of T hardly matters for 4,000 examples."""
+    rng = np.random.default_rng(7)
+    y = rng.integers(0, 3, 4000)
+    logits = rng.standard_normal((5, 4000, 3)) + 1.5 * np.eye(3)[y]
+    logits *= scale
+
+    def at(T: float) -> float:
+        p = np.exp(logits / T)
+        p /= p.sum(-1, keepdims=True)
+        return float(-np.log(p.mean(0)[np.arange(4000), y]).mean())
+
+    pieces = [(torch.tensor(logits[:, part]), torch.tensor(y[part])) for part in (slice(0, 1500), slice(1500, 4000))]
+    assert nll_with_temperature(pieces) == pytest.approx(min(map(at, np.geomspace(0.1, 10, 400))), abs=1e-4)
+
+
 def test_trials_that_were_made_are_not_made_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     chosen = recipe(TRIALS)
     parts = read_parts(chosen, None)
     out = tmp_path / "m.safetensors"
-    key = {"recipe": chosen.model_dump(mode="json"), "origin": parts.hash, "nll": [0.5]}
+    key = {"recipe": chosen.model_dump(mode="json"), "origin": parts.hash, "tempered": False, "nll": [0.5]}
     file = Phases(chosen, parts, None, out, torch.device("cpu")).trials  # type: ignore[arg-type]
     file.write_text(json.dumps(key))
     train(chosen, out)

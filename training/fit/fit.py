@@ -26,6 +26,7 @@ from dubito.training.fit.objective import gain, kl_weight, negative_log_likeliho
 from dubito.training.fit.ranks import Ranks
 from dubito.training.metrics import accuracy, gaussian_nll, nll, rmse
 from dubito.training.seeds import sow, stream
+from dubito.training.temperature import nll_with_temperature
 
 VALIDATION_SAMPLES = 8
 LOOK = 16  # steps between checks of the loss on a GPU: each check waits for the device
@@ -250,20 +251,27 @@ class FitRun:
         best = min(settled, key=lambda e: e.validation_nll)
         return settled[-1].epoch - best.epoch >= self.fit.patience
 
-    def validated(self, samples: int = VALIDATION_SAMPLES) -> tuple[float, float | None, float | None]:
+    def validated(
+        self, samples: int = VALIDATION_SAMPLES, *, tempered: bool = False
+    ) -> tuple[float, float | None, float | None]:
         """`validate` of the first rank, on all ranks, so that all stop in the same epoch."""
-        own = self.validate(samples)
+        own = self.validate(samples, tempered=tempered)
         of_first = self.ranks.of_first([math.nan if v is None else v for v in own], self.device)
         nll, accuracy, rmse = (None if v is None else first for v, first in zip(own, of_first, strict=True))
         assert nll is not None
         return nll, accuracy, rmse
 
-    def validate(self, samples: int = VALIDATION_SAMPLES) -> tuple[float, float | None, float | None]:
-        """NLL, accuracy and RMSE of the predictive mean over a few draws."""
+    def validate(
+        self, samples: int = VALIDATION_SAMPLES, *, tempered: bool = False
+    ) -> tuple[float, float | None, float | None]:
+        """NLL (`tempered`: of classes at their best T), accuracy and RMSE of the predictive mean over a few draws."""
         x, y = enter(self.validation.x.to(self.device), self.declared), self.validation.y
-        summary = predict(self.network, self.network.factors(), x, samples, self.seed).summary
+        predicted = predict(self.network, self.network.factors(), x, samples, self.seed, keep_outputs=tempered)
+        summary = predicted.summary
         if isinstance(summary, Classified):
             p = summary.probabilities.cpu()
+            if predicted.outputs is not None:
+                return nll_with_temperature([(predicted.outputs.cpu(), y)]), accuracy(p, y), None
             return nll(p, y), accuracy(p, y), None
         mean, variance = summary.mean.cpu(), (summary.epistemic_variance + summary.aleatoric_variance).cpu()
         return gaussian_nll(mean, variance, y), None, rmse(mean, y)

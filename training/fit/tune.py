@@ -17,21 +17,26 @@ FitTrial = Callable[[nn.Module, Recipe, str], FitRun]  # the plain network, the 
 
 
 def tune(recipe: Recipe, net: nn.Module, fit: FitTrial, path: Path, origin: str, *, first: bool) -> Recipe:
-    """The recipe with the options whose trial has the lowest validation NLL.
+    """The recipe with the options whose trial has the lowest validation NLL, as the model would answer.
 
+    If the recipe fits a temperature, each trial is judged with its own: a trial that is too sure of itself may be the
+    best one after it.
     The file `path` holds the results so far, for a stopped run; it is used for the same recipe and data only.
     """
     assert recipe.tune is not None
-    key = {"recipe": recipe.model_dump(mode="json"), "origin": origin}
+    tempered = recipe.task == "classification" and recipe.calibrate.temperature
+    key = {"recipe": recipe.model_dump(mode="json"), "origin": origin, "tempered": tempered}
     known = _known(path, key)
     for i, options in enumerate(recipe.tune.trials[len(known) :], len(known)):
         run = fit(net, recipe.trial(options), f"trial-{i + 1}")
-        nll, accuracy, _ = run.validated(SAMPLES)
+        nll, accuracy, _ = run.validated(SAMPLES, tempered=tempered)
         known.append(nll)
         if first:
             write_whole(path, json.dumps({**key, "nll": known}).encode())
             shown = "" if accuracy is None else f", accuracy {accuracy:.2%}"
-            remark(f"trial {i + 1} of {len(recipe.tune.trials)}, {_words(options)}: validation NLL {nll:.4f}{shown}")
+            of_T = " with a temperature" if tempered else ""
+            count = len(recipe.tune.trials)
+            remark(f"trial {i + 1} of {count}, {_words(options)}: validation NLL {nll:.4f}{of_T}{shown}")
     best = min(range(len(known)), key=known.__getitem__)
     chosen = recipe.tune.trials[best]
     if first:

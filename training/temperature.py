@@ -1,0 +1,39 @@
+"""Fits the temperature of a classifier's logits."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+SPREAD_OF_T = 0.5  # standard deviation of log T a priori
+
+Answered = tuple[Tensor, Tensor]  # logits of the draws (K, n, classes), true classes (n)
+
+
+def fit_temperature(answers: Sequence[Answered]) -> float:
+    """The T that minimises the NLL of the mean over draws of softmax(logits/T), by golden section on log T.
+
+    log T has a prior N(0, `SPREAD_OF_T`²): on a few examples that are all right, the NLL alone would take T to zero.
+    """
+
+    def loss(log_T: float) -> float:
+        return _nll(answers, math.exp(log_T)) + (log_T / SPREAD_OF_T) ** 2 / 2
+
+    low, high, golden = math.log(0.1), math.log(10), (math.sqrt(5) - 1) / 2
+    for _ in range(25):
+        a, b = high - golden * (high - low), low + golden * (high - low)
+        low, high = (low, b) if loss(a) < loss(b) else (a, high)
+    return math.exp((low + high) / 2)
+
+
+def nll_with_temperature(answers: Sequence[Answered]) -> float:
+    """Mean NLL with the temperature that is fitted on the same answers."""
+    return _nll(answers, fit_temperature(answers)) / sum(len(y) for _, y in answers)
+
+
+def _nll(answers: Sequence[Answered], T: float) -> float:
+    total = 0.0
+    for logits, y in answers:
+        log_p = (logits / T).log_softmax(-1).gather(2, y.expand(len(logits), -1)[..., None])
+        total -= float((log_p[..., 0].logsumexp(0) - math.log(len(logits))).double().sum())
+    return total
