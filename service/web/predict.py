@@ -328,7 +328,7 @@ class Predictor:
         self, context: RequestContext, limits: RequestLimits, coded: "Decode", timeout_ms: int, take: Take
     ) -> bytes:
         """What another process says of a body, within the request's time."""
-        left = context.began + timeout_ms / 1000 - time.monotonic()
+        left = min(context.began + timeout_ms / 1000, context.until) - time.monotonic()
         most = limits.body_bytes(self.settings.body_bytes)
         task = task_of(coded.kind, coded.sizes, limits, coded.content_type, coded.coding, most)
         watch = DisconnectWatch(context.receive)
