@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from socket import create_server
+from socket import create_connection, create_server
 
 import httpx
 import psutil
@@ -38,10 +38,10 @@ class Server:
 
 
 @contextmanager
-def running(command: Sequence[str], log: Path, health: str) -> Iterator[Server]:
-    """`python -m COMMAND --port N` until it answers 200 at `health`; what it prints goes to the log."""
-    with create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def running(command: Sequence[str], log: Path, health: str | None) -> Iterator[Server]:
+    """`python -m COMMAND --port N` until it answers 200 at `health`, or takes connections where that is None; what it
+    prints goes to the log."""
+    port = free_port()
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
     clean["OMP_NUM_THREADS"] = "1"  # on two cores, threads that wait for each other are all one would see
     words = [sys.executable, "-m", *command, "--port", str(port)]
@@ -58,13 +58,22 @@ def running(command: Sequence[str], log: Path, health: str) -> Iterator[Server]:
                 one.kill()
 
 
-def _wait(server: Server, process: "subprocess.Popen[bytes]", health: str) -> None:
+def free_port() -> int:
+    with create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
+def _wait(server: Server, process: "subprocess.Popen[bytes]", health: str | None) -> None:
     end = time.monotonic() + LIMIT
     while time.monotonic() < end and process.poll() is None:
         try:
+            if health is None:
+                create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 5).close()
+                return
             if httpx.get(server.url + health, timeout=5).status_code == 200:
                 return
-        except httpx.HTTPError:
+        except (httpx.HTTPError, OSError):
             pass
         time.sleep(0.2)
     raise SystemExit(f"a server did not start; it said: {server.log.read_text()[-2000:]}")

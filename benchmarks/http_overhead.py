@@ -1,4 +1,5 @@
-"""Server CPU of one request at concurrency 16: ours beside FastAPI with a pydantic body, and LitServe.
+"""Server CPU of one request at concurrency 16: ours over HTTP and gRPC, FastAPI with a pydantic body, and LitServe;
+and beside a bare grpc.aio server that answers 400 bytes without a model.
 
 All serve the same small network on one 3 × 32 × 32 float32 image. Processor time is that of the server's whole process
 tree over many requests, from a client in a process of its own; medians over rounds in which the servers take turns.
@@ -27,8 +28,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks import _grpc
+from benchmarks._grpc import GrpcTarget, message_of
 from benchmarks._measure import machine
-from benchmarks._server import Server, running
+from benchmarks._server import Server, free_port, running
 from benchmarks._tiny import CLASSES, SHAPE, answer, network
 from dubito.models import bayesianize, save
 from dubito.models.manifest import Card, Input
@@ -44,8 +47,9 @@ class Rival:
 
     name: str
     server: Server
-    target: Target
+    target: Target | GrpcTarget
     ours: bool
+    computes: bool = True  # runs the network
     cpu: list[float] = field(default_factory=list)  # seconds per request, each round
     rows: list[float] = field(default_factory=list)  # mean batch, each round
     model: list[float] = field(default_factory=list)  # seconds per request, each round
@@ -68,7 +72,9 @@ def main() -> None:
 
 def start(stack: ExitStack, artifact: Path, folder: Path, console: Console) -> list[Rival]:
     x = np.random.default_rng(0).standard_normal((1, *SHAPE), dtype=np.float32)
+    rpc_port = free_port()
     command = ["dubito", "serve", str(artifact), "--set", "samples=1", "--set", "log_level=warning"]
+    command += ["--grpc-port", str(rpc_port)]
     ours = stack.enter_context(running(command, folder / "ours.log", "/readyz"))
     binary, headers = infer_body(x, {})
     infer, nested = "/v2/models/tiny/infer", orjson.dumps({"inputs": x}, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -76,7 +82,11 @@ def start(stack: ExitStack, artifact: Path, folder: Path, console: Console) -> l
         Rival("dubito, OIP binary", ours, post(ours.url, infer, binary, headers), True),
         Rival("dubito, OIP JSON", ours, post(ours.url, infer, flat(x), JSON), True),
         Rival("dubito, v1 JSON", ours, post(ours.url, "/v1/models/tiny/predict", nested, JSON), True),
+        Rival("dubito, gRPC", ours, GrpcTarget(f"127.0.0.1:{rpc_port}", message_of(x, "tiny")), True),
     ]
+    bare = stack.enter_context(running(["benchmarks._grpc"], folder / "grpc.log", None))
+    address = bare.url.removeprefix("http://")
+    rivals.append(Rival("bare grpc.aio", bare, GrpcTarget(address, message_of(x, "tiny")), False, computes=False))
     others = {"fastapi": ("FastAPI, pydantic body, JSON", "/docs"), "litserve": ("LitServe, JSON", "/health")}
     for kind, (name, health) in others.items():
         if find_spec(kind) is None:
@@ -112,12 +122,14 @@ def measure(rivals: list[Rival], requests: int, rounds: int, concurrency: int) -
                     rival.cpu.append(spent / requests)
                     count, rows, engine = (after - b for after, b in zip(counters_of(rival), met, strict=True))
                     rival.rows.append(rows / count if count else 1.0)
-                    rival.model.append(engine / requests if rival.ours else plain)
+                    rival.model.append(engine / requests if rival.ours else plain if rival.computes else 0.0)
                 bar.advance(task)
 
 
-def drive(target: Target, requests: int, concurrency: int) -> Load:
+def drive(target: Target | GrpcTarget, requests: int, concurrency: int) -> Load:
     """A closed loop, in the client's process."""
+    if isinstance(target, GrpcTarget):
+        return _grpc.put(target, requests, concurrency)
     return put(target, np.zeros(requests), connections=concurrency)
 
 

@@ -308,6 +308,7 @@ def main() -> None:
         first.parent.mkdir(parents=True)
         save(bayesianize(nn.Linear(2, 2), "deterministic"), first, card=Card(input=Input(shape=(2,))))
         command = ["dubito", "serve", str(repository), "--set", "buckets=1", "--set", "plan_seconds=0"]
+        command += ["--set", "repository_api=true"]
         with (
             running(command, folder / "log", "/readyz") as server,
             subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child,

@@ -1,7 +1,7 @@
 """Converts pictures to the input that a model declares."""
 
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import numpy as np
 import torch
@@ -11,9 +11,7 @@ from torch import Tensor
 
 from dubito.models.errors import InputError
 from dubito.models.manifest import Fitting, Input
-
-if TYPE_CHECKING:
-    from PIL.Image import Image as Picture
+from dubito.models.pixels import pixels_of
 
 LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 LARGEST_RESIZED = 1 << 25  # pixels, before the middle is cut out
@@ -25,7 +23,7 @@ def read_pixels(file: str | Path | IO[bytes], fitting: Fitting | None = None) ->
 
     try:
         with Image.open(file) as picture:
-            return pixels_of(picture, fitting)
+            return pixels_of(picture, exif=fitting is not None and fitting.exif)
     except OSError as error:  # UnidentifiedImageError is one
         if error.strerror is not None:
             raise
@@ -34,19 +32,6 @@ def read_pixels(file: str | Path | IO[bytes], fitting: Fitting | None = None) ->
         raise
     except Exception as error:  # Pillow raises many kinds, all of them about the file
         raise ValueError(str(error)) from None
-
-
-def pixels_of(picture: "Picture", fitting: Fitting | None = None) -> NDArray[np.uint8]:
-    """Pixels: (H, W) if grey, else (H, W, 3); turned by EXIF if the fitting says so."""
-    if fitting is not None and fitting.exif:
-        from PIL import ImageOps
-
-        picture = ImageOps.exif_transpose(picture)
-    if picture.mode == "F":
-        raise ValueError("its pixels are floats of no known range; give them as .npy")
-    if picture.mode.startswith("I"):  # 16 bits; Pillow's own conversion would cut them off at 255
-        return (np.array(picture).clip(0, 65535) >> 8).astype(np.uint8)
-    return np.array(picture.convert("L" if picture.mode in ("1", "L") else "RGB"))
 
 
 def pictures_in(array: NDArray[np.uint8], declared: Input) -> tuple[NDArray[np.uint8], bool]:
@@ -71,7 +56,7 @@ def prepare(pixels: Tensor, declared: Input) -> Tensor:
             f"a picture came as {pixels.dtype} of shape {tuple(pixels.shape)}; "
             "expected uint8 (height, width, channels)."
         )
-    x = (pixels[..., None] if pixels.dim() == 2 else pixels).permute(2, 0, 1).float() / 255
+    x = (pixels[..., None] if pixels.dim() == 2 else pixels).permute(2, 0, 1).float().div_(255)
     x = fitted(x, declared.shape, declared.image.fitting or Fitting())
     mean, std = (torch.tensor(v)[:, None, None] for v in (declared.image.mean, declared.image.std))
     return (x - mean) / std

@@ -20,6 +20,12 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.", show_default="8000")] = None,
+    grpc_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Serve gRPC too, on this port; 0 takes a free one. Needs the extra grpc.", show_default="off"
+        ),
+    ] = None,
     device: Annotated[
         Literal["auto", "cpu", "cuda"] | None, typer.Option(help="Where models run.", show_default="auto")
     ] = None,
@@ -53,6 +59,7 @@ def serve(
     from dubito.service.settings import SettingError, as_toml, read_settings
 
     flags: dict[str, object] = {"models": paths, "host": host, "port": port, "device": device, "networks": network}
+    flags["grpc_port"] = grpc_port
     for word in change or []:
         key, equals, value = word.partition("=")
         if not equals or not key:

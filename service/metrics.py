@@ -22,7 +22,7 @@ ROWS = tuple(2**i for i in range(11))
 NATS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
 STAGES = ("parse", "queue", "sample", "forward", "summarise", "encode")
 OUTCOMES = ("ok", "refused", "failed", "gone")
-REASONS = ("queue_full", "deadline", "rate", "key", "body", "gone")
+REASONS = ("queue_full", "deadline", "rate", "key", "body", "work", "bytes", "picture", "gone")
 
 
 class HistogramSeries:
@@ -153,6 +153,20 @@ class Sizes(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily]:
         for (name, what, labels), rows in self.read().items():
             family = GaugeMetricFamily(name, what, labels=labels)
+            for values, number in rows.items():
+                family.add_metric(values, number)
+            yield family
+
+
+class Counts(Collector):
+    """Counters that are read at each scrape: (name, description, label names) -> values by labels."""
+
+    def __init__(self, read: Callable[[], Mapping[tuple[str, str, tuple[str, ...]], Mapping[tuple[str, ...], float]]]):
+        self.read = read
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        for (name, what, labels), rows in self.read().items():
+            family = CounterMetricFamily(name, what, labels=labels)
             for values, number in rows.items():
                 family.add_metric(values, number)
             yield family

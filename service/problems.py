@@ -37,9 +37,17 @@ class Overloaded(TooManyRequests):
 class Late(Problem):
     """The deadline passed before the answer was there."""
 
-    def __init__(self, seconds: float) -> None:
-        detail = f"no answer within {seconds:.3f} s of queue and compute; ask for fewer samples or a longer timeout_ms."
-        super().__init__(504, detail, reason="deadline")
+    def __init__(self, seconds: float, detail: str = "") -> None:
+        usual = f"no answer within {seconds:.3f} s of queue and compute; ask for fewer samples or a longer timeout_ms."
+        super().__init__(504, detail or usual, reason="deadline")
+
+
+class Hopeless(Late):
+    """The answer cannot be there before the deadline, so it is not begun."""
+
+    def __init__(self, seconds: float, needed: float) -> None:
+        takes = f"no answer within {seconds:.3f} s is possible: this request takes about {needed:.1f} s"
+        super().__init__(seconds, f"{takes}; ask for fewer inputs or samples, or a longer timeout_ms.")
 
 
 class Gone(Problem):

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import re
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +21,14 @@ from dubito.service.engine.batcher import Batcher
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.engine import Engine
 from dubito.service.engine.plans import PlanCache, plan_file
+from dubito.service.engine.turn import Turn
 from dubito.service.metrics import Metrics, Series, model_bytes
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
 from dubito.service.sources import FILE, Key, Scan, Source, find
 
 PATHS = re.compile(r"(?<![\w.-])/\w")  # of the server's own files: a reply must not show them
+LONG = 5.0  # slices of a batch while nobody else waits
 log = logging.getLogger("dubito")
 
 
@@ -43,6 +44,7 @@ class ServedModel:
     batcher: Batcher
     series: Series
     retired: bool = False  # replaced by another version, or unloaded
+    limits: Any = None  # of its requests, once known
 
     def __post_init__(self) -> None:
         self.name, self.version = self.source.name, self.source.version
@@ -64,9 +66,10 @@ class Repository:
             raise ArtifactError(f"expected models {', '.join(sorted(unknown))} are not among the paths given. {why}")
         self.served: dict[str, ServedModel] = {}
         self.failed: dict[Key, str] = {}  # versions that could not be loaded, and why; the log has it whole
+        self.loading = {name for name, _ in self.sources}  # models that are not served yet, and will be if they can be
         self.broken: set[str] = set()  # models of which no version could be loaded at the start
         self.changing = asyncio.Lock()
-        self.turn = threading.Lock()  # held by the model that uses the device
+        self.turn = Turn()  # held by the model that uses the device
         self.budget = Budget.of(settings.memory_bytes, device)
 
     @property
@@ -82,7 +85,7 @@ class Repository:
         if served is None:
             if name in self.broken:
                 raise Problem(503, "this model could not be loaded; POST /v2/repository/index says why.")
-            if name in self.expected:
+            if name in self.expected or name in self.loading:
                 raise Problem(503, "this model is being loaded; /readyz says when it answers.", {"Retry-After": "1"})
             raise Problem(404, "no such model is served; GET /v1/models lists those that are.")
         if version is not None and version != served.version:
@@ -114,6 +117,7 @@ class Repository:
         first: DubitoError | None = None
         for name in sorted({name for name, _ in self.sources}):
             for version in self._versions(name):
+                self.loading.add(name)
                 try:
                     await self.load(name, version)
                     break
@@ -121,6 +125,7 @@ class Repository:
                     if (name, version) in self.sources and self.sources[name, version].path in self.settings.models:
                         raise
                     first = first or error
+            self.loading.discard(name)
         if first is not None and not self.served:
             raise first
         self.broken = {name for name, _ in self.sources} - set(self.served)
@@ -144,6 +149,7 @@ class Repository:
             source = self.sources[name, versions[0]]
             if name in self.served and self.served[name].source == source:
                 return
+            self.loading.add(name)
             try:
                 engine, declared, known = await asyncio.to_thread(self._prepare, source)
             except Exception as error:
@@ -154,6 +160,8 @@ class Repository:
                 if ours:
                     raise
                 raise ArtifactError(f"{source.path} cannot be loaded: {type(error).__name__}.") from error
+            finally:
+                self.loading.discard(name)
             self.failed.pop((name, source.version), None)
             series = self.metrics.of(name)
             batcher = Batcher(
@@ -201,7 +209,8 @@ class Repository:
         try:
             self._enter(engine)
             banked = self._reserve_bank(engine)
-            engine.warm(self.settings.samples, self.turn)
+            slices = self.settings.slice_ms / 1000
+            engine.warm(self.settings.samples, self.turn, (slices, LONG * slices))
             if banked:
                 engine.bank = Bank(engine.model, *banked, self.settings.bank_seconds)
                 share.kinds["bank"] = lambda: 0 if engine.bank is None else engine.bank.bytes

@@ -1,26 +1,38 @@
 """`dubito serve`: binds the port, loads the models, prints the address of the console, and shuts down gracefully."""
 
 import asyncio
+import ctypes
 import gc
 import logging
+import math
 import os
+import select
 import signal
 import socket
+import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import uvicorn
+import uvloop
 
 from dubito.models.errors import DubitoError
-from dubito.service.logs import flush_lines, start_logging
+from dubito.models.extras import need
+from dubito.service.logs import start_logging, writer
 from dubito.service.settings import Settings
 from dubito.service.web.app import Server, application
+from dubito.service.web.connection import protocol
 from dubito.service.web.state import State
-from dubito.service.web.wire import Wire
 
-KEEP_ALIVE = 65  # seconds that an idle connection stays open: longer than the usual minute of proxies
+if TYPE_CHECKING:
+    from dubito.service.grpc.server import GrpcServer
+
 SWITCH = 0.0003  # switch interval of the interpreter: the thread that feeds the GPU waits less than with the usual 5 ms
+BACKLOG = 2048  # connections that the system accepts before the server does
+SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
 log = logging.getLogger("dubito")
 
 
@@ -34,21 +46,29 @@ class Front(uvicorn.Server):
 
 def serve(settings: Settings, say: Callable[[str], None]) -> int:
     """Serve until a signal; returns the exit code, 0 if every accepted request was answered."""
-    start_logging(settings.log_level)
-    state = State(settings)
-    config = uvicorn.Config(
-        application(Server(state)),
-        http=Wire,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=settings.rate_per_second is not None,  # only the rate limit needs a client's address
-        lifespan="off",
-        timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=int(settings.drain_seconds) + 1,
-    )
-    with _listen(settings) as listener, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_serve(state, Front(config), listener, say))
+    if settings.grpc_port is not None:
+        need("grpc", "grpc", "grpc_health", "grpc_reflection")
+    start_logging(settings.log_level, settings.log_bytes)
+    try:
+        state = State(settings)
+        server = Server(state)
+        config = uvicorn.Config(
+            application(server),
+            http=protocol(state.limits),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=bool(settings.trusted_proxies),
+            forwarded_allow_ips=list(settings.trusted_proxies),
+            lifespan="off",
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
+        )
+        with _listen(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(server, Front(config), listener, say))
+    finally:
+        writer.flush()
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -66,10 +86,11 @@ def _listen(settings: Settings) -> socket.socket:
     return listener
 
 
-async def _serve(state: State, front: Front, listener: socket.socket, say: Callable[[str], None]) -> int:
-    stop = asyncio.Event()
+async def _serve(server: Server, front: Front, listener: socket.socket, say: Callable[[str], None]) -> int:
+    state, stop = server.state, asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _stop_or_exit, stop)
+    rpc, rpc_port = await _start_grpc(server)
     serving = asyncio.create_task(front.serve([listener]))
     starting = asyncio.create_task(state.start())
     stopping = asyncio.create_task(stop.wait())
@@ -81,35 +102,64 @@ async def _serve(state: State, front: Front, listener: socket.socket, say: Calla
                 sys.setswitchinterval(SWITCH)
             gc.collect()
             gc.freeze()  # later collections skip the objects that exist now
-            say(_greeting(state, listener))
+            say(_greeting(state, listener, rpc_port))
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         log.info("draining")
         state.draining = True  # not ready, but requests are still answered
         await asyncio.sleep(state.settings.linger_seconds)
+        await _accept_the_rest(listener)
     finally:
         state.draining = front.should_exit = True
+        end = time.monotonic() + state.settings.drain_seconds
         stopping.cancel()
         starting.cancel()
+        if rpc is not None:
+            await rpc.stop(state.settings.drain_seconds)  # HTTP drains meanwhile
         await asyncio.wait({serving, starting})
         gc.unfreeze()
     try:
-        await state.stop()
+        await state.stop(max(1.0, end - time.monotonic()))
     except TimeoutError:
         log.error("accepted requests were not answered in time")
+        return 1
+    if state.limits.cancelled:
+        log.error("accepted requests were not answered in time", extra={"requests": state.limits.cancelled})
         return 1
     log.info("stopped")
     return 0
 
 
+async def _accept_the_rest(listener: socket.socket) -> None:
+    """Let in no more connections, and wait until those that the system has accepted are the server's: the others would
+    be reset when the port closes."""
+    with suppress(OSError):  # not Linux: a connection that comes in the last moment may be reset
+        drop = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0, drop the packet
+        program = struct.pack("HP", 1, ctypes.addressof(drop))
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+    until = asyncio.get_running_loop().time() + 1
+    while select.select([listener], [], [], 0)[0] and asyncio.get_running_loop().time() < until:
+        await asyncio.sleep(0.005)
+
+
+async def _start_grpc(server: Server) -> "tuple[GrpcServer | None, int]":
+    """The gRPC server and its port, where the settings ask for one."""
+    if server.state.settings.grpc_port is None:
+        return None, 0
+    from dubito.service.grpc.server import GrpcServer
+
+    rpc = GrpcServer(server)
+    return rpc, await rpc.start()
+
+
 def _stop_or_exit(stop: asyncio.Event) -> None:
     """The first signal drains; the second one exits at once."""
     if stop.is_set():
-        flush_lines()
+        writer.flush()
         os._exit(1)
     stop.set()
 
 
-def _greeting(state: State, listener: socket.socket) -> str:
+def _greeting(state: State, listener: socket.socket, rpc_port: int) -> str:
     assert state.repository is not None
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -121,4 +171,5 @@ def _greeting(state: State, listener: socket.socket) -> str:
         for row in state.repository.index()
         if row["state"] != "READY" and row["reason"]
     ]
-    return "\n".join([*lines, f"console {where}/   API {where}/docs   metrics {where}/metrics"])
+    rpc = f"   gRPC {shown}:{rpc_port}" if rpc_port else ""
+    return "\n".join([*lines, f"console {where}/   API {where}/docs   metrics {where}/metrics{rpc}"])

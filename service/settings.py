@@ -3,6 +3,7 @@
 import json
 import os
 import tomllib
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -39,6 +40,16 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    grpc_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port for gRPC, which needs the extra grpc; 0 takes a free one, null: no gRPC.",
+    )
+    grpc_certificate: Path | None = Field(
+        default=None, description="TLS of the gRPC port: file of the certificate chain, in PEM; null: no TLS."
+    )
+    grpc_key: Path | None = Field(default=None, description="TLS of the gRPC port: file of the private key, in PEM.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where models run.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
@@ -80,7 +91,15 @@ class Settings(BaseSettings):
     )
     batch_work: PositiveInt = Field(default=1 << 13, description="Rows × draws of a batch; larger requests are split.")
     queue_work: PositiveInt = Field(
-        default=1 << 17, description="Rows × draws that a model may have under way; beyond it requests get 429."
+        default=1 << 18, description="Rows × draws that a model may have under way; beyond it requests get 429."
+    )
+    request_work: PositiveInt = Field(
+        default=1 << 17,
+        description="Rows × draws of a request, `auto` with its `max_samples`; for more it gets 413.",
+    )
+    slice_ms: PositiveFloat = Field(
+        default=20.0,
+        description="Time for which a batch uses the device while others wait: longer requests take turns with them.",
     )
     deadline_ms: PositiveInt = Field(default=30_000, description="Default deadline of a request: queue and compute.")
     max_deadline_ms: PositiveInt = Field(default=300_000, description="Longest deadline that a request may ask for.")
@@ -88,9 +107,58 @@ class Settings(BaseSettings):
 
     body_bytes: PositiveInt = Field(default=32 << 20, description="Largest body, before and after decompression.")
     body_seconds: PositiveFloat = Field(default=30.0, description="Longest time for a body to arrive.")
+    input_bytes: PositiveInt = Field(
+        default=1 << 28, description="Largest inputs of a request once decoded, as float32: fewer rows of large inputs."
+    )
+    held_bytes: PositiveInt = Field(
+        default=1 << 29,
+        description="Bodies and decoded inputs of the requests under way, in all; beyond it requests get 429.",
+    )
     image_pixels: PositiveInt = Field(
         default=1 << 24, description="Most pixels of a picture, checked before it is decoded."
     )
+    image_scans: PositiveInt = Field(default=32, description="Most scans of a JPEG; progressive ones have about ten.")
+    decode_seconds: PositiveFloat = Field(
+        default=5.0, description="Longest time to decode the pictures, form or long JSON of a request."
+    )
+    decode_processes: PositiveInt = Field(
+        default=2, description="Processes that decode; the first one takes only what is decoded quickly."
+    )
+    decode_bytes: int = Field(
+        default=1 << 30, ge=0, description="Address space of each of these processes; 0: no limit of its own."
+    )
+
+    max_connections: PositiveInt = Field(
+        default=2048,
+        description="Open connections, fewer where the process may open fewer files. For one more, the connection is "
+        "closed that has waited longest for its client.",
+    )
+    connections_per_address: PositiveInt = Field(
+        default=768, description="Of these, from one address (IPv6: from one /64), unless it is a trusted proxy."
+    )
+    header_bytes: PositiveInt = Field(default=32 << 10, description="Largest head of a request: its lines in all.")
+    header_lines: PositiveInt = Field(default=100, description="Most header fields of a request.")
+    header_seconds: PositiveFloat = Field(
+        default=10.0, description="Longest time for the head of a request to arrive, and to begin on a new connection."
+    )
+    idle_seconds: PositiveFloat = Field(
+        default=65.0, description="Longest time that a connection stays open between requests."
+    )
+    write_seconds: PositiveFloat = Field(
+        default=30.0, description="Longest time for a client to take the next 64 KiB of a reply."
+    )
+    unsent_bytes: PositiveInt = Field(
+        default=256 << 20,
+        description="Replies that wait for clients to take them, in all; beyond it the slowest connection is closed.",
+    )
+    pipelined: PositiveInt = Field(
+        default=64, description="Requests of a connection that may wait behind the one being answered."
+    )
+    trusted_proxies: tuple[str, ...] = Field(
+        default=(),
+        description="Addresses or networks of proxies whose X-Forwarded-For names the client; others' is ignored.",
+    )
+
     api_keys: dict[str, Hash] = Field(
         default={}, description="Name and SHA-256 of each key (`dubito key` makes one); empty: no key is needed."
     )
@@ -101,7 +169,15 @@ class Settings(BaseSettings):
     cors_origins: tuple[str, ...] = Field(
         default=(), description="Origins whose pages may call the server; empty: none."
     )
-    repository_api: bool = Field(default=True, description="Whether models can be loaded and unloaded over HTTP.")
+    repository_api: bool | None = Field(
+        default=None,
+        description="Whether models can be loaded and unloaded over HTTP; null: only where there are API keys.",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Names in the Host header under which models can be loaded and unloaded without a key, besides "
+        "localhost and IP addresses.",
+    )
 
     linger_seconds: Seconds = Field(
         default=0.5, description="After SIGTERM: time for which /readyz says 503 before the port closes."
@@ -112,8 +188,20 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged; requests are logged at info."
     )
+    log_bytes: PositiveInt = Field(
+        default=1 << 20, description="Log lines that wait to be written; beyond it lines are dropped and counted."
+    )
 
-    @field_validator("models", "networks", "expected", "cors_origins", "buckets", mode="before")
+    @field_validator(
+        "models",
+        "networks",
+        "expected",
+        "cors_origins",
+        "buckets",
+        "trusted_proxies",
+        "allowed_hosts",
+        mode="before",
+    )
     @classmethod
     def _listed(cls, value: object) -> object:
         """A list from the text of an environment variable: separated by commas, or JSON."""
@@ -131,6 +219,18 @@ class Settings(BaseSettings):
             return json.loads(value)
         pairs = [part.strip().partition("=") for part in value.split(",") if part]
         return {name: hash_ for name, _, hash_ in pairs}
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            ip_network(name)  # raises ValueError, which says what is wrong
+        return value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _lower(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name.lower() for name in value)
 
     @field_validator("buckets")
     @classmethod

@@ -35,6 +35,7 @@ FOLDER_IMPORTS = {  # the other folders of its room that a folder imports
     },
     "service/engine": set(),
     "service/web": {"service/engine"},
+    "service/grpc": {"service/web"},
     "training/data": set(),
     "training/fit": {"training/data"},
     "training/evaluation": {"training/data"},

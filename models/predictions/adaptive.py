@@ -87,6 +87,8 @@ def answer_each(job: Job, most: Counts, tolerance: Reals) -> tuple[Classified | 
                 ended |= (tolerance[left] > 0) & tally.settled(left, start, tolerance[left])
             left = left[~ended]
             job.watch.lap("summarise")
+            if len(left):
+                job.rest()
         return finite(tally.summary(drawn)), drawn
 
 

@@ -2,6 +2,7 @@
 
 import math
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class Passes(TypedDict, total=False):
     buckets: Sequence[int]  # batches are padded to the next of these sizes, so that few shapes are ever met
     watch: Stopwatch | None
     fits: Fits | None  # None: passes that run out of memory are divided
+    pause: Callable[[], None] | None  # called between two passes
+    pass_rows: int | None  # a second limit like `max_rows`, so that pauses come in time
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,8 @@ def predict(
             job.watch.lap("summarise")
             if keep_outputs:
                 kept.append(outputs)
+            if start < K:
+                job.rest()
         samples = K if noisy or not factors.random else 0
         all_, read = apart(torch.cat(kept), factors.read) if keep_outputs else (None, None)
         return Prediction(finite(tally.summary()), samples, job.seed, all_, read=read)
@@ -171,6 +176,7 @@ class Job:
     stock: Stock | None = None  # the seed's first draws, drawn ahead: `most` or more
     graph_for: GraphFor = no_graph
     fits: Fits | None = None
+    pause: Callable[[], None] | None = None
 
     @classmethod
     def of(
@@ -190,6 +196,8 @@ class Job:
         graph_for: GraphFor | None = None,
         finite: bool = False,
         fits: Fits | None = None,
+        pause: Callable[[], None] | None = None,
+        pass_rows: int | None = None,
     ) -> "Job":
         """`finite`: the inputs are known to be, and the network to be as its factors say; to look again takes time."""
         seed = seed_of(seed)
@@ -206,7 +214,7 @@ class Job:
             seed=seed,
             normals=Normals(seed, device),
             plan=planner,
-            max_rows=_rows(factors, x, device) if max_rows is None else max_rows,
+            max_rows=min(_rows(factors, x, device) if max_rows is None else max_rows, pass_rows or sys.maxsize),
             temperature=temperature,
             buckets=buckets,
             watch=Stopwatch(device) if watch is None else watch,
@@ -214,6 +222,7 @@ class Job:
             stock=stock,
             graph_for=graph_for or no_graph,
             fits=fits,
+            pause=pause,
         )
 
     @property
@@ -241,6 +250,12 @@ class Job:
             if k == 1:
                 raise
         return self.draws(start, k // 2, rows)
+
+    def rest(self) -> None:
+        """Let others use the device before the next pass."""
+        if self.pause is not None:
+            self.pause()
+            self.watch.go_on()
 
     def samples_at_once(self, rows: int) -> int:
         B, K = self._bucket(rows), max(1, NOISE // max(1, self.factors.normals))

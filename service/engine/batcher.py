@@ -5,7 +5,6 @@ import logging
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, takewhile
@@ -16,13 +15,26 @@ from typing import TypeVar
 from dubito.models.predictions.prediction import SEED_BITS
 from dubito.service.engine.engine import Answer, Broken, Engine, PredictRequest, PredictResult, joined
 from dubito.service.engine.pace import Pace
-from dubito.service.problems import Gone, Late, Overloaded
+from dubito.service.engine.turn import Turn
+from dubito.service.fair import FairQueue
+from dubito.service.problems import Gone, Hopeless, Late, Overloaded
 
 log = logging.getLogger("dubito")
 PATIENCE = 0.05  # seconds after which an answer counts as slow
 WORTH = 1.05  # gain in inputs per second for which some requests are left to the next batch
 T = TypeVar("T")
 LONGEST_WAIT = 60.0  # longest Retry-After of a refused request, in seconds
+SURE = 1.5  # a request that takes this many times what it has is refused: the pace is an estimate
+RECENT = 1.0  # seconds for which a client counts as one that others share with
+OVERFULL = 2  # times the queue that may be under way, where clients come that have less than their share
+
+
+class Abandoned(BaseException):
+    """Nobody waits any longer for the batch that is being computed."""
+
+
+class Died(BaseException):
+    """The device broke while a batch was computed between the passes of another."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +46,8 @@ class Ticket:
     most: int  # most rows of a batch that it is in
     seconds: float  # until its deadline
     slow: Callable[[], None] | None  # called if it is not answered within `PATIENCE`
+    client: str  # clients share the device
+    long: bool  # worked off in turns with others
     timer: asyncio.TimerHandle | None = None  # of the deadline; set once that is near or the answer is slow
     queued: float = field(default_factory=time.monotonic)
     ended: float = 0.0
@@ -50,6 +64,7 @@ class Batch:
         self.answers: Callable[[], list[Answer]] = list
         self.failed: Exception | None = None  # error of the whole batch
         self.cpu = 0.0  # seconds of processor time
+        self.others = 0.0  # seconds between its passes that others had
 
     def run(self, part: Callable[[], T]) -> T | None:
         """Run a part of the work. An error fails the whole batch; a broken device ends the thread."""
@@ -60,6 +75,9 @@ class Batch:
             return part()
         except Broken:
             raise
+        except Abandoned:
+            self.failed = Gone()
+            return None
         except Exception as error:
             self.failed = error
             return None
@@ -80,22 +98,37 @@ class Batcher:
         *,
         max_work: int,
         max_queue: int,
-        device: threading.Lock,
+        device: Turn,
         on_batch: Callable[[int, float], None] = lambda rows, cpu: None,
     ) -> None:
         """A batch has at most `max_work` (rows × draws), and at most the rows that the engine computes best together;
         at most `max_queue` is queued. `device` is held during passes: models that share a device take turns.
 
+        Where the engine knows how long its work takes, batches are shorter than `max_work`, and the shorter where
+        clients or models share the device. A request of more than a short batch is long: it goes in parts, and between
+        the passes of a part others are answered.
+
         `on_batch` is called for each batch, with its rows and its processor time.
         """
-        self.engine, self.max_work, self.max_queue, self.on_batch = engine, max_work, max_queue, on_batch
+        self.engine, self.max_queue, self.on_batch = engine, max_queue, on_batch
+        self.max_work = int(min(max_work, max(engine.slices[1], 1)))  # of a batch that nobody waits for
+        self.short = int(min(max_work, max(engine.slices[0], 1)))  # of one that others wait for
         self.max_rows = sys.maxsize  # of a batch, for requests like the last one
         self.device = device
-        self.queue: deque[Ticket] = deque()
+        self.queue: FairQueue[Ticket] = FairQueue()
+        self.long: FairQueue[Ticket] = FairQueue()  # parts of long requests
+        self.long_next = False  # it is their turn
+        self.outer: Batch | None = None  # long batch between whose passes others are answered
+        self.by_client: dict[str, int] = {}  # work under way
+        self.long_work = 0  # of long requests under way
+        self.shared = -RECENT  # time at which a client last came while others were under way
         self.work = self.rows = 0  # accepted and not yet answered: rows × draws, and rows
+        self.cost = 0  # rows × draws as many as are usual
         self.running: list[Ticket] = []  # taken and not yet delivered
         self.since: float | None = None  # time at which the running batch began, or last made progress
         self.pace = Pace()
+        for work, seconds in engine.timed:
+            self.pace.add(work, seconds)
         self.closing = self.dead = False
         self.asleep = False  # the thread waits for the bell
         self.ringing = False  # a call that wakes it is scheduled
@@ -114,33 +147,60 @@ class Batcher:
 
     @property
     def depth(self) -> int:
-        return len(self.queue)
+        return len(self.queue) + len(self.long)
 
-    def check_room(self, more: int, seconds: float) -> None:
+    def check_room(self, more: int, seconds: float, client: str = "", long: bool = False) -> None:
         """Raise Overloaded where the queue is full or too slow for the deadline, Gone where the model is unloaded. A
-        request is never refused while nothing else is queued."""
+        request is never refused while nothing else is queued.
+
+        A client that has less than its share of the queue finds room where others have filled it. Long requests may
+        fill half of it.
+        """
         if self.closing or self.dead:
             raise Gone
         if not self.work:
             return
+        mine = self.by_client.get(client, 0)
+        clients = len(self.by_client) + (client not in self.by_client)
+        ahead = self.work if long else min(self.work, 2 * (self.work - self.long_work))  # short ones go between passes
+        before = min(ahead, clients * (mine + more))  # clients take turns
         batch = min(self.max_work, max(1, self.max_rows * self.work // self.rows))
-        wait = self.pace.of(self.work, batch)
-        if self.work + more > self.max_queue or wait > seconds:
+        wait = self.pace.of(before * self.cost / self.work, batch)
+        full = self.work + more > self.max_queue and (
+            mine + more > self.max_queue // clients or self.work + more > OVERFULL * self.max_queue
+        )
+        if long and self.long_work:
+            full = full or self.long_work + more > self.max_queue // 2
+        if full or wait > seconds:
             raise Overloaded(self.work, self.max_queue, min(LONGEST_WAIT, max(0.1, wait)))
 
-    def put(self, request: PredictRequest, seconds: float, slow: Callable[[], None] | None = None) -> list[Ticket]:
+    def put(
+        self, request: PredictRequest, seconds: float, slow: Callable[[], None] | None = None, client: str = ""
+    ) -> list[Ticket]:
         """Queue a request; it is answered, failed or late within `seconds`. Large requests are split into parts.
 
         `slow` is called if the answer is not there after `PATIENCE`.
         """
-        self.check_room(request.work, seconds)
+        long = request.cost > self.short
+        self.check_room(request.work, seconds, client, long)
         self.max_rows = self.engine.most_rows(request)
-        whole = request.rows == 1 or (request.work <= self.max_work and request.rows <= self.max_rows)
+        if long and (needed := self.pace.of(request.cost, self.max_work)) > SURE * seconds:
+            raise Hopeless(max(0.0, seconds), needed)
+        whole = request.rows == 1 or (request.cost <= self.max_work and request.rows <= self.max_rows)
         requests = [request] if whole else self._parts(request)
-        tickets = [self._ticket(part, seconds, slow if part is requests[0] else None) for part in requests]
-        self.queue.extend(tickets)
+        tickets = [
+            self._ticket(part, seconds, slow if part is requests[0] else None, client, long) for part in requests
+        ]
+        line = self.long if long else self.queue
+        for ticket in tickets:
+            line.append(client, ticket)
+        if self.by_client and (client not in self.by_client or len(self.by_client) > 1 or self.long_work):
+            self.shared = time.monotonic()
+        self.by_client[client] = self.by_client.get(client, 0) + request.work
         self.work += request.work
         self.rows += request.rows
+        self.cost += request.cost
+        self.long_work += request.work if long else 0
         if self.asleep:
             self.gathered += request.rows
             if 2 * self.gathered >= self.max_rows:
@@ -159,12 +219,14 @@ class Batcher:
     def _parts(self, request: PredictRequest) -> list[PredictRequest]:
         """Split a request into parts that fit a batch, with one seed, so that all rows use the same draws."""
         seed = randbits(SEED_BITS) if request.seed is None else request.seed
-        rows = min(self.max_rows, max(1, self.max_work * request.rows // request.work))
+        rows = min(self.max_rows, max(1, self.max_work * request.rows // request.cost))
         return [replace(request, x=request.x[i : i + rows], seed=seed, start=i) for i in range(0, request.rows, rows)]
 
-    def _ticket(self, request: PredictRequest, seconds: float, slow: Callable[[], None] | None) -> Ticket:
+    def _ticket(
+        self, request: PredictRequest, seconds: float, slow: Callable[[], None] | None, client: str, long: bool
+    ) -> Ticket:
         """A ticket; most are answered before `_look` runs, and never get a timer of their own."""
-        ticket = Ticket(request, self.loop.create_future(), self.max_rows, seconds, slow)
+        ticket = Ticket(request, self.loop.create_future(), self.max_rows, seconds, slow, client, long)
         if seconds <= 2 * PATIENCE:
             ticket.timer = self.loop.call_later(max(0.0, seconds), self._expire, ticket)
         else:
@@ -217,6 +279,12 @@ class Batcher:
             ticket.counted = False
             self.work -= ticket.request.work
             self.rows -= ticket.request.rows
+            self.cost -= ticket.request.cost
+            self.long_work -= ticket.request.work if ticket.long else 0
+            if left := self.by_client.get(ticket.client, 0) - ticket.request.work:
+                self.by_client[ticket.client] = left
+            else:
+                self.by_client.pop(ticket.client, None)
 
     def _run(self) -> None:
         """The inference thread."""
@@ -239,29 +307,41 @@ class Batcher:
 
         If `patient`, wait until something is queued; else the batch may be empty.
         """
-        while patient and not self.queue:
+        while patient and not self.depth:
             if self.closing:
                 return None
             self.asleep = True  # set before the queue is checked again: from now on `put` rings the bell
-            if not self.queue and not self.closing:
+            if not self.depth and not self.closing:
                 self.bell.get()
             self.asleep = False
+        self.long_next = len(self.long) > 0 and (self.long_next or not self.queue)
+        batch = self._from(self.long, 1) if self.long_next else self._from(self.queue)
+        self.long_next = not self.long_next
+        return batch
+
+    def _from(self, line: FairQueue[Ticket], count: int = sys.maxsize) -> list[Ticket]:
+        """Take the next batch, of at most `count` tickets."""
         batch: list[Ticket] = []
         work, rows, most = 0, 0, sys.maxsize
-        while self.queue:
-            ticket = self.queue[0]
+        limit = self.short if self.contended or line.clients > 1 else self.max_work
+        while len(batch) < count and (ticket := line.first()) is not None:
             most = min(most, ticket.most)
-            if batch and (work + ticket.request.work > self.max_work or rows + ticket.request.rows > most):
+            if batch and (work + ticket.request.cost > limit or rows + ticket.request.rows > most):
                 break
-            self.queue.popleft()
+            line.pop()
             if not ticket.future.done():  # else it was cancelled, or is late
                 batch.append(ticket)
-                work, rows = work + ticket.request.work, rows + ticket.request.rows
+                work, rows = work + ticket.request.cost, rows + ticket.request.rows
         self._leave(batch)
         for ticket in batch:
             ticket.taken = True
         self.running += batch
         return batch
+
+    @property
+    def contended(self) -> bool:
+        """Clients or models share the device."""
+        return self.device.contended or time.monotonic() - self.shared < RECENT
 
     def _leave(self, batch: list[Ticket]) -> None:
         """Return the last tickets to the queue where a smaller batch computes more inputs per second."""
@@ -272,7 +352,8 @@ class Batcher:
         best = max(range(len(batch)), key=lambda i: rates[ends[i]])
         if rates[ends[best]] < WORTH * rates[ends[-1]]:
             return
-        self.queue.extendleft(reversed(batch[best + 1 :]))
+        for ticket in reversed(batch[best + 1 :]):
+            self.queue.put_back(ticket.client, ticket)
         del batch[best + 1 :]
 
     def _serve(self, batch: Batch, last: Batch | None) -> Batch | None:
@@ -296,6 +377,10 @@ class Batcher:
         self.since = started = time.monotonic()
         batch.wanted = [t for t in batch.tickets if not t.future.done()]  # some may have expired meanwhile
         requests = [ticket.request for ticket in batch.wanted]
+        self.outer, work = batch, sum(request.cost for request in requests)
+        finest = int(min(self.short, self.engine.finest)) if self.device.contended else self.short
+        self.engine.pause = self._between if work > finest else None
+        self.engine.pass_work = finest if self.contended else self.max_work
         try:
             launched = batch.run(lambda: self.engine.launch(requests)) if requests else None
         finally:
@@ -308,9 +393,32 @@ class Batcher:
         elif requests:
             answers = batch.run(lambda: self.engine.answer(requests))
             batch.answers = lambda: answers or []
+        self.engine.pause = self.outer = None
         if requests:
-            self.pace.add(sum(request.work for request in requests), time.monotonic() - started)
+            self.pace.add(work, time.monotonic() - started - batch.others)
         return launched is not None
+
+    def _between(self) -> None:
+        """Between two passes of a batch: other models use the device, and short requests are answered."""
+        batch, began = self.outer, time.monotonic()
+        assert batch is not None
+        if all(ticket.future.done() for ticket in batch.wanted):
+            raise Abandoned
+        self.device.yield_()
+        if batch.wanted[0].long and (tickets := self._from(self.queue)):
+            pause, self.engine.pause = self.engine.pause, None
+            short = Batch(tickets)
+            short.wanted = tickets
+            try:
+                answers = short.run(lambda: self.engine.answer([ticket.request for ticket in tickets]))
+            except Broken as error:
+                raise Died from error  # no error of the long request
+            short.answers = lambda: answers or []
+            self._conclude(short)
+            batch.cpu -= short.cpu
+            self.engine.pause = pause
+            self.since = time.monotonic()
+        batch.others += time.monotonic() - began
 
     def _conclude(self, batch: Batch) -> None:
         """Make the answers of a computed batch, and deliver them."""
@@ -321,7 +429,8 @@ class Batcher:
             ticket.ended = ended
         if batch.wanted:
             self.on_batch(sum(ticket.request.rows for ticket in batch.wanted), batch.cpu)
-        self.running = self.running[len(batch.tickets) :]
+        ended_now = set(batch.tickets)
+        self.running = [ticket for ticket in self.running if ticket not in ended_now]
         self.since = None
         self._on_loop(lambda: self._deliver(batch.tickets, dict(zip(batch.wanted, answers, strict=True))))
 
@@ -343,9 +452,11 @@ class Batcher:
             return
 
     def _drop_all(self) -> None:
-        left = [*self.running, *self.queue]
+        left = [*self.running, *self.queue, *self.long]
         self.queue.clear()
-        self.work = self.rows = 0
+        self.long.clear()
+        self.work = self.rows = self.cost = self.long_work = 0
+        self.by_client.clear()
         for ticket in left:
             if not ticket.future.done():
                 ticket.future.set_exception(Gone())

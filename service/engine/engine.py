@@ -3,7 +3,8 @@
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -36,10 +37,13 @@ from dubito.models.predictions.uncertainty import Reals
 from dubito.service.engine.bank import Bank
 from dubito.service.engine.budget import TRIED, Budget, MemoryShare, peak_of
 from dubito.service.engine.graphs import PassGraph, PassGraphs, for_gpu
+from dubito.service.engine.pace import Pace
 from dubito.service.engine.plans import PlanCache, Plans
 
 log = logging.getLogger("dubito")
 UNFIT = "input {} holds NaN, infinity or a number too large for float32; expected none."
+USUAL = 2 * CHUNK  # draws of "auto"
+TIMED, QUICK = 2, 0.5  # answers that are timed at the start, of batches that take less than so many seconds
 PROVEN = 2  # inputs of the passes in which every product is checked
 WEIGHED = (1, 4, 16, 64, 256)  # inputs of passes whose memory is measured, beside the buckets
 
@@ -61,11 +65,14 @@ class PredictRequest:
     rows: int = field(init=False)
     most: int = field(init=False)  # largest number of draws
     work: int = field(init=False)  # rows × draws, at most
+    cost: int = field(init=False)  # rows × draws, as many as are usual for "auto"
 
     def __post_init__(self) -> None:
         self.rows = len(self.x)
         self.most = self.max_samples if self.samples == "auto" else self.samples
-        self.work = self.rows * max(1, self.most)
+        self.work = self.cost = self.rows * max(1, self.most)
+        if self.samples == "auto":
+            self.cost = self.rows * min(self.most, USUAL)
 
 
 @dataclass(slots=True)
@@ -112,6 +119,11 @@ class Engine:
             self.graphs = PassGraphs(model.network, model.factors, buckets[-1])
         self.share = Budget(None).share() if share is None else share
         self.draws = 0  # of the largest pass so far
+        self.timed: list[tuple[int, float]] = []  # work (rows × draws) and seconds of batches, at the start
+        self.slices = math.inf, math.inf  # work of a short batch, and of a long one
+        self.finest = math.inf  # work of a pass while other models wait
+        self.pause: Callable[[], None] | None = None  # called between the passes of a batch
+        self.pass_work = sys.maxsize  # of a pass of a batch with pauses
         self.seed = seed_of(None)  # for the next launch without a seed
         self.model, self.buckets = model, buckets
         self.rulebook = Rulebook(model.card.calibration)
@@ -185,8 +197,12 @@ class Engine:
         watch.lap("forward")
         return launched
 
-    def warm(self, samples: int, device: AbstractContextManager[object]) -> None:
+    def warm(
+        self, samples: int, device: AbstractContextManager[object], slices: tuple[float, float] | None = None
+    ) -> None:
         """Measure executions and run every bucket once; raises what a request would raise.
+
+        `slices`: seconds of a short batch and of a long one, whose work is then known.
 
         Raises NumericsError where the device computes wrongly.
 
@@ -208,16 +224,36 @@ class Engine:
                 if samples and self.model.factors.random:
                     self.plans.measure(job, min(samples, once))
                     self._weigh(rows)
+                began = time.monotonic()
                 for result in self.answer(requests):
                     if isinstance(result, Exception):
                         raise result
+                if time.monotonic() - began < QUICK or rows <= self.buckets[0]:
+                    self._time(requests[0])
                 if self.graphs is not None and samples:
                     before = torch.cuda.memory_reserved(self.model.device)
                     for k in {min(samples, once), samples % once, min(CHUNK, once)} - {0}:
                         if self.share.fits(rows, k):
                             self.graphs.capture(job, k)
                     self.plans.bytes += max(0, torch.cuda.memory_reserved(self.model.device) - before)
+                    self._time(requests[0])  # with the graph
         self.plans.cache.save()
+        if slices is not None:
+            pace = Pace()
+            for work, seconds in self.timed:
+                pace.add(work, seconds)
+            least = max(1, samples)  # one input is always short
+            self.slices = max(least, pace.work_in(slices[0])), max(least, pace.work_in(slices[1]))
+            self.finest = max(CHUNK, pace.work_in(slices[0]))
+
+    def _time(self, request: PredictRequest) -> None:
+        """Time an answer that was given before: the first of a size takes longer."""
+        times = []
+        for _ in range(TIMED):
+            began = time.monotonic()
+            self.answer([request])
+            times.append(time.monotonic() - began)
+        self.timed = [one for one in self.timed if one[0] != request.work] + [(request.work, min(times))]
 
     def _zeros(self, rows: int) -> NDArray[np.float32]:
         declared = self.model.card.input
@@ -329,7 +365,7 @@ class Engine:
         """Results of requests that need the same passes: closed form, posterior mean, kept draws, ensembles."""
         first, model = requests[0], self.model
         samples = max(1, model.factors.members) if first.samples == "auto" else first.samples
-        passes = self._passes(watch)
+        passes = self._passes(watch, first.seed)
         if first.closed:
             prediction = predict_closed(model.network, model.factors, x, **passes)
         else:
@@ -373,14 +409,19 @@ class Engine:
         self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1, stock: Stock | None = None
     ) -> Job:
         graph_for = None if self.graphs is None else self.graphs.at
-        more = self._passes(watch)
+        more = self._passes(watch, seed)
         network, factors = self.model.network, self.model.factors
         job = Job.of(network, factors, x, seed, most=most, stock=stock, graph_for=graph_for, finite=True, **more)
         self.draws = max(self.draws, min(most, job.samples_at_once(len(x))))
         return job
 
-    def _passes(self, watch: Stopwatch | None) -> Passes:
+    def _passes(self, watch: Stopwatch | None, seed: int | None) -> Passes:
+        """A seed's passes do not depend on who else asks: their size would change its sums by a rounding."""
+        sliced = self.pause is not None and self.graphs is None  # graphs have the sizes that they were captured with
+        work = self.pass_work if seed is None else self.slices[0]
         return {
+            "pause": self.pause,
+            "pass_rows": int(work) if sliced and work < sys.maxsize else None,
             "plan": self.plans.at,
             "temperature": self.model.temperature,
             "buckets": self.buckets,
@@ -420,7 +461,7 @@ class LaunchedBatch:
             return self.completed
         self.job.watch.go_on()
         known = HostResults(self.sums)
-        return list(self.engine.conclude(self.requests, replace(self.job, graph_for=lambda B, K: known)))
+        return list(self.engine.conclude(self.requests, replace(self.job, graph_for=lambda B, K: known, pause=None)))
 
 
 @dataclass(frozen=True)

@@ -26,3 +26,8 @@ class Pace:
     def of(self, work: float, batch: float) -> float:
         """Expected seconds for `work` in batches of at most `batch`; 0 before any batch was seen."""
         return self.a * math.ceil(work / batch) + self.b * work
+
+    def work_in(self, seconds: float) -> float:
+        """Work of a batch of about so many seconds, or of twice its fixed cost where that is more; infinite where the
+        cost of work is not known."""
+        return max(seconds - self.a, self.a) / self.b if self.b > 0 else math.inf

@@ -212,13 +212,16 @@ class PlanCache:
             entries = json.loads(self.path.read_text()) if self.path is not None else {}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError, MemoryError) as error:  # the file is damaged: measured anew
             log.warning("remembered plans cannot be read", extra={"error": str(error)})
             return {}
         known = get_args(Execution)
-        if not isinstance(entries, dict) or not all(isinstance(cases, dict) for cases in entries.values()):
-            return {}
-        return {name: {case: e for case, e in cases.items() if e in known} for name, cases in entries.items()}
+        devices = entries.items() if isinstance(entries, dict) else ()
+        return {
+            name: {case: e for case, e in cases.items() if e in known}
+            for name, cases in devices
+            if isinstance(cases, dict)
+        }
 
 
 def _name(device: torch.device) -> str:

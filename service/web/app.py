@@ -10,10 +10,10 @@ from starlette.middleware.cors import CORSMiddleware
 
 from dubito.service.logs import write_line
 from dubito.service.problems import Problem, TooManyRequests, problem_of
-from dubito.service.web.http import ClientGone, Pairs, Receive, Reply, Scope, Send, body_of
-from dubito.service.web.predict import V1, V2, RequestContext
+from dubito.service.web.http import ClientGone, Message, Pairs, Receive, Reply, Scope, Send, body_of
+from dubito.service.web.predict import V1, V2, Predictor, RequestContext
 from dubito.service.web.routes import routes
-from dubito.service.web.security import EDGE, HEADERS, Guard
+from dubito.service.web.security import EDGE, HEADERS, Guard, check_target
 from dubito.service.web.state import State
 
 log = logging.getLogger("dubito")
@@ -33,15 +33,14 @@ class Server:
         self.routes = routes(state)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # web sockets are not supported
-            return
         path, headers = scope["path"], dict(scope["headers"])
         client_id = headers.get(b"x-request-id")
         id_ = client_id if client_id and PLAIN_ID.fullmatch(client_id) else b"%016x" % random.getrandbits(64)
         context = RequestContext(scope, receive, headers, time.monotonic())
         out = Reply(send, lambda: self._common_headers(id_, path, context))
         try:
-            self.guard.admit(path, headers, (scope.get("client") or ("",))[0])
+            check_target(scope["raw_path"], headers)
+            context.client = self.guard.admit(path, headers, (scope.get("client") or ("",))[0])
             if (hot := V2.fullmatch(path) or V1.fullmatch(path)) is None:
                 await self.routes(scope, receive, out)
             else:
@@ -50,16 +49,22 @@ class Server:
         except ClientGone:
             out.status = 499
         except Exception as error:
-            problem = problem_of(error)
-            if problem.status >= 500 and not isinstance(error, Problem):
-                log.exception("request failed", extra={"request": id_.decode()})
-            if problem.reason:
-                self.state.metrics.rejected.labels(problem.reason).inc()
+            problem = self.refuse(error, id_)
             if not out.status:
                 content, kind = body_of(problem, v2=path.startswith("/v2"))
                 raw = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in problem.headers.items()]
                 await out.reply(problem.status, content, [(b"content-type", kind.encode()), *raw])
-        self._finish(context, id_, out.status)
+            del problem  # its traceback refers to this frame: the body would be kept until a garbage collection
+        self.finish(context, id_, out.status)
+
+    def refuse(self, error: Exception, id_: bytes) -> Problem:
+        """The problem to show to the client, logged where the fault is the server's, and counted."""
+        problem = problem_of(error)
+        if problem.status >= 500 and not isinstance(error, Problem):
+            log.error("request failed", extra={"request": id_.decode()}, exc_info=error)
+        if problem.reason:
+            self.state.metrics.rejected.labels(problem.reason).inc()
+        return problem
 
     def _common_headers(self, id_: bytes, path: str, context: RequestContext) -> Pairs:
         """Headers that every reply gets."""
@@ -70,17 +75,27 @@ class Server:
     async def _predict(self, context: RequestContext, path: re.Match[str]) -> tuple[bytes, Pairs]:
         if context.scope["method"] != "POST":
             raise Problem(405, "this path takes POST.", {"Allow": "POST"})
-        if (predictor := self.state.predictor) is None:
-            raise Problem(503, "the server is starting; /readyz says when it is ready.", {"Retry-After": "1"})
-        if self.under_way >= self.state.settings.max_requests:
-            raise TooManyRequests(f"{self.under_way} predictions are under way.")
-        self.under_way += 1
+        predictor = self.predictor()
+        slot = Slot(self, context.receive)
+        context.receive = slot.receive
         try:
             return await (predictor.v2 if path.re is V2 else predictor.v1)(context, *path.groups())
         finally:
-            self.under_way -= 1
+            self.under_way -= slot.held
+            predictor.release(context)
 
-    def _finish(self, context: RequestContext, id_: bytes, status: int) -> None:
+    def predictor(self) -> Predictor:
+        if self.state.predictor is None:
+            raise Problem(503, "the server is starting; /readyz says when it is ready.", {"Retry-After": "1"})
+        return self.state.predictor
+
+    def enter(self) -> None:
+        """Count a prediction whose body has come as under way; who calls this takes it off `under_way` at its end."""
+        if self.under_way >= self.state.settings.max_requests:
+            raise TooManyRequests(f"{self.under_way} predictions are under way.")
+        self.under_way += 1
+
+    def finish(self, context: RequestContext, id_: bytes, status: int) -> None:
         """Count the request in the metrics, and log it."""
         seconds = time.monotonic() - context.began
         if context.served is not None:
@@ -93,6 +108,20 @@ class Server:
             if context.served is not None:
                 fields |= {"model": context.served.name, "version": context.served.version, "rows": context.rows}
             write_line(fields)
+
+
+class Slot:
+    """One of the predictions under way, taken when the body has come whole: half bodies hold none."""
+
+    def __init__(self, server: Server, receive: Receive) -> None:
+        self.server, self._receive, self.held = server, receive, False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if not self.held and message["type"] == "http.request" and not message.get("more_body", False):
+            self.server.enter()
+            self.held = True
+        return message
 
 
 def application(server: Server) -> Any:

@@ -20,9 +20,13 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = dict[bytes, bytes]  # of a request: lower-case names; the last value of a repeated one
 Pairs = list[tuple[bytes, bytes]]  # of a reply
 
+CODINGS = ("gzip", "deflate")  # of bodies
 WORTH_PACKING = 1024  # bytes
 REFUSED = re.compile(r";q=0(\.0*)?$")  # a content coding that the client refuses
 MOST_OPTIONS = 100  # of a query
+GZIP = zlib.MAX_WBITS | 16  # zlib's name for the gzip format
+MOST_MEMBERS = 4096  # streams of a gzip body
+SLICE = 1 << 16  # bytes that are unpacked at once
 
 
 class ClientGone(Exception):
@@ -42,7 +46,18 @@ def query_of(scope: Scope) -> dict[str, str]:
 
 
 async def read_body(headers: Headers, receive: Receive, limit: int, seconds: float) -> bytes:
-    """The body: at most `limit` bytes before and after decompression, received within `seconds`."""
+    """A short body: at most `limit` bytes before and after decompression, received within `seconds`."""
+    body, coding = await read_packed(headers, receive, limit, seconds)
+    return inflate(body, coding, limit) if coding else body
+
+
+async def read_packed(
+    headers: Headers, receive: Receive, limit: int, seconds: float, hold: Callable[[int], None] = lambda more: None
+) -> tuple[bytes, str]:
+    """The body as it came, at most `limit` bytes within `seconds`, and its coding: empty where it is not compressed.
+
+    `hold` is told of bytes that are kept, and may refuse them.
+    """
     stated = headers.get(b"content-length", b"")
     if stated.isdigit() and int(stated) > limit:
         raise Problem(413, f"the body has {stated.decode()} bytes; at most {limit:,} are taken.", reason="body")
@@ -51,20 +66,23 @@ async def read_body(headers: Headers, receive: Receive, limit: int, seconds: flo
     if message["type"] != "http.request" or message.get("more_body", False) or len(body) > limit:
         try:
             async with asyncio.timeout(seconds):
-                body = await _rest(message, receive, limit)
+                body = await _rest(message, receive, limit, hold)
         except TimeoutError:
             raise Problem(408, f"the body did not come within {seconds:g} s.", reason="body") from None
+    else:
+        hold(len(body))
     coding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
-    return body if coding in ("", "identity") else await asyncio.to_thread(inflate, body, coding, limit)
+    return body, "" if coding == "identity" else coding
 
 
-async def _rest(message: Message, receive: Receive, limit: int) -> bytes:
+async def _rest(message: Message, receive: Receive, limit: int, hold: Callable[[int], None]) -> bytes:
     parts, size = [], 0
     while True:
         if message["type"] == "http.disconnect":
             raise ClientGone
         parts.append(message.get("body", b""))
         size += len(parts[-1])
+        hold(len(parts[-1]))
         if size > limit:
             raise Problem(413, f"the body has more than {limit:,} bytes, which is what is taken.", reason="body")
         if not message.get("more_body", False):
@@ -76,22 +94,38 @@ def inflate(body: bytes, coding: str, limit: int) -> bytes:
     """Decompress a gzip or deflate body, and stop as soon as it exceeds the limit."""
     match coding:
         case "gzip":
-            windows = [zlib.MAX_WBITS | 16]
+            windows = [GZIP]
         case "deflate":
             windows = [zlib.MAX_WBITS, -zlib.MAX_WBITS]  # with zlib's wrapper, or without, as some clients send it
         case other:
             raise Problem(415, f"Content-Encoding is {other[:40]!r}; expected gzip, deflate or identity.")
     for window in windows:
         with suppress(zlib.error):
-            unpacker = zlib.decompressobj(window)
-            unpacked = unpacker.decompress(body, limit + 1)
-            if len(unpacked) > limit:
+            return _members(body, window, limit, coding)
+    raise Problem(400, f"the body is no whole {coding[:20]} stream.")
+
+
+def _members(body: bytes, window: int, limit: int, coding: str) -> bytes:
+    """A gzip body may consist of several streams, one after the other; raises zlib.error where one is broken."""
+    view, parts, size, members = memoryview(body), list[bytes](), 0, 1
+    unpacker = zlib.decompressobj(window)
+    for begin in range(0, len(view), SLICE):  # in slices, since what follows a stream's end is copied
+        rest: bytes | memoryview = view[begin : begin + SLICE]
+        while rest:
+            if unpacker.eof:
+                if window != GZIP or members == MOST_MEMBERS:
+                    raise Problem(400, f"the body has more than {members:,} {coding} streams, one after the other.")
+                unpacker, members = zlib.decompressobj(window), members + 1
+            parts.append(unpacker.decompress(rest, limit + 1 - size))
+            size += len(parts[-1])
+            if size > limit:
                 raise Problem(
                     413, f"the body unpacks to more than {limit:,} bytes, which is what is taken.", reason="body"
                 )
-            if unpacker.eof and not unpacker.unused_data:
-                return unpacked
-    raise Problem(400, f"the body is no whole {coding[:20]} stream.")
+            rest = unpacker.unused_data if unpacker.eof else unpacker.unconsumed_tail
+    if not unpacker.eof:
+        raise zlib.error("the last stream breaks off")
+    return b"".join(parts)
 
 
 def json_object(body: bytes, expected: str = "") -> dict[str, Any]:

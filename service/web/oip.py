@@ -14,6 +14,7 @@ import orjson
 from numpy.typing import NDArray
 
 from dubito.service.problems import Problem
+from dubito.service.web.arrays import array_of
 from dubito.service.web.http import Pairs
 
 TYPES: dict[str, str] = {
@@ -26,6 +27,9 @@ TYPES: dict[str, str] = {
 }
 MOST_ELEMENTS = 1 << 16  # of BYTES
 MOST_REMEMBERED = 256
+MOST_ENTRIES = 64  # inputs, outputs, or parameters
+MOST_TEXT = 4096  # characters of an id or a parameter
+WIDEST = 32  # bytes of a number as JSON: sign, 17 digits, point, exponent, comma and some white space
 DTYPES = {name: np.dtype(code) for name, code in TYPES.items()}
 KINDS = {dtype: name for name, dtype in DTYPES.items()}
 INPUT = "input"
@@ -67,9 +71,9 @@ def header_of(request: dict[str, Any]) -> Header:
     inputs = [_spec(entry) for entry in _entries(request, "inputs")]
     if not inputs:
         raise Problem(400, "inputs is empty; expected a list of tensors.")
-    names = [spec.name for spec in inputs]
-    if len(set(names)) < len(names):
-        raise Problem(400, f"input {max(names, key=names.count)[:40]!r} comes twice.")
+    names = [spec.name[:40] for spec in inputs]
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):  # of at most MOST_ENTRIES
+        raise Problem(400, f"input {twice!r} comes twice.")
     if names != [INPUT]:
         raise Problem(400, f"inputs are {', '.join(names)[:60]!r}; this model takes one, called {INPUT!r}.")
     binary = _flag(parameters.get("binary_data_output"), "binary_data_output") or False
@@ -78,9 +82,24 @@ def header_of(request: dict[str, Any]) -> Header:
         flag = _flag(_parameters(entry, "an output").get("binary_data"), "binary_data")
         outputs[entry["name"]] = binary if flag is None else flag
     id_ = request.get("id")
-    if id_ is not None and not isinstance(id_, str):
-        raise Problem(400, "id is no string.")
+    if id_ is not None and (not isinstance(id_, str) or len(id_) > MOST_TEXT):
+        raise Problem(400, f"id is no string, or one of more than {MOST_TEXT} characters.")
     return Header(id_, parameters, inputs[0], outputs or None, binary)
+
+
+def check_control(request: dict[str, Any], call: str, known: tuple[str, ...]) -> None:
+    """The body of a call that loads or unloads a model: no parameters but booleans of `known`."""
+    for key in request:
+        if key != "parameters":
+            raise Problem(400, f"{call} came with {key[:40]!r}; expected no body, or one with `parameters` alone.")
+    if "parameters" in request and not isinstance(request["parameters"], dict):
+        raise Problem(400, f"the parameters of {call} are no object.")
+    for name, value in _parameters(request, call).items():
+        if name not in known:
+            why = "an artifact says itself how it is served, and comes from the repository alone"
+            raise Problem(400, f"{call} takes no parameter {name[:40]!r}: {why}.")
+        if not isinstance(value, bool):
+            raise Problem(400, f"the parameter {name!r} of {call} is no boolean.")
 
 
 def raw_header(size: int, shape: tuple[int, ...]) -> Header:
@@ -90,7 +109,7 @@ def raw_header(size: int, shape: tuple[int, ...]) -> Header:
     return Header(None, {}, Spec(INPUT, "FP32", [1, *shape], size, None), None, True)
 
 
-def values_of(spec: Spec, body: bytes, offset: int) -> Values:
+def values_of(spec: Spec, body: bytes | memoryview, offset: int) -> Values:
     """The input tensor: from the header's JSON, or from the bytes of the body after it.
 
     Lengths are checked against the body before they are used.
@@ -128,6 +147,8 @@ def _entries(request: dict[str, Any], key: str) -> list[dict[str, Any]]:
         others = ", ".join(repr(name[:40]) for name in list(request)[:4] if name != key)
         instead = f" The request has {others}." if others and key not in request else ""
         raise Problem(400, f"{key} is missing or no list; expected a list of tensors.{instead}")
+    if len(entries) > MOST_ENTRIES:
+        raise Problem(400, f"{key} has {len(entries):,} entries; at most {MOST_ENTRIES} are taken.")
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             form = f'{{"name": "{INPUT}", "shape": [...], "datatype": "FP32", "data": [...]}}'
@@ -142,6 +163,16 @@ def _parameters(entry: dict[str, Any], whose: str) -> dict[str, Any]:
         return {}
     if not isinstance(parameters, dict):
         raise Problem(400, f"the parameters of {whose} are no object.")
+    if len(parameters) > MOST_ENTRIES:
+        raise Problem(400, f"{whose} has {len(parameters):,} parameters; at most {MOST_ENTRIES} are taken.")
+    for name, value in parameters.items():
+        if not isinstance(value, str | int | float) or (isinstance(value, str) and len(value) > MOST_TEXT):
+            came = "null" if value is None else "an object" if isinstance(value, dict) else "a list"
+            came = f"a string of {len(value):,} characters" if isinstance(value, str) else came
+            raise Problem(
+                400,
+                f"the parameter {name[:40]!r} of {whose} is {came}; expected a short string, a number or a boolean.",
+            )
     return parameters
 
 
@@ -154,7 +185,7 @@ def _flag(value: object, name: str) -> bool | None:
 def _spec(entry: dict[str, Any]) -> Spec:
     name, shape, kind = entry["name"][:40], entry.get("shape"), entry.get("datatype")
     if not isinstance(kind, str) or (kind not in TYPES and kind != "BYTES"):
-        came = "no datatype" if kind is None else f"datatype {str(kind)[:40]!r}"
+        came = f"datatype {kind[:40]!r}" if isinstance(kind, str) else "no datatype"
         raise Problem(400, f"input {name!r} has {came}; expected {', '.join(TYPES)} or BYTES.")
     if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and 0 <= n < LARGEST for n in shape):
         raise Problem(400, f"input {name!r} has no shape; expected a list of sizes.")
@@ -197,9 +228,18 @@ def _from_json(spec: Spec) -> Values:
         return _decoded(data, name, prod(shape))
     dtype = DTYPES[kind]
     try:
-        array = _array(data, dtype if dtype.kind == "f" else np.dtype(np.float64))
+        if kind == "BOOL":
+            array = np.array(data)
+            if array.dtype.kind not in "bi":  # true and false, or 0 and 1
+                raise ValueError
+            array = array.astype(np.float64)
+        else:
+            array = array_of(data, dtype if dtype.kind == "f" else np.dtype(np.float64))
     except (ValueError, TypeError, OverflowError):
-        raise Problem(400, f"the data of input {name!r} are no array of {kind}.") from None
+        numbers = (
+            "" if kind == "BOOL" else "; expected numbers: no strings, booleans or null, and lists of equal length"
+        )
+        raise Problem(400, f"the data of input {name!r} are no array of {kind}{numbers}.") from None
     if dtype.kind != "f":
         with np.errstate(invalid="ignore"):
             given, array = array, array.astype(dtype)
@@ -208,16 +248,6 @@ def _from_json(spec: Spec) -> Values:
     if array.size != prod(shape):
         raise Problem(400, f"input {name!r} has {array.size} numbers; its shape {shape} takes {prod(shape)}.")
     return array.reshape(shape)
-
-
-def _array(data: list[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """An array of a list; a flat list of floats, the usual form, is read faster."""
-    if data and type(data[0]) is float:
-        try:
-            return np.fromiter(data, dtype, len(data))
-        except (ValueError, TypeError):  # not flat after all
-            pass
-    return np.array(data, dtype)
 
 
 def _decoded(data: list[Any], name: str, count: int) -> list[bytes]:

@@ -24,6 +24,7 @@ ANY: Json = {}
 STATUSES = {
     400: "The request is wrong; the text says what came and what was expected.",
     401: "No API key came, or none that is known.",
+    403: "The request comes from a foreign page in a browser.",
     404: "There is no such model, or not in that version.",
     408: "The body did not come in time.",
     413: "The body, a picture or the number of inputs is too large.",

@@ -107,6 +107,10 @@ def _whole(given: Mapping[str, Any], name: str, default: int, low: int, high: in
 
 
 def shown(value: object) -> str:
-    """repr of a value, shortened for an error message."""
-    text = repr(value)
+    """repr of a value, shortened for an error message; of a long or deep list or object, only its length."""
+    if isinstance(value, list | dict) and (len(value) > 4 or any(isinstance(part, list | dict) for part in value)):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value):,}"
+    if isinstance(value, dict):
+        return "an object" if value else "{}"
+    text = repr(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."

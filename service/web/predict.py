@@ -1,11 +1,13 @@
 """The prediction paths `/v1/models/{name}/predict` and `/v2/models/{name}/infer`, without a framework for speed."""
 
 import asyncio
+import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
+from typing import Any
 
 import numpy as np
 import orjson
@@ -15,12 +17,27 @@ from torch import Tensor
 from dubito.models.predictions.answers import CERTAINTIES, Columns, check_group, rows_of
 from dubito.models.predictions.model import Model
 from dubito.service.engine.engine import PredictRequest, PredictResult
-from dubito.service.problems import Late, Problem
+from dubito.service.memory import give_back
+from dubito.service.problems import Hopeless, Late, Problem, TooManyRequests
 from dubito.service.repository import Repository, ServedModel
 from dubito.service.settings import Settings
 from dubito.service.web import oip
-from dubito.service.web.codec import NPY, Codec, Inputs
+from dubito.service.web.codec import KINDS, NPY, Codec, Inputs, limits_of
+from dubito.service.web.decode import (
+    LIGHT,
+    MOST_HEAD,
+    Piece,
+    RequestLimits,
+    cost_of,
+    decode,
+    no_inputs,
+    pictures_of,
+    plain,
+    task_of,
+)
+from dubito.service.web.decoders import Decoders, Take
 from dubito.service.web.http import (
+    CODINGS,
     WORTH_PACKING,
     ClientGone,
     DisconnectWatch,
@@ -28,18 +45,22 @@ from dubito.service.web.http import (
     Pairs,
     Receive,
     Scope,
+    inflate,
     json_object,
     pack,
     query_of,
-    read_body,
+    read_packed,
 )
 from dubito.service.web.oip import DRAWS, PARAMETERS
-from dubito.service.web.options import KNOWN, PredictOptions, read_options, shown
+from dubito.service.web.options import PredictOptions, read_options, shown
 
 V1 = re.compile(r"/v1/models/([^/]+)/predict")
 V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 SHORT = 4096  # bytes of the longest v2 header that is cached
-HEAVY = 1 << 16  # bytes from which a body or reply is processed in a thread, not on the event loop
+HEAVY = 1 << 16  # bytes from which JSON is parsed in another process, and arrays and replies in a thread
+LARGE = 1 << 23  # bytes of a request after which memory is given back to the system
+SMALL = 1 << 18  # bytes of a request that are taken whatever others hold
+QUICK = 1 << 18  # bytes up to which the JSON or form of a body is decoded beside small pictures
 
 
 @dataclass(slots=True)
@@ -50,7 +71,10 @@ class RequestContext:
     receive: Receive
     headers: Headers
     began: float
+    client: str = ""  # name of the key's owner, else the address
+    until: float = math.inf  # deadline of the transport itself, beside the request's timeout
     served: ServedModel | None = None
+    held: int = 0  # bytes of the body and the inputs
     rows: int = 0
     parsed: float = 0.0  # time at which the body was parsed
     answered: float = 0.0  # time at which the model had answered
@@ -76,32 +100,63 @@ class InferRequest:
     keep: bool  # return each draw's outputs too
 
 
+@dataclass(frozen=True)
+class Decode:
+    """What is decoded outside of the event loop, most of it by another process."""
+
+    kind: str
+    body: bytes
+    sizes: tuple[int, ...] = ()  # of the files in the body
+    light: bool = False
+    here: bool = False  # so little that a thread of the server decodes it: that is sooner done than sent
+    content_type: str = ""
+    coding: str = ""  # of a compressed body
+
+    @classmethod
+    def pictures(cls, files: Sequence[bytes]) -> "Decode":
+        light = sum(map(cost_of, files)) <= LIGHT
+        return cls("pictures", b"".join(files), tuple(map(len, files)), light, plain(files))
+
+    def read(self, codec: Codec) -> None:
+        """Decode in this process."""
+        for piece in decode(self.kind, self.sizes, self.body, codec.limits, self.content_type):
+            if isinstance(piece, Piece):
+                codec.take(piece.array, piece.picture)
+
+
 class Predictor:
     """Answers predictions: `v1` and `v2` return the body and headers of the reply."""
 
-    def __init__(self, settings: Settings, repository: Repository) -> None:
-        self.settings, self.repository = settings, repository
+    def __init__(self, settings: Settings, repository: Repository, decoders: Decoders) -> None:
+        self.settings, self.repository, self.decoders = settings, repository, decoders
         self.usual = read_options({}, settings)  # for requests without options
         self.cached = lru_cache(maxsize=256)(self._parse)  # clients repeat the same header
+        self.held = 0  # bytes of the bodies and inputs of all requests under way
+        self.held_by: dict[str, int] = {}  # by client
+        self.giving_back = False  # what large requests took goes back to the system soon
 
     async def v1(self, context: RequestContext, name: str) -> tuple[bytes, Pairs]:
-        self._check_room(context, name)
-        body = await read_body(context.headers, context.receive, self.settings.body_bytes, self.settings.body_seconds)
+        limits = self.check_room(context, name)
         content_type = context.headers.get(b"content-type", oip.JSON.encode()).decode("latin-1")
         kind = content_type.partition(";")[0].strip().lower()
-        fields = json_object(body, "; expected one with `inputs` or `images`") if kind == oip.JSON else {}
-        if kind == oip.JSON and ("inputs" in fields) == ("images" in fields):
-            raise Problem(400, _no_inputs(fields))
-        given = {**query_of(context.scope), **{k: v for k, v in fields.items() if k not in ("inputs", "images")}}
+        if kind not in (oip.JSON, "multipart/form-data", *NPY) and not kind.startswith("image/"):
+            curl = " (curl sends JSON with --json)" if kind == "application/x-www-form-urlencoded" else ""
+            raise Problem(415, f"Content-Type is {kind[:60]!r}; expected {KINDS}{curl}.")
+        if kind.startswith("image/") and not limits.pictures:
+            raise Problem(415, f"this model takes tensors of shape {limits.declared()}, not pictures.")
+        body, coding = await self._body(context, limits)
+        if coding and kind in NPY:
+            body, coding = await self._raw(context, limits, body, coding), ""
+        coded, read, fields = self._v1_inputs(body, coding, kind, content_type, limits)
+        given = {**query_of(context.scope), **fields}
         options = read_options(given, self.settings) if given else self.usual
-
-        def read(codec: Codec) -> Inputs:
-            if kind != oip.JSON:
-                return codec.from_body(kind, body, content_type)
-            return codec.from_lists(fields["inputs"]) if "inputs" in fields else codec.from_base64(fields["images"])
-
-        light = len(body) <= HEAVY and ("inputs" in fields or kind in NPY)
-        served, x = await self._inputs(context, name, options.version, read, light)
+        light = len(body) <= HEAVY
+        served, x, rest = await self._inputs(context, name, options.version, options.timeout_ms, coded, read, light)
+        if rest:  # the options of a long body
+            given |= json_object(rest)
+            options = read_options(given, self.settings) if given else self.usual
+            if options.version is not None:
+                self.repository.get(name, options.version)
         result = await self._answer(context, served, x, options, "samples" in options.returns)
         drawn = result.columns["samples"].tolist() if result.settled else None
         rows = rows_of(result.columns, result.rules, served.model.card, drawn)
@@ -120,43 +175,111 @@ class Predictor:
         }
         return await self._packed(context, served, result, orjson.dumps(reply), [oip.AS_JSON])
 
+    def _v1_inputs(
+        self, body: bytes, coding: str, kind: str, content_type: str, limits: RequestLimits
+    ) -> tuple["Decode | None", Callable[[Codec], Inputs] | None, dict[str, Any]]:
+        """How the inputs are read: by another process or by a function; and the options of a short JSON body."""
+        match kind:
+            case oip.JSON if coding or len(body) > HEAVY:
+                return Decode("v1", body, light=not coding and len(body) <= QUICK, coding=coding), None, {}
+            case oip.JSON:
+                fields = json_object(body, "; expected one with `inputs` or `images`")
+                if ("inputs" in fields) == ("images" in fields):
+                    raise Problem(400, no_inputs(fields, both="inputs" in fields))
+                if "images" in fields:
+                    return Decode.pictures(pictures_of(fields.pop("images"), limits)), None, fields
+                inputs = fields.pop("inputs")
+                return None, lambda codec: codec.from_lists(inputs), fields
+            case "multipart/form-data":
+                light = not coding and len(body) <= QUICK
+                return Decode("form", body, light=light, content_type=content_type, coding=coding), None, {}
+            case _ if kind in NPY:
+                return None, lambda codec: codec.from_npy(body), {}
+        return (Decode("pictures", body, coding=coding) if coding else Decode.pictures([body])), None, {}
+
     async def v2(self, context: RequestContext, name: str, version: str | None) -> tuple[bytes, Pairs]:
-        self._check_room(context, name)
-        body = await read_body(context.headers, context.receive, self.settings.body_bytes, self.settings.body_seconds)
-        stated, head = context.headers.get(oip.SPLIT), 0
+        limits = self.check_room(context, name)
+        body, coding = await self._body(context, limits)
+        stated = context.headers.get(oip.SPLIT)
+        if coding and stated is not None:
+            body, coding = await self._raw(context, limits, body, coding), ""
+        head = len(body)
+        coded: Decode | None = None
+        parsed: InferRequest | None = None
+        values: oip.Values = []
         if stated == b"0":
             shape = self.repository.get(name, version).declared.shape
-            parsed = InferRequest(oip.raw_header(len(body), shape), self.usual, keep=False)
-        elif stated is None:
-            parsed, head = self._parse(body), len(body)
-        else:
+            parsed, head = InferRequest(oip.raw_header(len(body), shape), self.usual, keep=False), 0
+        elif stated is not None:
             head = oip.length_of(stated, len(body))
+            if head > MOST_HEAD and head < len(body):
+                raise Problem(413, f"the JSON before binary data has {head:,} bytes; at most {MOST_HEAD:,} are taken.")
+        if parsed is None and head <= HEAVY and not coding:
             parsed = self.cached(body[:head]) if head <= SHORT else self._parse(body[:head])
-        header = parsed.header
-        values = oip.values_of(header.input, body, head)
+        if parsed is None:
+            coded = Decode("v2", body, light=not coding and len(body) <= QUICK, coding=coding)
+        else:
+            values = oip.values_of(parsed.header.input, body, head)
+            if isinstance(values, list):
+                limits.check_rows(len(values))
+                coded = Decode.pictures(values)
 
         def read(codec: Codec) -> Inputs:
-            return codec.from_bytes(values) if isinstance(values, list) else codec.from_array(values)
+            assert isinstance(values, np.ndarray)
+            return codec.from_array(values)
 
-        light = isinstance(values, np.ndarray) and (len(body) <= HEAVY or values.dtype == np.float32)  # used uncopied
-        served, x = await self._inputs(context, name, version, read, light)
-        declared = declared_outputs(served.model)
-        for output in header.outputs or ():
+        quick = isinstance(values, np.ndarray) and (len(body) <= HEAVY or values.dtype == np.float32)  # used uncopied
+        timeout = self.usual.timeout_ms if parsed is None else parsed.options.timeout_ms
+        served, x, rest = await self._inputs(context, name, version, timeout, coded, read, quick)
+        if parsed is None:
+            parsed = self._parse(rest)
+        result, outputs = await self._outputs(context, served, x, parsed)
+        content, headers = oip.write(served.name, served.version, parsed.header, outputs, parameters_of(result))
+        return await self._packed(context, served, result, content, headers)
+
+    async def infer(
+        self,
+        context: RequestContext,
+        name: str,
+        version: str | None,
+        parsed: InferRequest,
+        values: oip.Values,
+        quick: bool,
+    ) -> tuple[ServedModel, PredictResult, Columns]:
+        """For another transport: the model that answers the values of its one input, its result, and the outputs."""
+        coded = Decode.pictures(values) if isinstance(values, list) else None
+
+        def read(codec: Codec) -> Inputs:
+            assert isinstance(values, np.ndarray)
+            return codec.from_array(values)
+
+        timeout = parsed.options.timeout_ms
+        served, x, _ = await self._inputs(context, name, version, timeout, coded, read, quick)
+        return served, *await self._outputs(context, served, x, parsed)
+
+    async def _outputs(
+        self, context: RequestContext, served: ServedModel, x: Inputs, parsed: InferRequest
+    ) -> tuple[PredictResult, Columns]:
+        """The result, and the named outputs that the request asks for."""
+        declared, wanted = declared_outputs(served.model), parsed.header.outputs or ()
+        for output in wanted:
             if output not in declared:
                 raise Problem(400, f"this model has no output {output[:40]!r}; it has {', '.join(declared)}.")
         result = await self._answer(context, served, x, parsed.options, parsed.keep)
-        parameters = {"samples": result.samples, "seed": str(result.seed), "method": result.predictive}
         columns = columns_of(result, served)
         outputs = {output: columns[output] for output in declared if output in columns}
-        for output in header.outputs or ():
+        for output in wanted:
             if output not in outputs:
                 why = f"{result.samples} samples by {result.predictive}"
                 raise Problem(400, f"the output {output!r} was not calibrated for {why}; it has {', '.join(outputs)}.")
-        content, headers = oip.write(served.name, served.version, header, outputs, parameters)
-        return await self._packed(context, served, result, content, headers)
+        return result, outputs
 
     def _parse(self, head: bytes) -> InferRequest:
-        header = oip.header_of(json_object(head, "; expected one with `inputs`"))
+        return self.checked(json_object(head, "; expected one with `inputs`"))
+
+    def checked(self, request: dict[str, Any]) -> InferRequest:
+        """The header of a v2 request and its options."""
+        header = oip.header_of(request)
         given = {key: value for key, value in header.parameters.items() if key in PARAMETERS}
         if header.parameters.get("timeout", 0) != 0:  # microseconds, as the protocol defines it; 0: none
             given["timeout_ms"] = _milliseconds(header.parameters["timeout"])
@@ -168,25 +291,112 @@ class Predictor:
             raise Problem(400, f'the output {DRAWS!r} is asked for, but samples is "auto": give a number.')
         return InferRequest(header, options, keep)
 
-    def _check_room(self, context: RequestContext, name: str) -> None:
-        """Refuse the request before its body is read, if the model is unknown or its queue is full."""
-        context.served = self.repository.get(name)
-        context.served.batcher.check_room(1, self.settings.max_deadline_ms / 1000)
+    def check_room(self, context: RequestContext, name: str) -> RequestLimits:
+        """Refuse the request before its body is read, if the model is unknown or its queue is full; else its limits."""
+        context.served = served = self.repository.get(name)
+        served.batcher.check_room(1, self.settings.max_deadline_ms / 1000, context.client)
+        return self._limits(served)
+
+    def _limits(self, served: ServedModel) -> RequestLimits:
+        if served.limits is None:
+            one = self.settings
+            served.limits = limits_of(served.declared, one.max_rows, one.input_bytes, one.image_pixels, one.image_scans)
+        limits: RequestLimits = served.limits
+        return limits
+
+    async def _body(self, context: RequestContext, limits: RequestLimits) -> tuple[bytes, str]:
+        """The body and, where it is compressed and long, how: another process unpacks it then."""
+        most, seconds = limits.body_bytes(self.settings.body_bytes), self.settings.body_seconds
+        hold = partial(self.hold, context)
+        body, coding = await read_packed(context.headers, context.receive, most, seconds, hold)
+        if coding and (len(body) <= HEAVY or coding not in CODINGS):
+            try:
+                return inflate(body, coding, min(HEAVY, most)), ""
+            except Problem as problem:
+                if problem.status != 413 or most <= HEAVY:
+                    raise
+        return body, coding
+
+    async def _raw(self, context: RequestContext, limits: RequestLimits, body: bytes, coding: str) -> bytes:
+        """A long compressed body, unpacked."""
+        coded = Decode("raw", body, coding=coding)
+        unpacked = await self._decode(context, limits, coded, self.usual.timeout_ms, lambda array, picture: None)
+        self.hold(context, len(unpacked))
+        return unpacked
+
+    async def _decode(
+        self, context: RequestContext, limits: RequestLimits, coded: "Decode", timeout_ms: int, take: Take
+    ) -> bytes:
+        """What another process says of a body, within the request's time."""
+        left = min(context.began + timeout_ms / 1000, context.until) - time.monotonic()
+        most = limits.body_bytes(self.settings.body_bytes)
+        task = task_of(coded.kind, coded.sizes, limits, coded.content_type, coded.coding, most)
+        watch = DisconnectWatch(context.receive)
+        where: dict[str, Any] = {"light": coded.light, "client": context.client, "watch": watch}
+        try:
+            return await self.decoders.run(task, coded.body, take, seconds=max(0.0, left), **where)
+        except Late:
+            raise Late(timeout_ms / 1000) from None
+
+    def hold(self, context: RequestContext, more: int) -> None:
+        """Count bytes that the request keeps until it is answered. Small requests are never refused for them: their
+        number is limited. A client that has less than its share finds room where others have filled it."""
+        total, most = self.held + more, self.settings.held_bytes
+        if total > most and context.held + more > SMALL:
+            mine = self.held_by.get(context.client, 0)
+            clients = len(self.held_by) + (context.client not in self.held_by)
+            if self.held > context.held and (mine + more > most // clients or total > 2 * most):
+                detail = f"the requests under way hold {self.held:,} bytes, of at most {most:,}."
+                raise TooManyRequests(detail, 1.0, "bytes")
+        context.held += more
+        self.held += more
+        self.held_by[context.client] = self.held_by.get(context.client, 0) + more
+
+    def release(self, context: RequestContext) -> None:
+        """The request has ended."""
+        if context.held > LARGE and not self.giving_back:
+            self.giving_back = True
+            asyncio.get_running_loop().call_later(1.0, self._give_back)
+        self.held -= context.held
+        left = self.held_by.pop(context.client, 0) - context.held
+        if left > 0:
+            self.held_by[context.client] = left
+        context.held = 0
+
+    def _give_back(self) -> None:
+        self.giving_back = False
+        asyncio.get_running_loop().run_in_executor(None, give_back)
 
     async def _inputs(
-        self, context: RequestContext, name: str, version: str | None, read: Callable[[Codec], Inputs], light: bool
-    ) -> tuple[ServedModel, Inputs]:
-        """The model and its inputs, read again if another version was switched to meanwhile.
-
-        What is not `light` is read in a thread: a picture may unpack to many times its size.
+        self,
+        context: RequestContext,
+        name: str,
+        version: str | None,
+        timeout_ms: int,
+        body: "Decode | None",
+        read: Callable[[Codec], Inputs] | None,
+        quick: bool,
+    ) -> tuple[ServedModel, Inputs, bytes]:
+        """The model, its inputs, and what a long JSON body has beside them; read again if another version was switched
+        to meanwhile.
         """
         while True:
             served = context.served = self.repository.get(name, version)
-            codec = Codec(served.declared, self.settings.max_rows, self.settings.image_pixels)
-            x = read(codec) if light else await asyncio.to_thread(read, codec)
+            limits = self._limits(served)
+            codec, rest = Codec(served.declared, limits), b""
+            if body is not None and body.here:
+                await asyncio.to_thread(body.read, codec)
+                x = codec.taken()
+            elif body is not None:
+                rest = await self._decode(context, limits, body, timeout_ms, codec.take)
+                x = codec.taken()
+            elif read is not None:
+                x = read(codec) if quick else await asyncio.to_thread(read, codec)
             if not served.retired:
                 context.rows = x.shape[0]
-                return served, x
+                if body is not None:
+                    self.hold(context, x.nbytes)
+                return served, x, rest
 
     async def _answer(
         self, context: RequestContext, served: ServedModel, x: Inputs, options: PredictOptions, keep: bool
@@ -195,6 +405,7 @@ class Predictor:
 
         No await may stand between choosing the version and queueing: a retired version must not get requests.
         """
+        self._check_work(x, options)
         if keep:
             self._check_values(x, options, served)
         context.parsed = time.monotonic()
@@ -207,12 +418,14 @@ class Predictor:
         request = PredictRequest(
             x, options.samples, options.seed, options.max_samples, options.tolerance, keep, closed, group
         )
-        left = context.began + options.timeout_ms / 1000 - context.parsed
+        left = min(context.began + options.timeout_ms / 1000, context.until) - context.parsed
         client = DisconnectWatch(context.receive)  # started only if the answer is slow: most are there before
-        tickets = served.batcher.put(request, left, client.start)
+        tickets = served.batcher.put(request, left, client.start, context.client)
         client.leave = lambda: served.batcher.drop(tickets)
         try:
             result = await served.batcher.result(tickets)
+        except Hopeless:
+            raise
         except Late:
             raise Late(options.timeout_ms / 1000) from None  # name the timeout of the request, reading included
         except asyncio.CancelledError:
@@ -239,6 +452,16 @@ class Predictor:
         served.series.add(result, context.stages())
         return content, headers
 
+    def _check_work(self, x: Inputs, options: PredictOptions) -> None:
+        draws = options.max_samples if options.samples == "auto" else max(1, options.samples)
+        if (work := len(x) * draws) > (most := self.settings.request_work):
+            raise Problem(
+                413,
+                f"{len(x):,} inputs with up to {draws:,} draws each are {work:,} rows × draws; at most {most:,} are "
+                "taken in one request. Send fewer inputs at a time, or ask for fewer samples.",
+                reason="work",
+            )
+
     def _check_values(self, x: Inputs, options: PredictOptions, served: ServedModel) -> None:
         labels = served.model.card.labels
         width = 1 if labels is None else len(labels)
@@ -248,14 +471,6 @@ class Predictor:
                 413,
                 f"the draws of this request are {count:,} numbers; at most {self.settings.max_values:,} are listed.",
             )
-
-
-def _no_inputs(fields: Mapping[str, object]) -> str:
-    """The body has neither inputs nor images, or both: name what came instead."""
-    other = next((key for key in fields if key not in KNOWN and key not in ("inputs", "images")), None)
-    came = "the body has both `inputs` and `images`" if "inputs" in fields else "the body has no `inputs`"
-    instead = "" if other is None or "inputs" in fields else f", but a key {other[:40]!r}"
-    return f"{came}{instead}; expected `inputs` (nested lists) or `images` (base64), and not both."
 
 
 def _milliseconds(microseconds: object) -> int:
@@ -282,6 +497,11 @@ def columns_of(result: PredictResult, served: ServedModel) -> Columns:
     if "interval" in columns:
         columns = {**columns, "interval": columns["interval"].astype(np.float32)}
     return columns
+
+
+def parameters_of(result: PredictResult) -> dict[str, int | str]:
+    """Parameters of a v2 reply."""
+    return {"samples": result.samples, "seed": str(result.seed), "method": result.predictive}
 
 
 def declared_outputs(model: Model) -> Mapping[str, tuple[str, list[int]]]:

@@ -1,6 +1,9 @@
 """FastAPI's routes, all but predictions: console, health, models and their metadata, repository, metrics."""
 
-from importlib.resources import files
+import asyncio
+from functools import cache, lru_cache
+from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -14,11 +17,12 @@ from dubito.models.errors import DubitoError
 from dubito.models.verdict import beside_plain
 from dubito.service.problems import Problem
 from dubito.service.repository import Repository, ServedModel
-from dubito.service.web import openapi
-from dubito.service.web.http import body_of, json_object, read_body
+from dubito.service.web import oip, openapi
+from dubito.service.web.http import Headers, body_of, json_object, read_body
 from dubito.service.web.oip import DRAWS, INPUT
 from dubito.service.web.openapi import ANY, FLAG, OF_ANY, TEXT, answer, content, errors, ref, some, thing
 from dubito.service.web.predict import declared_outputs
+from dubito.service.web.security import check_page
 from dubito.service.web.state import State
 
 ASSETS = {
@@ -31,6 +35,7 @@ ASSETS = {
 }
 EXTENSIONS = ["binary_tensor_data", "model_repository"]
 UNKNOWN = (404, *OF_ANY)
+CONTROL_BYTES = 1 << 16  # of a body that is no prediction
 
 
 def routes(state: State) -> FastAPI:
@@ -38,7 +43,7 @@ def routes(state: State) -> FastAPI:
     app = FastAPI(
         title="dubito", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=None
     )
-    app.openapi = lambda: openapi.document(app, state.settings)  # type: ignore[method-assign]
+    app.openapi = cache(lambda: openapi.document(app, state.settings))  # type: ignore[method-assign]
 
     @app.exception_handler(Problem)
     async def wrong(request: Request, problem: Problem) -> Response:
@@ -94,9 +99,29 @@ def _of_people(app: FastAPI, state: State) -> None:
 
     text: Any = {"200": {"description": "Prometheus' text.", "content": {"text/plain": {}}}, **errors(OF_ANY, v2=False)}
 
+    scrape = Scrape(state)
+
     @app.get("/metrics", tags=["health"], summary="Metrics for Prometheus", responses=text)
     async def metrics() -> Response:
-        return Response(generate_latest(state.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await scrape.content(), media_type=CONTENT_TYPE_LATEST)
+
+
+class Scrape:
+    """Metrics as text, written off the event loop, since it takes milliseconds; those who wait share the next text."""
+
+    def __init__(self, state: State) -> None:
+        self.state, self.turn = state, asyncio.Lock()
+        self.next: asyncio.Task[bytes] | None = None
+
+    async def content(self) -> bytes:
+        if self.next is None:
+            self.next = asyncio.create_task(self._write())
+        return await asyncio.shield(self.next)
+
+    async def _write(self) -> bytes:
+        async with self.turn:
+            self.next = None  # who comes from now on wants to know what has happened since
+            return await asyncio.to_thread(generate_latest, self.state.metrics.registry)
 
 
 def _of_models(app: FastAPI, state: State) -> None:
@@ -104,13 +129,13 @@ def _of_models(app: FastAPI, state: State) -> None:
 
     @app.get("/v1/models", tags=["v1"], summary="The models that answer", responses=listed)
     async def models() -> Response:
-        return _json({"models": [about(served, state) for _, served in sorted(_repository(state).served.items())]})
+        return _json({"models": [about(served, state) for _, served in sorted(repository_of(state).served.items())]})
 
     described: Any = answer(ref("Model"), "What is known about it.", UNKNOWN)
 
     @app.get("/v1/models/{name}", tags=["v1"], summary="One model", responses=described)
     async def model(name: str) -> Response:
-        return _json(about(_repository(state).get(name), state))
+        return _json(about(repository_of(state).get(name), state))
 
 
 def _of_v2(app: FastAPI, state: State) -> None:
@@ -138,23 +163,23 @@ def _of_v2(app: FastAPI, state: State) -> None:
 
     @app.get("/v2/models/{name}", tags=["v2"], summary="One model", responses=of_model)
     async def v2_model(name: str) -> Response:
-        return _json(metadata_of(_repository(state).get(name)))
+        return _json(metadata_of(repository_of(state).get(name)))
 
     @app.get("/v2/models/{name}/versions/{version}", tags=["v2"], summary="One version", responses=of_model)
     async def v2_version(name: str, version: str) -> Response:
-        return _json(metadata_of(_repository(state).get(name, version)))
+        return _json(metadata_of(repository_of(state).get(name, version)))
 
     of_ready = v2(thing({"name": TEXT, "ready": FLAG}), "It answers.", UNKNOWN)
 
     @app.get("/v2/models/{name}/ready", tags=["v2"], summary="Whether it answers", responses=of_ready)
     async def v2_model_ready(name: str) -> Response:
-        return _json({"name": _repository(state).get(name).name, "ready": True})
+        return _json({"name": repository_of(state).get(name).name, "ready": True})
 
     @app.get(
         "/v2/models/{name}/versions/{version}/ready", tags=["v2"], summary="Whether it answers", responses=of_ready
     )
     async def v2_version_ready(name: str, version: str) -> Response:
-        return _json({"name": _repository(state).get(name, version).name, "ready": True})
+        return _json({"name": repository_of(state).get(name, version).name, "ready": True})
 
 
 def _of_repository(app: FastAPI, state: State) -> None:
@@ -168,30 +193,43 @@ def _of_repository(app: FastAPI, state: State) -> None:
         ready = (await _json_body(request, state)).get("ready", False)
         if not isinstance(ready, bool):
             raise Problem(400, "ready is no boolean.")
-        return _json(_repository(state).index(ready_only=ready))
+        return _json(repository_of(state).index(ready_only=ready))
 
-    changed: Any = answer(ANY, "Done.", (400, 404, 408, 413, 415, *OF_ANY), v2=True)
+    changed: Any = answer(ANY, "Done.", (400, 403, 404, 408, 413, 415, *OF_ANY), v2=True)
     nothing: Any = {"nothing": {"value": {}}}
-    parameters: Any = {"requestBody": {"required": False, **content({"type": "object"}, examples=nothing)}}
-    described: Any = {"tags": ["v2"], "responses": changed, "openapi_extra": parameters}
 
-    @app.post("/v2/repository/models/{name}/load", summary="Load the newest version, and switch to it", **described)
+    def described(**parameters: Any) -> Any:
+        taken = {"type": "object", "properties": parameters, "additionalProperties": False}
+        schema = {"type": "object", "properties": {"parameters": taken}, "additionalProperties": False}
+        body = {"requestBody": {"required": False, **content(schema, examples=nothing)}}
+        return {"tags": ["v2"], "responses": changed, "openapi_extra": body}
+
+    @app.post("/v2/repository/models/{name}/load", summary="Load the newest version, and switch to it", **described())
     async def v2_load(name: str, request: Request) -> Response:
-        await _json_body(request, state)
-        repository = _changeable(state)
-        try:
-            await repository.load(name)
-        except Problem:
-            raise
-        except DubitoError:
-            raise Problem(400, f"the artifact cannot be loaded: {repository.reason(name)}") from None
+        repository = changeable(state, dict(request.scope["headers"]))
+        oip.check_control(await _json_body(request, state), "load", ())
+        await load_newest(repository, name)
         return _json({})
 
-    @app.post("/v2/repository/models/{name}/unload", summary="Unload a model, and free its memory", **described)
+    @app.post(
+        "/v2/repository/models/{name}/unload",
+        summary="Unload a model, and free its memory",
+        **described(unload_dependents=FLAG),
+    )
     async def v2_unload(name: str, request: Request) -> Response:
-        await _json_body(request, state)
-        await _changeable(state).unload(name)
+        repository = changeable(state, dict(request.scope["headers"]))
+        oip.check_control(await _json_body(request, state), "unload", ("unload_dependents",))
+        await repository.unload(name)
         return _json({})
+
+
+async def load_newest(repository: Repository, name: str) -> None:
+    try:
+        await repository.load(name)
+    except Problem:
+        raise
+    except DubitoError:
+        raise Problem(400, f"the artifact cannot be loaded: {repository.reason(name)}") from None
 
 
 def _refusal(request: Request, problem: Problem) -> Response:
@@ -199,22 +237,29 @@ def _refusal(request: Request, problem: Problem) -> Response:
     return Response(content, problem.status, problem.headers, kind)
 
 
-def _repository(state: State) -> Repository:
+def repository_of(state: State) -> Repository:
     if state.repository is None:
         raise Problem(503, "the server is starting; /readyz says when it is ready.", {"Retry-After": "1"})
     return state.repository
 
 
-def _changeable(state: State) -> Repository:
-    if not state.settings.repository_api:
-        raise Problem(503, "models cannot be changed over HTTP here: the setting repository_api is off.")
-    return _repository(state)
+def changeable(state: State, headers: Headers) -> Repository:
+    """The repository, where a request with these headers may change it."""
+    settings = state.settings
+    if not (settings.api_keys if settings.repository_api is None else settings.repository_api):
+        raise Problem(
+            503,
+            "models cannot be changed over HTTP here: the setting repository_api is off. It is on where it is set to "
+            "true, and where there are API keys.",
+        )
+    check_page(headers, settings)
+    return repository_of(state)
 
 
 async def _json_body(request: Request, state: State) -> dict[str, Any]:
-    """The JSON object of the body; empty if there is no body."""
-    limits = state.settings
-    body = await read_body(dict(request.scope["headers"]), request.receive, limits.body_bytes, limits.body_seconds)
+    """The JSON object of a short body; empty if there is no body."""
+    most, seconds = min(CONTROL_BYTES, state.settings.body_bytes), state.settings.body_seconds
+    body = await read_body(dict(request.scope["headers"]), request.receive, most, seconds)
     return json_object(body) if body else {}
 
 
@@ -244,7 +289,15 @@ def asset(name: str, below: str | None = None) -> Response:
     kind = ASSETS.get(name.rpartition(".")[2])
     if file is None or kind is None:
         raise HTTPException(404)
-    return Response(file.read_bytes(), headers={"cache-control": "no-cache"}, media_type=kind)
+    with as_file(file) as path:
+        content = _content(path, path.stat().st_mtime_ns)
+    return Response(content, headers={"cache-control": "no-cache"}, media_type=kind)
+
+
+@lru_cache(maxsize=64)
+def _content(file: Path, changed: int) -> bytes:
+    """A static file: all replies share its bytes."""
+    return file.read_bytes()
 
 
 def about(served: ServedModel, state: State) -> dict[str, Any]:

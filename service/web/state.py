@@ -8,9 +8,12 @@ import torch
 from dubito.models.numerics.proof import name_of
 from dubito.service.engine.budget import KINDS
 from dubito.service.engine.device import device_of, dtype_of, trusted
-from dubito.service.metrics import Metrics, Sizes, device_bytes
+from dubito.service.logs import writer
+from dubito.service.metrics import Counts, Metrics, Sizes, device_bytes
 from dubito.service.repository import Repository
 from dubito.service.settings import Settings
+from dubito.service.web.decoders import OUTCOMES, Decoders
+from dubito.service.web.limits import ConnectionLimits
 from dubito.service.web.predict import Predictor
 
 log = logging.getLogger("dubito")
@@ -23,8 +26,11 @@ class State:
         self.settings = settings
         self.metrics = Metrics()
         self.metrics.registry.register(Sizes(self._sizes))
+        self.metrics.registry.register(Counts(self._counts))
+        self.limits = ConnectionLimits(settings)
         self.repository: Repository | None = None
         self.predictor: Predictor | None = None
+        self.decoders: Decoders | None = None
         self.asked = torch.float32  # dtype of activations that the settings ask for
         self.started = self.draining = False
 
@@ -36,15 +42,21 @@ class State:
         self.repository = Repository(self.settings, device, dtype, self.metrics)
         fields = {"device": str(device), "asked": name_of(self.asked), "dtype": name_of(dtype), "why": fault or why}
         log.log(logging.WARNING if fault else logging.INFO, "models run", extra=fields)
-        self.predictor = Predictor(self.settings, self.repository)
+        self.decoders = Decoders(self.settings)
+        self.decoders.start()
+        self.predictor = Predictor(self.settings, self.repository, self.decoders)
         await self.repository.load_all()
         self.started = True
 
-    async def stop(self) -> None:
-        """Answer the accepted requests, then stop."""
+    async def stop(self, seconds: float) -> None:
+        """Answer the accepted requests within that time, then stop."""
         self.draining = True
-        if self.repository is not None:
-            await asyncio.wait_for(self.repository.close(), self.settings.drain_seconds)
+        try:
+            if self.repository is not None:
+                await asyncio.wait_for(self.repository.close(), seconds)
+        finally:
+            if self.decoders is not None:
+                self.decoders.close()
 
     @property
     def ready(self) -> bool:
@@ -73,6 +85,16 @@ class State:
             memory |= {kind: repository.budget.held(kind) for kind in KINDS}
             memory |= {} if repository.budget.limit is None else {"limit": repository.budget.limit}
         return {
+            ("dubito_connections", "Open connections.", ()): {(): len(self.limits.open)},
+            ("dubito_unsent_bytes", "Bytes of large replies that clients have not taken yet.", ()): {
+                (): self.limits.unsent
+            },
+            ("dubito_held_bytes", "Bytes of bodies and decoded inputs of requests under way.", ()): {
+                (): 0 if self.predictor is None else self.predictor.held
+            },
+            ("dubito_decode_depth", "Bodies that wait for a process that decodes them.", ()): {
+                (): 0 if self.decoders is None else self.decoders.depth
+            },
             ("dubito_queue_depth", "Requests in the queue.", ("model",)): {
                 (name,): one.batcher.depth for name, one in served.items()
             },
@@ -102,4 +124,15 @@ class State:
                 "Memory of the device that models run on: in all, of this process, and of its models by kind.",
                 ("kind",),
             ): {(kind,): value for kind, value in memory.items()},
+        }
+
+    def _counts(self) -> dict[tuple[str, str, tuple[str, ...]], dict[tuple[str, ...], float]]:
+        return {
+            ("dubito_connections_closed", "Connections closed for a limit, by its name.", ("reason",)): {
+                (reason,): number for reason, number in self.limits.closed.items()
+            },
+            ("dubito_decoded_total", "Bodies decoded by other processes, by outcome.", ("outcome",)): {
+                (outcome,): 0 if self.decoders is None else self.decoders.counts[outcome] for outcome in OUTCOMES
+            },
+            ("dubito_log_lines_dropped", "Log lines dropped because nothing took them.", ()): {(): writer.dropped},
         }

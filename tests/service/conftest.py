@@ -1,15 +1,17 @@
 """Real servers: each `dubito serve` of its own, on a free port."""
 
+import json
 import os
 import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 import torch
@@ -33,6 +35,7 @@ class Live:
     url: str
     log: Path
     stdout: IO[str]  # open as long as the server may write to it
+    grpc: str = ""  # host and port, with `--grpc-port`
 
     @property
     def address(self) -> str:
@@ -42,6 +45,14 @@ class Live:
     def pid(self) -> int:
         assert self.process.pid is not None
         return self.process.pid
+
+    def logged(self, word: str) -> list[dict[str, Any]]:
+        """The lines of its log, once one has this word: they are written soon after the reply."""
+        end = time.monotonic() + LIMIT
+        while word not in (text := self.log.read_text()) or not text.endswith("\n"):
+            assert time.monotonic() < end, f"no line has {word!r}: {text}"
+            time.sleep(0.01)
+        return [json.loads(line) for line in text.splitlines()]
 
     def send(self, number: int) -> None:
         if self.process.exitcode is None:
@@ -71,6 +82,7 @@ def fields_of(summary: Classified | Regressed) -> dict[str, torch.Tensor]:
 class Starter:
     folder: Path
     code: str = forked.DUBITO
+    usual: dict[str, str] = field(default_factory=lambda: {"DUBITO_REPOSITORY_API": "true"})  # environment
     running: list[Live] = field(default_factory=list)
 
     def __call__(self, *arguments: str | Path, **environment: str) -> Live:
@@ -85,9 +97,10 @@ class Starter:
                 stdout=out,
                 stderr=file,
                 folder=self.folder,
-                environment=environment,
+                environment={**self.usual, **environment},
             )
-        self.running.append(Live(process, _greeting(process, stdout, log), log, stdout))
+        url, rpc = _greeting(process, stdout, log)
+        self.running.append(Live(process, url, log, stdout, rpc))
         return self.running[-1]
 
     def close(self) -> None:
@@ -98,15 +111,15 @@ class Starter:
             live.stdout.close()
 
 
-def _greeting(process: BaseProcess, stdout: IO[str], log: Path) -> str:
+def _greeting(process: BaseProcess, stdout: IO[str], log: Path) -> tuple[str, str]:
     watchdog = threading.Timer(LIMIT, process.kill)
     watchdog.start()
     said = ""
     try:
         for line in stdout:
             said += line
-            if found := re.search(r"console (http://\S+)/", line):
-                return found[1]
+            if found := re.search(r"console (http://\S+)/.*?metrics \S+(?:   gRPC (\S+))?", line):
+                return found[1], found[2] or ""
     finally:
         watchdog.cancel()
     process.join()

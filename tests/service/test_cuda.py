@@ -1,7 +1,6 @@
 """The engine on a GPU; skipped, aloud, where there is none."""
 
 import asyncio
-import threading
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,6 +30,7 @@ from dubito.service.engine.engine import Answer, Engine, PredictRequest, Predict
 from dubito.service.engine.executions import kernel_executions
 from dubito.service.engine.fusion import Unit
 from dubito.service.engine.graphs import for_gpu
+from dubito.service.engine.turn import Turn
 from dubito.service.metrics import Metrics
 from dubito.service.repository import Repository
 from dubito.service.settings import Settings
@@ -194,7 +194,7 @@ def test_many_through_the_batcher(engine: Engine) -> None:
     asks = [asked(1 + i % 4, i if i % 3 else None, 8 if i % 5 else 3) for i in range(60)]
 
     async def go() -> list[PredictResult]:
-        batcher = Batcher(engine, max_work=1000, max_queue=100_000, device=threading.Lock())
+        batcher = Batcher(engine, max_work=1000, max_queue=100_000, device=Turn())
         try:
             return await asyncio.gather(*(batcher.result(batcher.put(ask, 60)) for ask in asks))
         finally:

@@ -135,7 +135,7 @@ def test_a_server_on_a_faulty_cpu_says_so_once_and_computes_in_float32(caplog: p
         seen = {"model": "digits", "device": "cpu", "asked": "bfloat16", "dtype": "float32"}
         assert state.metrics.registry.get_sample_value("dubito_device_proven", seen) == 0
         assert state.metrics.registry.get_sample_value("dubito_ways_excluded", {"model": "digits"}) == 0
-        await state.stop()
+        await state.stop(1.0)
         return state, dtype
 
     with known_anew(), caplog.at_level(logging.INFO, "dubito"):

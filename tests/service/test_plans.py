@@ -170,7 +170,9 @@ def test_another_device_keeps_its_own(model: Model, memory_file: Path) -> None:
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 3}', "null", "\x00", '{"here": {"case": "no such way"}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"x": 3}', "null", "\x00", "[" * 100_000, '{"here": {"case": "no such way"}}']
+)
 def test_a_file_of_another_kind_is_as_good_as_none(model: Model, memory_file: Path, text: str) -> None:
     memory_file.parent.mkdir()
     memory_file.write_text(text.replace("here", PlanCache(None, CPU).device))

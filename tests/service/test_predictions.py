@@ -388,7 +388,9 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"inputs": {"a": 1}}, 400, r"inputs are no array of numbers"),
     ({"inputs": None}, 400, r"inputs have shape \(\)|inputs are no array"),
     ({"inputs": "zeros"}, 400, r"inputs are no array of numbers"),
-    ({"inputs": [[0, 0, 0, None]]}, 400, r"input 0 holds NaN"),
+    ({"inputs": [[0, 0, 0, None]]}, 400, r"inputs are no array of numbers"),
+    ({"inputs": [[0, 0, 0, True]]}, 400, r"inputs are no array of numbers"),
+    ({"inputs": [[0, 0, 0, "1"]]}, 400, r"inputs are no array of numbers"),
     ({"inputs": [[0] * 4, [0, 0, 0, 1e39]]}, 400, r"input 1 holds NaN, infinity or a number too large for float32"),
 ]  # fmt: skip
 
@@ -432,8 +434,8 @@ def test_options_that_are_wrong(place: Place, options: dict[str, Any], status: i
 
 
 def test_the_draws_of_a_request_have_a_limit(place: Place) -> None:
-    body = {"inputs": np.zeros((400, 4)).tolist(), "samples": 1000, "return": ["samples"]}
-    reply = place.http.post("/v1/models/plants/predict", json=body)
+    body = {"inputs": np.zeros((120, 1, 8, 8)).tolist(), "samples": 1000, "return": ["samples"]}
+    reply = place.http.post("/v1/models/digits/predict", json=body)
     assert reply.status_code == 413
     assert "1,200,000 numbers; at most 1,048,576" in reply.json()["detail"]
 

@@ -210,7 +210,7 @@ def test_what_libraries_say_is_logged_as_json_too(live: Fixture) -> None:
         headers={"content-type": "multipart/form-data; boundary=b"},
     )
     assert bad.status_code == 400
-    lines = [json.loads(line) for line in live.log.read_text().splitlines()]
+    lines = live.logged("boundary")
     assert any("boundary" in line["message"] for line in lines if line["level"] == "warning")
 
 
@@ -222,6 +222,6 @@ def test_request_ids_come_back(live: Fixture) -> None:
     assert id_of({}) != id_of({})
     assert id_of({"X-Request-ID": "order-67"}, "/nothing") == "order-67"
     assert id_of({"X-Request-ID": "{inject: 'me'}"}) != "{inject: 'me'}"
-    lines = [json.loads(line) for line in live.log.read_text().splitlines()]
+    lines = live.logged("order-67")
     (line,) = (one for one in lines if one.get("request") == "order-67")
     assert (line["status"], line["path"], line["level"]) == (404, "/nothing", "info")

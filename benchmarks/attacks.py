@@ -1,0 +1,629 @@
+"""Attacks on a running server beside honest requests: how slow those get, how much memory it takes, how long it lasts.
+
+For each attack a server of the embedded digits is started. An honest client asks for predictions at a fixed rate, each
+second one on a connection of its own, first alone and then beside the attack. The table has the 99th percentile of its
+latency before and during the attack, honest requests that were not answered with 200, connections of the attackers that
+are open in the last second, the memory of the server's processes (before, at its highest, and some seconds after), the
+time from the end of the attack until honest requests take no longer than three times the quiet percentile, and how long
+SIGTERM then takes, with the exit code. Attackers run on the last core, everything else on the others. `--python` names
+the interpreter of another installation, to measure what was before.
+
+    python -m benchmarks.attacks --only idle
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import _hostile as hostile
+from benchmarks._measure import machine
+from benchmarks._server import LIMIT
+from dubito.models.embedded import embedded
+
+RATE = 40.0  # honest requests a second
+WARM = 40  # requests that are not counted
+QUIET, AFTER = 5.0, 3.0  # seconds before the attack, and after it
+COLUMNS = (
+    "attack",
+    "p99 quiet, ms",
+    "during, ms",
+    "lost",
+    "open",
+    "MB before, peak, after",
+    "recovers, s",
+    "stops, s (code)",
+)
+BODY = json.dumps({"inputs": np.zeros((1, 1, 8, 8)).tolist()}).encode()
+HONEST = (
+    b"POST /v1/models/digits/predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    host: str
+    port: int
+    pid: int  # of the server
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(self.host, self.port)
+
+
+@dataclass(frozen=True)
+class Attack:
+    name: str
+    point: int  # of the list in issue 22 by which the rows are grouped
+    run: Callable[[Target], Awaitable[None]]
+    seconds: float
+    settings: tuple[str, ...]
+    stuck_log: bool
+    beside: tuple[Literal["clothes"], ...]  # embedded models that are served, too
+
+
+ATTACKS: dict[str, Attack] = {}
+
+
+def attack(
+    point: int,
+    *settings: str,
+    seconds: float = 8.0,
+    stuck_log: bool = False,
+    beside: tuple[Literal["clothes"], ...] = (),
+) -> Callable[[Callable[[Target], Awaitable[None]]], Callable[[Target], Awaitable[None]]]:
+    """Enter an attack: a coroutine that is cancelled after so many seconds."""
+
+    def enter(run: Callable[[Target], Awaitable[None]]) -> Callable[[Target], Awaitable[None]]:
+        name = run.__name__.replace("_", " ")
+        ATTACKS[name] = Attack(name, point, run, seconds, settings, stuck_log, beside)
+        return run
+
+    return enter
+
+
+# 1 to 3: requests
+
+
+async def send_all(
+    target: Target, path: str, body: bytes, *headers: str, number: int = 8, leave: float | None = None
+) -> None:
+    """Send a request again and again, `number` at a time; with `leave`, go after so many seconds without its reply."""
+    lines = "".join(f"{line}\r\n" for line in headers)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{lines}Content-Length: {len(body)}\r\n\r\n".encode()
+
+    async def one() -> None:
+        while True:
+            with suppress(OSError, asyncio.IncompleteReadError):
+                reader, writer = await target.connect()
+                try:
+                    while True:
+                        writer.write(head + body)
+                        await writer.drain()
+                        if leave is not None:
+                            await asyncio.sleep(leave)
+                            break
+                        reply = await reader.readuntil(b"\r\n\r\n")
+                        await reader.readexactly(length_in(reply))
+                finally:
+                    writer.close()
+            await asyncio.sleep(0.01)
+
+    await asyncio.gather(*(one() for _ in range(number)))
+
+
+V1, V2, CLOTHES = "/v1/models/digits/predict", "/v2/models/digits/infer", "/v1/models/clothes/predict"
+JSON, JPEG, PACKED = "Content-Type: application/json", "Content-Type: image/jpeg", "Content-Encoding: gzip"
+
+
+def rows(count: int, shape: tuple[int, ...] = (1, 8, 8), **options: object) -> bytes:
+    return json.dumps({"inputs": np.zeros((count, *shape)).tolist(), **options}).encode()
+
+
+@attack(1)
+async def sixty_thousand_inputs_of_one_name(target: Target) -> None:
+    await send_all(target, V2, hostile.packed(hostile.many_inputs(60_000)), PACKED, number=2)
+
+
+@attack(1)
+async def lists_of_nothing(target: Target) -> None:
+    await send_all(target, V1, hostile.packed(hostile.many_lists(32_000_000)), PACKED, JSON)
+
+
+@attack(1)
+async def eight_bodies_of_numbers(target: Target) -> None:
+    await send_all(target, V1, hostile.packed(hostile.many_numbers(32_000_000)), PACKED, JSON)
+
+
+@attack(1)
+async def a_million_keys(target: Target) -> None:
+    """A variant: an object instead of lists."""
+    await send_all(target, V1, hostile.packed(hostile.many_keys(1_000_000)), PACKED, JSON)
+
+
+@attack(1)
+async def a_form_of_many_lines(target: Target) -> None:
+    """A variant: another parser."""
+    kind = "Content-Type: multipart/form-data; boundary=b"
+    await send_all(target, V1, hostile.packed(hostile.long_form(5_000_000)), PACKED, kind)
+
+
+@attack(1)
+async def lists_as_large_as_is_allowed(target: Target) -> None:
+    """A variant: what the model's limits let through."""
+    await send_all(target, V1, hostile.packed(hostile.many_lists(900_000)), PACKED, JSON)
+
+
+@attack(2)
+async def progressive_scans(target: Target) -> None:
+    await send_all(target, V1, hostile.packed(hostile.scan_bomb()), PACKED, JPEG, number=6)
+
+
+@attack(2)
+async def progressive_scans_whose_clients_go(target: Target) -> None:
+    await send_all(target, V1, hostile.packed(hostile.scan_bomb()), PACKED, JPEG, number=6, leave=0.2)
+
+
+@attack(2)
+async def scans_as_many_as_are_allowed(target: Target) -> None:
+    """A variant: what the limits let through."""
+    await send_all(target, V1, hostile.packed(hostile.scan_bomb(4096, 32)), PACKED, JPEG, number=6)
+
+
+@attack(2)
+async def interlaced_pictures_of_16_megapixels(target: Target) -> None:
+    """A variant: another format."""
+    await send_all(target, V1, hostile.interlaced_png(4096), "Content-Type: image/png", number=6)
+
+
+@attack(3)
+async def all_rows_and_all_draws(target: Target) -> None:
+    await send_all(target, V1, rows(4096, samples=1024), JSON, number=2)
+
+
+@attack(3)
+async def as_many_rows_and_draws_as_are_allowed(target: Target) -> None:
+    """A variant: just below the limit."""
+    await send_all(target, V1, rows(4000, samples=32), JSON, number=2)
+
+
+@attack(3)
+async def one_row_with_all_draws(target: Target) -> None:
+    """A variant: work that cannot go in parts of rows."""
+    await send_all(target, V1, rows(1, samples=1024), JSON, number=2)
+
+
+@attack(3, beside=("clothes",))
+async def a_flood_on_another_model(target: Target) -> None:
+    await send_all(target, CLOTHES, rows(1, (1, 28, 28)), JSON, number=32)
+
+
+@attack(3, beside=("clothes",))
+async def long_requests_on_another_model(target: Target) -> None:
+    """A variant."""
+    await send_all(target, CLOTHES, rows(20, (1, 28, 28)), JSON, number=8)
+
+
+# 4: connections
+
+
+async def hold(target: Target, number: int, first: bytes, dribble: bytes = b"", every: float = 1.0) -> None:
+    """Open connections, send something, and something more again and again; open new ones for those that are closed."""
+
+    async def one() -> None:
+        while True:
+            with suppress(OSError):
+                reader, writer = await target.connect()
+                try:
+                    writer.write(first)
+                    while not reader.at_eof():
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(every):
+                                if not await reader.read(1 << 16):
+                                    break
+                        if dribble:
+                            writer.write(dribble)
+                            await writer.drain()
+                finally:
+                    writer.close()
+            await asyncio.sleep(0.5)
+
+    await asyncio.gather(*(one() for _ in range(number)))
+
+
+@attack(4, seconds=15.0)
+async def five_hundred_idle_connections(target: Target) -> None:
+    await hold(target, 500, b"")
+
+
+@attack(4, seconds=15.0)
+async def slow_loris(target: Target) -> None:
+    """A header line each second."""
+    await hold(target, 500, b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"X-A: b\r\n")
+
+
+@attack(4, seconds=15.0)
+async def slow_loris_that_never_begins(target: Target) -> None:
+    """Empty lines, which may precede a request."""
+    await hold(target, 500, b"\r\n", b"\r\n")
+
+
+@attack(4)
+async def headers_of_600_MB(target: Target) -> None:
+    """Six connections, each with one header that does not end."""
+
+    async def one() -> None:
+        while True:
+            with suppress(OSError):
+                _, writer = await target.connect()
+                try:
+                    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-A: ")
+                    for _ in range(1600):
+                        writer.write(b"a" * (1 << 16))
+                        await writer.drain()
+                finally:
+                    writer.close()
+
+    await asyncio.gather(*(one() for _ in range(6)))
+
+
+@attack(4)
+async def headers_without_end(target: Target) -> None:
+    """Millions of short ones."""
+
+    async def one() -> None:
+        while True:
+            with suppress(OSError):
+                _, writer = await target.connect()
+                try:
+                    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
+                    for _ in range(1600):
+                        writer.write(b"a:\r\n" * (1 << 14))
+                        await writer.drain()
+                finally:
+                    writer.close()
+
+    await asyncio.gather(*(one() for _ in range(6)))
+
+
+@attack(4)
+async def chunks_of_one_byte(target: Target) -> None:
+    async def one() -> None:
+        while True:
+            with suppress(OSError):
+                _, writer = await target.connect()
+                try:
+                    head = b"POST /v1/models/digits/predict HTTP/1.1\r\nHost: localhost\r\n"
+                    writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n")
+                    for _ in range(400):
+                        writer.write(b"1\r\n \r\n" * (1 << 14))
+                        await writer.drain()
+                finally:
+                    writer.close()
+
+    await asyncio.gather(*(one() for _ in range(6)))
+
+
+@attack(4, seconds=15.0)
+async def half_bodies_in_2048_connections(target: Target) -> None:
+    head = b"POST /v1/models/digits/predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
+    await hold(target, 2048, head)
+
+
+async def read_slowly(target: Target, number: int, path: str) -> None:
+    async def one() -> None:
+        while True:
+            with suppress(OSError), socket.socket() as plain:
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                plain.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_connect(plain, (target.host, target.port))
+                await loop.sock_sendall(plain, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+                while await loop.sock_recv(plain, 512):
+                    await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)
+
+    await asyncio.gather(*(one() for _ in range(number)))
+
+
+@attack(4, seconds=15.0)
+async def sixty_slow_readers_of_a_static_file(target: Target) -> None:
+    await read_slowly(target, 60, "/console/wasm/ort-wasm-simd-threaded.wasm")
+
+
+@attack(4, seconds=15.0)
+async def slow_readers_of_sixty_thousand_small_replies(target: Target) -> None:
+    """Pipelined requests of a page, whose replies nobody reads."""
+    await hold(target, 60, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000, b"", 60.0)
+
+
+@attack(4)
+async def connections_that_come_and_go(target: Target) -> None:
+    """As fast as one core can."""
+
+    async def one() -> None:
+        while True:
+            with suppress(OSError):
+                _, writer = await target.connect()
+                writer.transport.abort()
+
+    await asyncio.gather(*(one() for _ in range(16)))
+
+
+# 5: logs
+
+
+@attack(5, seconds=8.0, stuck_log=True)
+async def a_log_that_nobody_reads(target: Target) -> None:
+    """The honest requests alone fill its pipe; here come more of them."""
+    while True:
+        with suppress(OSError):
+            reader, writer = await target.connect()
+            for _ in range(1000):
+                writer.write(b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(length_in(head))
+
+
+@attack(5, seconds=8.0, stuck_log=True)
+async def a_log_of_long_lines_that_nobody_reads(target: Target) -> None:
+    while True:
+        with suppress(OSError, asyncio.IncompleteReadError):
+            reader, writer = await target.connect()
+            for _ in range(1000):
+                writer.write(b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n" % (b"a" * 20_000))
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(length_in(head))
+
+
+# what measures them
+
+
+def length_in(head: bytes) -> int:
+    return int(head.lower().partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0])
+
+
+@dataclass
+class Honest:
+    """Requests of the honest client: when each was due, its seconds, its status (0: none)."""
+
+    due: list[float]
+    seconds: list[float]
+    status: list[int]
+
+    def between(self, begin: float, end: float) -> tuple[float, int]:
+        """The 99th percentile of the latency in ms, and the number of requests that were not answered with 200."""
+        rows = [i for i, due in enumerate(self.due) if begin <= due < end]
+        if not rows:
+            return float("nan"), 0
+        lost = sum(self.status[i] != 200 for i in rows)
+        return 1000 * float(np.quantile([self.seconds[i] for i in rows], 0.99)), lost
+
+    def recovered(self, end: float, bound: float) -> float:
+        """Seconds from the attack's end until requests are answered within the bound for half a second."""
+        bad = [due + s for due, s, status in self._rows() if due + s > end and (status != 200 or s > bound)]
+        return max(0.0, max(bad, default=end) - end)
+
+    def _rows(self) -> "zip[tuple[float, float, int]]":
+        return zip(self.due, self.seconds, self.status, strict=True)
+
+
+def be_honest(host: str, port: int, cores: set[int], warm: Any, stop: Any, out: Any) -> None:
+    """In a process of its own: ask at the fixed rate until told to stop, then hand over what was seen."""
+    os.sched_setaffinity(0, cores)
+    rows: list[tuple[float, float, int]] = []
+
+    async def ask(due: float, kept: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]], fresh: bool) -> None:
+        status = 0
+        with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+            async with asyncio.timeout(30):
+                for attempt in range(2):
+                    reused = bool(kept) and not fresh and attempt == 0
+                    reader, writer = kept.pop() if reused else await asyncio.open_connection(host, port)
+                    try:
+                        writer.write(HONEST)
+                        head = await reader.readuntil(b"\r\n\r\n")
+                    except (OSError, asyncio.IncompleteReadError):
+                        writer.close()
+                        if reused:  # a connection that was idle may be closed: any client tries again
+                            continue
+                        raise
+                    length = next(
+                        int(line[15:]) for line in head.lower().split(b"\r\n") if line[:15] == b"content-length:"
+                    )
+                    await reader.readexactly(length)
+                    status = int(head[9:12])
+                    if fresh or b"connection: close" in head.lower():
+                        writer.close()
+                    else:
+                        kept.append((reader, writer))
+                    break
+        rows.append((due, time.monotonic() - due, status))
+        if len(rows) == WARM:
+            warm.set()
+
+    async def go() -> None:
+        kept: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        tasks, due, n = set[asyncio.Task[None]](), time.monotonic(), 0
+        while not stop.is_set():
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            task = asyncio.create_task(ask(due, kept, n % 2 == 0))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            due, n = due + 1 / RATE, n + 1
+        if tasks:
+            await asyncio.wait(tasks, timeout=30)
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(go())
+    out.put(rows)
+
+
+def be_hostile(name: str, target: Target, cores: set[int], seconds: float) -> None:
+    os.sched_setaffinity(0, cores)
+
+    async def go() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await ATTACKS[name].run(target)
+
+    asyncio.run(go())
+    os._exit(0)  # connections end with the process, at once
+
+
+def resident(pid: int) -> float:
+    """MB of the process and its children."""
+    process = psutil.Process(pid)
+    return sum(one.memory_info().rss for one in (process, *process.children(recursive=True))) / 1e6
+
+
+@dataclass
+class Row:
+    attack: Attack
+    quiet: float
+    during: float
+    lost: int
+    open: int  # connections of the attackers, at the most in the last second of the attack
+    before: float
+    peak: float
+    after: float
+    recovered: float
+    stopped: float  # seconds that SIGTERM took
+    code: int
+
+
+def measure(attack: Attack, python: str, folder: Path) -> Row:
+    cores = sorted(os.sched_getaffinity(0))
+    own, theirs = set(cores[:-1]) or set(cores), {cores[-1]}
+    spawn = multiprocessing.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    models = [str(embedded("digits")), *(str(embedded(name)) for name in attack.beside)]
+    words = [python, "-m", "dubito", "serve", *models, "--port", str(port)]
+    words += [word for setting in attack.settings for word in ("--set", setting)]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
+    reader, writer = os.pipe()
+    log = writer if attack.stuck_log else os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    server = subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=log, env=clean | {"OMP_NUM_THREADS": "1"}, cwd=folder
+    )
+    try:
+        os.sched_setaffinity(server.pid, own)
+        wait_ready(server, port)
+        for thread in psutil.Process(server.pid).threads():
+            os.sched_setaffinity(thread.id, own)
+        warm, stop, out = spawn.Event(), spawn.Event(), spawn.Queue()
+        honest = spawn.Process(target=be_honest, args=("127.0.0.1", port, own, warm, stop, out))
+        honest.start()
+        warm.wait(LIMIT)
+        time.sleep(QUIET)
+        before, begin = resident(server.pid), time.monotonic()
+        target = Target("127.0.0.1", port, server.pid)
+        hostile = spawn.Process(target=be_hostile, args=(attack.name, target, theirs, attack.seconds))
+        hostile.start()
+        peak, connections, files = before, [0], psutil.Process(server.pid).num_fds()
+        while hostile.is_alive():
+            peak = max(peak, resident(server.pid))
+            if time.monotonic() > begin + attack.seconds - 1:
+                connections.append(psutil.Process(server.pid).num_fds() - files)
+            time.sleep(0.1)
+        end = time.monotonic()
+        time.sleep(AFTER)
+        after = resident(server.pid)
+        stop.set()
+        rows = out.get(timeout=120)
+        honest.join()
+        seen = Honest(*map(list, zip(*rows, strict=True)))
+        quiet, _ = seen.between(begin - QUIET, begin)
+        during, lost = seen.between(begin, end)
+        asked = time.monotonic()
+        server.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(60)
+        stopped, code = time.monotonic() - asked, server.poll()
+        recovered = seen.recovered(end, 3 * quiet / 1000)
+        return Row(
+            attack,
+            quiet,
+            during,
+            lost,
+            max(connections),
+            before,
+            peak,
+            after,
+            recovered,
+            stopped,
+            -9 if code is None else code,
+        )
+    finally:
+        server.kill()
+        server.wait()
+        for file in {reader, writer, log}:
+            os.close(file)
+
+
+def wait_ready(server: Any, port: int) -> None:
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end and server.poll() is None:
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).status_code == 200:
+                return
+        time.sleep(0.2)
+    raise SystemExit("the server did not start")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="attacks whose name contains this")
+    parser.add_argument("--point", type=int, help="attacks of this point")
+    parser.add_argument("--python", default=sys.executable, help="whose dubito is attacked")
+    args = parser.parse_args()
+    chosen = [one for one in ATTACKS.values() if args.only in one.name and args.point in (None, one.point)]
+    if not chosen:
+        raise SystemExit(f"no attack is called {args.only!r}; there are: {', '.join(ATTACKS)}.")
+    table = Table(title="attacks")
+    for column in (
+        "attack",
+        "p99 quiet, ms",
+        "p99 during, ms",
+        "lost",
+        "MB before, peak, after",
+        "recovers, s",
+        "stops, s",
+    ):
+        table.add_column(column, justify="left" if column == "attack" else "right")
+    console = Console(width=160)
+    for one in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure(one, args.python, Path(folder))
+        memory = f"{row.before:.0f}, {row.peak:.0f}, {row.after:.0f}"
+        stopped = f"{row.stopped:.1f} ({row.code})"
+        values = [f"{row.quiet:.1f}", f"{row.during:.1f}", str(row.lost), str(row.open), memory]
+        values += [f"{row.recovered:.1f}", stopped]
+        table.add_row(f"{one.point}: {one.name}", *values)
+        console.print(f"{one.point}: {one.name}", *values, sep=" | ")
+    console.print(table)
+    console.print(machine())
+
+
+if __name__ == "__main__":
+    main()

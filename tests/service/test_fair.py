@@ -1,0 +1,232 @@
+"""Who goes first: clients take turns in a queue, models at the device, and short requests with long ones."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dubito.models import load
+from dubito.models.predictions.model import Model
+from dubito.service.engine.batcher import Batcher
+from dubito.service.engine.engine import Engine, PredictRequest
+from dubito.service.engine.turn import Turn
+from dubito.service.fair import FairQueue
+from dubito.service.problems import Hopeless, Overloaded
+from tests.service.test_batcher import same
+
+BUCKETS = (1, 2, 4, 8, 16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, make_artifact: Callable[..., Path]) -> Model:
+    return load(make_artifact(tmp_path_factory.mktemp("m") / "m.safetensors", seed=3))
+
+
+def ask(n: int, samples: Any = 20, seed: int | None = None) -> PredictRequest:
+    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(n))
+    return PredictRequest(x.numpy(), samples, seed, 128, 0.05)
+
+
+def in_loop(body: Callable[[Batcher], Awaitable[None]], model: Model, **limits: Any) -> list[int]:
+    """Runs it with a batcher whose short batches have 80 rows × draws; rows of the batches."""
+    batches: list[int] = []
+
+    async def go() -> None:
+        engine = Engine(model, BUCKETS)
+        engine.slices = limits.pop("slices", (80, 400))
+        batcher = Batcher(
+            engine,
+            max_work=1000,
+            max_queue=limits.get("max_queue", 100_000),
+            device=Turn(),
+            on_batch=lambda rows, cpu: batches.append(rows),
+        )
+        try:
+            await body(batcher)
+        finally:
+            await batcher.close()
+
+    asyncio.run(go())
+    return batches
+
+
+async def busy(batcher: Batcher) -> list[Any]:
+    """A request that has the thread, which waits for the device."""
+    batcher.device.acquire()
+    first = batcher.put(ask(1), 30, client="first")
+    while batcher.depth:
+        await asyncio.sleep(0.001)
+    return first
+
+
+def test_clients_take_turns_and_each_keeps_its_order() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
+        queue.append(item[0], item)
+    assert (len(queue), queue.clients, queue.first()) == (6, 3, "a1")
+    assert [queue.pop() for _ in range(4)] == ["a1", "b1", "c1", "a2"]
+    queue.put_back("a", "a2")
+    queue.append("d", "d1")
+    assert sorted(queue) == ["a2", "a3", "b2", "d1"]
+    left = [queue.pop() for _ in range(5)]
+    assert left.index("a2") < left.index("a3")
+    assert left[4] is None
+    assert (len(queue), queue.clients) == (0, 0)
+
+
+def test_a_flood_of_one_client_does_not_keep_another_waiting(model: Model) -> None:
+    """Its request is in the next batch, whatever came before it."""
+
+    async def body(batcher: Batcher) -> None:
+        first = await busy(batcher)
+        flood = [batcher.put(ask(1), 30, client="flood") for _ in range(100)]
+        mine = batcher.put(ask(2), 30, client="mine")
+        batcher.device.release()
+        await batcher.result(mine)
+        assert sum(ticket[0].future.done() for ticket in flood) < 50
+        for tickets in (first, *flood):
+            await batcher.result(tickets)
+
+    in_loop(body, model)
+
+
+def test_a_client_with_less_than_its_share_finds_room_in_a_full_queue(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        first = await busy(batcher)
+        put = [batcher.put(ask(1), 30, client="flood") for _ in range(49)]  # 1000 with the first
+        put += [batcher.put(ask(2), 30, client=name) for name in ("mine", "yours")]
+        with pytest.raises(Overloaded):
+            batcher.put(ask(1), 30, client="flood")
+        put += [batcher.put(ask(1), 30, client="mine") for _ in range(10)]  # four clients: 250 each
+        with pytest.raises(Overloaded):
+            batcher.put(ask(1), 30, client="mine")
+        batcher.device.release()
+        for tickets in (first, *put):
+            await batcher.result(tickets)
+        while batcher.work:
+            await asyncio.sleep(0.001)
+        assert (batcher.by_client, batcher.cost, batcher.long_work) == ({}, 0, 0)
+
+    in_loop(body, model, max_queue=1000)
+
+
+def test_short_requests_are_answered_between_the_passes_of_a_long_one(model: Model) -> None:
+    """And all answers are what they are alone: those of the long one too, whose draws are not split."""
+
+    async def body(batcher: Batcher) -> None:
+        x = torch.from_numpy(ask(40).x)
+        first = await busy(batcher)
+        long = batcher.put(ask(40, 100, seed=5), 300)
+        assert len(long) > 1
+        batcher.device.release()
+        await batcher.result(first)
+        order: list[str] = []
+
+        async def wait(name: str, tickets: Any) -> Any:
+            answer = await batcher.result(tickets)
+            order.append(name)
+            return answer
+
+        waiting = [asyncio.create_task(wait("long", long))]
+        for _ in range(3):
+            await asyncio.sleep(0)
+            waiting.append(asyncio.create_task(wait("short", batcher.put(ask(2), 30))))
+        answers = await asyncio.gather(*waiting)
+        assert order == ["short"] * 3 + ["long"]
+        assert same(answers[0], x, 100, model)
+        assert all(same(answer, torch.from_numpy(ask(2).x), 20, model) for answer in answers[1:])
+        while batcher.work:
+            await asyncio.sleep(0.001)
+        assert batcher.running == []
+
+    in_loop(body, model)
+
+
+def test_one_row_with_many_draws_is_long_too(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        passes: list[float] = []
+        batcher.engine.model.network.net.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
+        found = await batcher.result(batcher.put(ask(1, 1000, seed=3), 300))
+        assert same(found, torch.from_numpy(ask(1).x), 1000, model)
+        alone = len([n for n in passes if n > 1])
+        assert alone > 10  # in passes of at most 80
+        again = await batcher.result(batcher.put(ask(1, 1000, seed=3), 300, client="other"))
+        assert (found.columns["probabilities"] == again.columns["probabilities"]).all()  # to the bit
+
+    in_loop(body, model)
+
+
+def test_who_gives_up_a_long_request_ends_it(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        tickets = batcher.put(ask(1, 60_000), 300)  # one row: it cannot go in parts
+        while not tickets[0].taken:
+            await asyncio.sleep(0.001)
+        batcher.drop(tickets)
+        found = await batcher.result(batcher.put(ask(2), 30))
+        assert same(found, torch.from_numpy(ask(2).x), 20, model)
+        assert not batcher.dead
+
+    in_loop(body, model)
+
+
+def test_long_requests_fill_half_of_the_queue(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        first = await busy(batcher)
+        put = [batcher.put(ask(20), 30) for _ in range(2)]  # 400 each
+        with pytest.raises(Overloaded):
+            batcher.put(ask(20), 30)
+        put += [batcher.put(ask(1), 30) for _ in range(10)]
+        batcher.device.release()
+        for tickets in (first, *put):
+            await batcher.result(tickets)
+
+    in_loop(body, model, max_queue=2000)
+
+
+def test_what_cannot_be_in_time_alone_is_refused(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        for work in (10, 20, 40):
+            batcher.pace.add(work, work / 100)
+        with pytest.raises(Hopeless, match=r"no answer within 2\.000 s is possible: this request takes about 8\.0 s"):
+            batcher.put(ask(40), 2.0)
+        await batcher.result(batcher.put(ask(40), 300))
+
+    in_loop(body, model)
+
+
+def test_models_get_the_device_in_the_order_in_which_they_came() -> None:
+    """A thread that takes it again and again does not keep another one waiting for more than its turn."""
+    turn, ended = Turn(), threading.Event()
+    turns: list[str] = []
+
+    def greedy() -> None:
+        while not ended.is_set():
+            with turn:
+                turns.append("greedy")
+                time.sleep(0.002)
+
+    thread = threading.Thread(target=greedy)
+    thread.start()
+    try:
+        while not turns:
+            time.sleep(0.001)
+        for _ in range(20):
+            before = len(turns)
+            with turn:
+                turns.append("mine")
+            assert turns[before:].index("mine") <= 2
+        assert turn.contended
+    finally:
+        ended.set()
+        thread.join()
+    assert not turn.locked()
+    assert turn.acquire(blocking=False)
+    assert not turn.acquire(blocking=False)
+    assert not turn.acquire(timeout=0.01)
+    turn.release()
+    assert not turn.locked()

@@ -1,0 +1,361 @@
+"""Requests that would cost a server more than they should: each is refused, bounded or ended, and others are answered.
+
+No test measures time. A client's timeout of some seconds stands for "at once": without the limits each of these took
+ten times as long.
+"""
+
+import asyncio
+import base64
+import json
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from benchmarks import _hostile as hostile
+from dubito.models.embedded import embedded
+
+Fixture = Any  # the types of conftest.py
+V1, V2 = "/v1/models/digits/predict", "/v2/models/digits/infer"
+ZEROS = {"inputs": np.zeros((1, 1, 8, 8)).tolist()}
+SOON = 10.0  # seconds in which the server says no, on a busy machine
+JPEG = {"content-type": "image/jpeg"}
+PNG = {"content-type": "image/png"}
+PACKED = {"content-encoding": "gzip"}
+
+
+@pytest.fixture(scope="module")
+def server(serve: Fixture, make_artifact: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Fixture:
+    plants = make_artifact(tmp_path_factory.mktemp("m") / "plants.safetensors")
+    return serve(embedded("digits"), plants, "--set", "buckets=1,2,16", "--set", "repository_api=true")
+
+
+@pytest.fixture
+def http(server: Fixture) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=SOON) as client:
+        yield client
+        assert client.post(V1, json=ZEROS).status_code == 200  # whatever was sent, the next request is answered
+
+
+def said(reply: httpx.Response, *statuses: int) -> str:
+    assert reply.status_code in statuses, (reply.status_code, reply.text[:300])
+    body = reply.json()
+    text: str = body["detail"] if "detail" in body else body["error"]
+    assert len(text) < 400
+    return text
+
+
+def resident(pid: int) -> int:
+    return sum(one.memory_info().rss for one in (psutil.Process(pid), *psutil.Process(pid).children()))
+
+
+def counted(http: httpx.Client, series: str) -> float:
+    line = re.search(rf"^{re.escape(series)} (\S+)$", http.get("/metrics").text, re.M)
+    assert line is not None, series
+    return float(line[1])
+
+
+# 1: work before bounds
+
+
+@pytest.mark.parametrize("count", [60_000, 400])
+def test_inputs_of_one_name_without_end(http: httpx.Client, count: int) -> None:
+    reply = http.post(V2, content=hostile.packed(hostile.many_inputs(count)), headers=PACKED)
+    text = said(reply, 400, 413)
+    assert "entries; at most 64" in text or "values and lists" in text
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (hostile.many_lists(30 << 20), "values and lists"),
+        (hostile.many_numbers(30 << 20), "values and lists"),
+        (hostile.many_lists(1 << 20), "values and lists"),
+        (b'{"inputs":' + b"[" * 200_000 + b"]" * 200_000 + b"}", ""),
+        (hostile.deep(900, "inputs"), "no array of numbers"),
+        (hostile.deep(900, "samples"), "samples is a list of 1"),
+        (hostile.deep(900, "return"), "return is a list of 1"),
+        (hostile.deep(900, "group"), "group is a list of 1"),
+        (hostile.many_keys(100_000), "options of the body"),
+        (hostile.many_keys(500), "there is no option"),
+        (b'{"inputs":[[0]],"seed":"' + b"9" * 10_000_000 + b'"}', "options of the body"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_json_that_is_larger_than_any_request(http: httpx.Client, body: bytes, expected: str) -> None:
+    assert expected in said(http.post(V1, content=hostile.packed(body), headers=PACKED), 400, 413)
+    said(http.post(V2, content=hostile.packed(body), headers=PACKED), 400, 413)
+
+
+def test_a_body_is_no_larger_than_the_models_inputs_can_be(http: httpx.Client) -> None:
+    """4096 rows of four numbers are half a megabyte as JSON, whatever `body_bytes` allows others."""
+    for body in (bytes(1 << 20), hostile.packed(bytes(1 << 20))):
+        headers = PACKED if len(body) < 1 << 20 else {}
+        assert "589,824" in said(http.post("/v1/models/plants/predict", content=body, headers=headers), 413)
+    widest = [[-1.2345678901234567e-300] * 4] * 4096
+    reply = http.post("/v1/models/plants/predict", json={"inputs": widest, "samples": 0}, timeout=60)
+    assert len(reply.json()["predictions"]) == 4096
+
+
+def test_bodies_of_numbers_leave_no_memory_behind(server: Fixture, http: httpx.Client) -> None:
+    """Of eight at once the server keeps the bytes, and one process at a time what they are parsed to."""
+    body = hostile.packed(hostile.many_numbers(30 << 20))
+    http.post(V1, content=body, headers=PACKED)
+    before, peak = resident(server.pid), 0
+
+    async def all_at_once() -> None:
+        nonlocal peak
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            asks = [asyncio.create_task(client.post(V1, content=body, headers=PACKED)) for _ in range(8)]
+            while not all(ask.done() for ask in asks):
+                peak = max(peak, resident(server.pid))
+                await asyncio.sleep(0.02)
+            assert {(await ask).status_code for ask in asks} <= {413, 429}
+
+    asyncio.run(all_at_once())
+    assert peak - before < 600e6
+    for _ in range(100):  # a second later the server gives memory back
+        if resident(server.pid) - before < 100e6:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{resident(server.pid) - before:,} bytes are left behind")
+
+
+def test_a_form_of_many_lines(http: httpx.Client) -> None:
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    said(http.post(V1, content=hostile.long_form(3_000_000), headers=headers, timeout=60), 400, 413)
+    parts = b"".join(b'--b\r\nContent-Disposition: form-data; name="f"; filename="x"\r\n\r\nx\r\n' for _ in range(5000))
+    assert "at most 4096" in said(http.post(V1, content=parts + b"--b--\r\n", headers=headers), 413)
+
+
+def test_tiny_pictures_do_not_become_gigabytes(
+    serve: Fixture, make_artifact: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The inputs of a request are bounded as the network takes them, not as they came."""
+    small = serve(make_artifact(tmp_path / "m.safetensors", kind="image"), "--set", "input_bytes=7680")  # ten inputs
+    with httpx.Client(base_url=small.url, timeout=SOON) as client:
+        one = base64.b64encode(hostile.picture(1)).decode()
+        path = "/v1/models/m/predict"
+        assert "11 inputs came; at most 10" in said(client.post(path, json={"images": [one] * 11}), 413)
+        assert client.post(path, json={"images": [one] * 10}).status_code == 200
+
+
+def test_requests_that_hold_much_leave_room_for_small_ones(serve: Fixture) -> None:
+    held = serve(embedded("digits"), "--set", "held_bytes=3000000", "--set", "buckets=1")
+    host, port = held.address.split(":")
+    head = f"POST {V1} HTTP/1.1\r\nHost: x\r\nContent-Length: 2000001\r\n\r\n".encode()
+    with socket.create_connection((host, int(port))) as half, httpx.Client(base_url=held.url, timeout=SOON) as client:
+        half.sendall(head + bytes(2_000_000))
+        while counted(client, "dubito_held_bytes") < 2_000_000:
+            time.sleep(0.01)
+        assert "bytes, of at most 3,000,000" in said(client.post(V1, content=bytes(2_000_000)), 429)
+        assert client.post(V1, json=ZEROS).status_code == 200
+        assert counted(client, 'dubito_rejected_total{reason="bytes"}') == 1
+
+
+# 2: decoding without an end
+
+
+def test_a_picture_of_many_scans(http: httpx.Client) -> None:
+    assert "500 scans; at most 32" in said(http.post(V1, content=hostile.scan_bomb(), headers=JPEG), 413)
+    body = {"images": [base64.b64encode(hostile.scan_bomb(256, 100)).decode()]}
+    assert "100 scans" in said(http.post(V1, json=body), 413)
+    assert http.post(V1, content=hostile.scan_bomb(256, 20), headers=JPEG).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "statuses"),
+    [
+        (hostile.interlaced_png(512), (200,)),
+        (hostile.interlaced_png(6000), (413,)),
+        (hostile.texts_png(200), (400,)),
+        (hostile.frames(200, 64, "GIF"), (200,)),
+        (hostile.frames(50, 64, "WEBP"), (200,)),
+        (hostile.frames(50, 64, "PNG"), (200,)),
+        (hostile.picture(64, "TIFF"), (400,)),
+        (hostile.picture(64, "PPM"), (400,)),
+        (hostile.picture(64, "ICO"), (400,)),
+    ],
+    ids=["interlaced", "interlaced, large", "texts", "GIF", "WebP", "APNG", "TIFF", "PPM", "ICO"],
+)
+def test_odd_pictures(http: httpx.Client, content: bytes, statuses: tuple[int, ...]) -> None:
+    """Of those that move, the first frame is taken."""
+    assert http.post(V1, content=content, headers=PNG).status_code in statuses
+
+
+@pytest.fixture(scope="module")
+def patient(serve: Fixture) -> Fixture:
+    """A server that lets pictures take long: as if there were a kind of them that no limit knows."""
+    limits = ("image_scans=100000", "decode_seconds=60", "drain_seconds=2", "linger_seconds=0", "buckets=1")
+    return serve(embedded("digits"), *(word for limit in limits for word in ("--set", limit)))
+
+
+def test_decoding_ends_with_the_deadline_or_the_client(patient: Fixture) -> None:
+    bomb = hostile.scan_bomb(4096, 3000)
+    host, port = patient.address.split(":")
+    with httpx.Client(base_url=patient.url, timeout=SOON) as http:
+        assert "no answer within 0.3" in said(http.post(f"{V1}?timeout_ms=300", content=bomb, headers=JPEG), 504)
+        head = f"POST {V1} HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: {len(bomb)}\r\n\r\n"
+        for _ in range(6):  # clients that go at once
+            with socket.create_connection((host, int(port))) as gone:
+                gone.sendall(head.encode() + bomb)
+        large = hostile.picture(1200, "JPEG")  # not so small that the server decodes it itself
+        for content in (hostile.picture(), large):
+            assert http.post(V1, content=content, headers=PNG).status_code == 200
+        while counted(http, 'dubito_decoded_total{outcome="gone"}') < 1:
+            time.sleep(0.05)
+        assert counted(http, 'dubito_decoded_total{outcome="late"}') == 1
+
+
+def test_a_stop_does_not_wait_for_pictures(patient: Fixture) -> None:
+    """The last test of this server. Six bombs of minutes each, two seconds to drain."""
+    bomb = hostile.scan_bomb(4096, 3000)
+    host, port = patient.address.split(":")
+    head = f"POST {V1} HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: {len(bomb)}\r\n\r\n"
+    asks = [socket.create_connection((host, int(port))) for _ in range(6)]
+    for ask in asks:
+        ask.sendall(head.encode() + bomb)
+    with httpx.Client(base_url=patient.url, timeout=SOON) as http:
+        while counted(http, "dubito_decode_depth") < 4:
+            time.sleep(0.02)
+    children = psutil.Process(patient.pid).children()
+    began = time.monotonic()
+    assert patient.stop(signal.SIGTERM) == 1  # they were accepted, and not answered
+    assert time.monotonic() - began < 20  # minutes, if it waited
+    assert not any(child.is_running() for child in children)
+    for ask in asks:
+        ask.close()
+
+
+def test_a_process_that_dies_is_replaced(server: Fixture, http: httpx.Client) -> None:
+    content = hostile.picture(700, "JPEG")
+    expected = http.post(f"{V1}?seed=1", content=content, headers=JPEG).json()["predictions"]
+    for child in psutil.Process(server.pid).children():
+        child.kill()
+    again = http.post(f"{V1}?seed=1", content=content, headers=JPEG)
+    again = again if again.status_code == 200 else http.post(f"{V1}?seed=1", content=content, headers=JPEG)
+    assert again.json()["predictions"] == expected
+
+
+# 3: one request takes all
+
+
+def test_rows_times_draws_are_capped(http: httpx.Client) -> None:
+    body = {"inputs": np.zeros((4096, 1, 8, 8)).tolist(), "samples": 1024}
+    assert "4,194,304 rows × draws; at most 131,072" in said(http.post(V1, json=body), 413)
+    assert "4096 inputs" in said(http.post(V1, json=body | {"samples": "auto", "max_samples": 33}), 413).replace(
+        ",", ""
+    )
+    x = np.zeros((4096, 1, 8, 8), np.float32)
+    tensor = {"name": "input", "shape": x.shape, "datatype": "FP32", "parameters": {"binary_data_size": x.nbytes}}
+    head = json.dumps({"inputs": [tensor], "parameters": {"samples": 33}}).encode()
+    lengths = {"inference-header-content-length": str(len(head))}
+    assert "rows × draws" in said(http.post(V2, content=head + x.tobytes(), headers=lengths), 413)
+
+
+def test_what_cannot_be_in_time_is_refused_at_once(http: httpx.Client) -> None:
+    body = {"inputs": np.zeros((12, 1, 8, 8)).tolist(), "samples": 1024, "timeout_ms": 50}
+    assert "is possible: this request takes about" in said(http.post(V1, json=body), 504)
+
+
+def test_a_long_request_takes_turns_with_short_ones(server: Fixture) -> None:
+    """Short ones that come after it are answered before it; of a single row with many draws as well."""
+
+    async def beside(long: dict[str, Any]) -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            await client.post(V1, json=ZEROS)
+            task = asyncio.create_task(client.post(V1, json=long))
+            await asyncio.sleep(0.2)
+            alone = asyncio.create_task(client.post(V1, json=ZEROS))
+            done, _ = await asyncio.wait({task, alone}, return_when=asyncio.FIRST_COMPLETED)
+            assert alone in done
+            assert alone.result().status_code == 200
+            assert (await task).status_code == 200
+            assert len((await task).json()["predictions"]) == len(long["inputs"])
+
+    patient = {"timeout_ms": 300_000}
+    asyncio.run(beside({"inputs": np.zeros((800, 1, 8, 8)).tolist(), "samples": 60, **patient}))
+    asyncio.run(beside({"inputs": np.zeros((48, 1, 8, 8)).tolist(), "samples": 1024, **patient}))
+
+
+# 9: protocol
+
+
+def infer(http: httpx.Client, data: Any = None, **fields: Any) -> httpx.Response:
+    tensor = {"name": "input", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.0] * 64 if data is None else data}
+    return http.post(V2, json={"inputs": [tensor | fields.pop("tensor", {})], **fields})
+
+
+@pytest.mark.parametrize("value", [None, {}, {"a": 1}, [], [1]])
+def test_parameters_are_strings_numbers_or_booleans(http: httpx.Client, value: object) -> None:
+    expected = "expected a short string, a number or a boolean"
+    assert expected in said(infer(http, parameters={"mine": value}), 400)
+    assert expected in said(infer(http, tensor={"parameters": {"mine": value}}), 400)
+    assert expected in said(infer(http, outputs=[{"name": "class", "parameters": {"mine": value}}]), 400)
+    for allowed in ("text", 1, 1.5, True):
+        assert infer(http, parameters={"mine": allowed}).status_code == 200
+
+
+@pytest.mark.parametrize("odd", ["0.5", True, False, None, [0.5], {}])
+def test_only_numbers_are_numbers(http: httpx.Client, odd: object) -> None:
+    for place in (0, 63):
+        data: list[Any] = [0.25] * 64
+        data[place] = odd
+        assert "are no array of FP32" in said(infer(http, data), 400)
+        assert "no array of numbers" in said(http.post(V1, json={"inputs": data}), 400)
+    assert infer(http, [1] * 64).status_code == 200
+
+
+def test_load_refuses_what_it_would_ignore(http: httpx.Client) -> None:
+    for verb in ("load", "unload"):
+        path = f"/v2/repository/models/plants/{verb}"
+        for parameters in ({"config": "{}"}, {"config": 5}, {"file:1/model.onnx": "AAAA"}):
+            name = next(iter(parameters))
+            reply = said(http.post(path, json={"parameters": parameters}), 400)
+            assert f"{verb} takes no parameter {name[:40]!r}" in reply or "expected a short string" in reply
+        wrongs: tuple[object, ...] = ([], "text", 5, None)
+        for wrong in wrongs:
+            assert "are no object" in said(http.post(path, json={"parameters": wrong}), 400)
+        assert "'config'" in said(http.post(path, json={"config": "{}"}), 400)
+        said(http.post(path, content=bytes(1 << 17)), 413)
+    assert "no boolean" in said(http.post(path, json={"parameters": {"unload_dependents": "no"}}), 400)
+    assert http.post(path, json={"parameters": {"unload_dependents": False}}).status_code == 200
+    assert http.post("/v2/repository/models/plants/load", json={"parameters": {}}).status_code == 200
+
+
+# 7: plans
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"a": 3}', "[" * 100_000, '{"cpu": {"x": [1]}}', "\udcff", '{"a": {"b": {"c": {}}}}'],
+    ids=lambda text: repr(text)[:16],
+)
+def test_damaged_plans_do_not_stop_the_start(text: str, tmp_path: Path) -> None:
+    import torch
+
+    from dubito.service.engine.plans import PlanCache
+
+    file = tmp_path / "plans.json"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    cache = PlanCache(file, torch.device("cpu"))
+    assert cache.executions == {}
+    cache.save()
+    assert json.loads(file.read_text()) != text
+
+
+def test_a_server_starts_beside_damaged_plans(
+    serve: Fixture, make_artifact: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "dubito").mkdir()
+    (tmp_path / "dubito" / "plans.json").write_text("[" * 100_000)
+    one = serve(make_artifact(tmp_path / "m.safetensors"), "--set", "buckets=1", XDG_CACHE_HOME=str(tmp_path))
+    assert httpx.get(f"{one.url}/readyz").status_code == 200
