@@ -601,15 +601,7 @@ def main() -> None:
     if not chosen:
         raise SystemExit(f"no attack is called {args.only!r}; there are: {', '.join(ATTACKS)}.")
     table = Table(title="attacks")
-    for column in (
-        "attack",
-        "p99 quiet, ms",
-        "p99 during, ms",
-        "lost",
-        "MB before, peak, after",
-        "recovers, s",
-        "stops, s",
-    ):
+    for column in COLUMNS:
         table.add_column(column, justify="left" if column == "attack" else "right")
     console = Console(width=160)
     for one in chosen:

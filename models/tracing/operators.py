@@ -69,6 +69,7 @@ METHODS = frozenset(
 ATTRIBUTES = frozenset(("shape", "dtype", "device", "ndim", "T", "mT", "data", "real", "imag", "values", "indices"))
 MANY = (str, bytes, tuple, list, dict)
 PIECES = frozenset(("split", "split_with_sizes", "tensor_split", "chunk", "unbind"))
+SUMS = frozenset(("add", "radd", "iadd", "sub", "rsub", "isub", "subtract"))
 
 
 def _arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:

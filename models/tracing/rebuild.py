@@ -24,6 +24,7 @@ from dubito.models.tracing.operators import (
     MOST_LAYERS,
     MOST_PIECES,
     PIECES,
+    SUMS,
 )
 
 ROWS = 2  # of the trial
@@ -161,11 +162,21 @@ class _Sizes(TorchFunctionMode):
         kwargs = kwargs or {}
         if (name := getattr(func, "__name__", "")) in PIECES and (n := _pieces(name, *args, **kwargs)) > MOST_PIECES:
             raise ValueError(f"a tensor cut into {n:,} pieces")
+        if name.strip("_") in SUMS:
+            _check_truth_values(name.strip("_"), *args, **kwargs)
         out = func(*args, **kwargs)
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, Tensor) and tensor.numel() > ROWS * LARGEST_RESULT:
                 raise ValueError(f"a result of {tensor.numel() // ROWS:,} numbers for one input")
         return out
+
+
+def _check_truth_values(name: str, *args: Any, alpha: Any = 1, **_: Any) -> None:
+    """Sums of truth values that torch refuses, but not on tensors without storage."""
+    if any(isinstance(one, bool) for one in (alpha, *args[2:])) or (len(args) > 2 and isinstance(args[1], bool)):
+        raise ValueError("alpha is a truth value")
+    if "sub" in name and any(isinstance(one, bool) or getattr(one, "dtype", None) == torch.bool for one in args):
+        raise ValueError("truth values cannot be subtracted")
 
 
 def _pieces(name: str, x: Tensor, *args: Any, **named: Any) -> int:

@@ -361,7 +361,7 @@ ERRORS: dict[str, tuple[Callable[[Any, Array], object], str]] = {
     "rows": (lambda c, x: c.infer("digits", [input_of(np.zeros((5000, 1, 8, 8), "f"))]), "RESOURCE_EXHAUSTED] input"),
     "timeout": (
         lambda c, x: c.infer("digits", [input_of(x)], parameters={"samples": 1024}, timeout=1000),
-        "DEADLINE_EXCEEDED] no answer within 0.001 s",
+        r"DEADLINE_EXCEEDED] no answer within 0.00\d s",
     ),
     "loading": (lambda c, x: c.load_model("nobody"), "NOT_FOUND] no such model in the repository"),
     "unloading": (lambda c, x: c.unload_model("nobody"), "NOT_FOUND] no such model is served"),
