@@ -196,7 +196,7 @@ class Decoder(threading.Thread):
             else:
                 job.end(outcome)
             del job, outcome
-        self.kill()
+        self._discard()
 
     def stop(self, job: DecodeJob) -> None:
         """End the process if it works on this job."""
@@ -274,9 +274,9 @@ class Decoder(threading.Thread):
         words = [sys.executable, "-P", "-m", "dubito.service.web.decode", str(self.pool.settings.decode_bytes)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         with its, self.lock:
+            self.peer = mine
             if self.pool.closed:
                 raise EOFError
-            self.peer = mine
             self.process = subprocess.Popen(
                 words, stdin=its.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
             )
