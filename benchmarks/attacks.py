@@ -478,6 +478,23 @@ def be_honest(host: str, port: int, cores: set[int], warm: Any, stop: Any, out: 
     out.put(rows)
 
 
+class HonestClient:
+    """Asks from a process of its own; made once it is warm."""
+
+    def __init__(self, host: str, port: int, cores: set[int]) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        warm, self.stop, self.out = spawn.Event(), spawn.Event(), spawn.Queue()
+        self.process = spawn.Process(target=be_honest, args=(host, port, cores, warm, self.stop, self.out))
+        self.process.start()
+        warm.wait(LIMIT)
+
+    def end(self) -> Honest:
+        self.stop.set()
+        rows = self.out.get(timeout=120)
+        self.process.join()
+        return Honest(*map(list, zip(*rows, strict=True)))
+
+
 def be_hostile(name: str, target: Target, cores: set[int], seconds: float) -> None:
     os.sched_setaffinity(0, cores)
 
@@ -531,10 +548,7 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
         wait_ready(server, port)
         for thread in psutil.Process(server.pid).threads():
             os.sched_setaffinity(thread.id, own)
-        warm, stop, out = spawn.Event(), spawn.Event(), spawn.Queue()
-        honest = spawn.Process(target=be_honest, args=("127.0.0.1", port, own, warm, stop, out))
-        honest.start()
-        warm.wait(LIMIT)
+        honest = HonestClient("127.0.0.1", port, own)
         time.sleep(QUIET)
         before, begin = resident(server.pid), time.monotonic()
         target = Target("127.0.0.1", port, server.pid)
@@ -549,10 +563,7 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
         end = time.monotonic()
         time.sleep(AFTER)
         after = resident(server.pid)
-        stop.set()
-        rows = out.get(timeout=120)
-        honest.join()
-        seen = Honest(*map(list, zip(*rows, strict=True)))
+        seen = honest.end()
         quiet, _ = seen.between(begin - QUIET, begin)
         during, lost = seen.between(begin, end)
         asked = time.monotonic()

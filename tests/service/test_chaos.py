@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.attacks import ATTACKS, Honest, Target, be_honest, be_hostile, resident
+from benchmarks.attacks import ATTACKS, HonestClient, Target, be_hostile, resident
 from dubito.models.embedded import embedded
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "600"))
@@ -33,15 +33,13 @@ def test_honest_clients_lose_nothing(serve: Any, tmp_path: Path) -> None:
             os.sched_setaffinity(thread.id, own)
     spawn = multiprocessing.get_context("spawn")
     host, port = server.address.split(":")
-    stop, out = spawn.Event(), spawn.Queue()
-    honest = spawn.Process(target=be_honest, args=(host, int(port), own, stop, out))
-    honest.start()
+    honest = HonestClient(host, int(port), own)
     rng = random.Random(0)
     names = [name for name, one in ATTACKS.items() if not one.stuck_log and not one.settings]
     target = Target(host, int(port), server.pid)
     memory: list[float] = []
     try:
-        time.sleep(3 + QUIET)
+        time.sleep(QUIET)
         begin = time.monotonic()
         hostile: list[Any] = []
         order: list[str] = []
@@ -58,10 +56,7 @@ def test_honest_clients_lose_nothing(serve: Any, tmp_path: Path) -> None:
         end = time.monotonic()
         time.sleep(3)
     finally:
-        stop.set()
-        rows = out.get(timeout=120)
-        honest.join()
-    seen = Honest(*map(list, zip(*rows, strict=True)))
+        seen = honest.end()
     quiet, _ = seen.between(begin - QUIET, begin)
     during, lost = seen.between(begin, end)
     half = len(memory) // 2

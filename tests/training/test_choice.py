@@ -10,15 +10,14 @@ import pytest
 import torch
 from PIL import Image as Pillow
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
 
-from dubito.cli import app
 from dubito.models import build, load
 from dubito.training import terminal
 from dubito.training.choice import LADDER, Facts, Machine, Request, choose, look, multiply_adds, plan, seconds, timed
 from dubito.training.config import Recipe, RecipeError, read_recipe
 from dubito.training.terminal import bar, duration
 from tests.files import files_in
+from tests.training.test_train import run
 
 CPU, GPU = Machine("cpu", 2), Machine("cuda")
 PICTURES = Facts(1000, 0, (3, 64, 64), 10, pictures=True, resized=True)
@@ -44,10 +43,6 @@ def write_pictures(folder: Path, n: int, side: int = 16) -> str:
         pixels = rng.integers(0, 60, (side, side + 4, 3)) + 90 * (i % 3)
         Pillow.fromarray(pixels.astype(np.uint8)).save(home / f"{i}.png")
     return f"folder:{folder}"
-
-
-def run(*command: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(part) for part in command])
 
 
 # the choice

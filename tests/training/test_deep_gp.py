@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from dubito.cli import app
 from dubito.models import load
 from dubito.models.errors import ConversionError
 from dubito.models.network.sequence import SequentialFactors
 from dubito.models.posteriors.deep_gp import GlobalProcess
+from tests.training.test_train import run
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 CHANGES = {
@@ -30,10 +29,6 @@ CHANGES = {
     "fit.samples": "1",
     "noise": "constant",
 }
-
-
-def run(*command: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(part) for part in command])
 
 
 def write_table(folder: Path) -> Path:

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from dubito.cli import app
 from dubito.models import bayesianize, build, load, save
 from dubito.models.errors import ConversionError
 from dubito.models.manifest import Card, Input
@@ -16,6 +14,7 @@ from dubito.models.network.sequence import SequentialFactors
 from dubito.models.posteriors.inducing_points import GlobalPoints
 from dubito.models.posteriors.weight_priors import ScalePrior
 from dubito.training.compact import distil
+from tests.training.test_train import run
 
 pytestmark = pytest.mark.usefixtures("few_requests")
 CHANGES = {
@@ -30,10 +29,6 @@ CHANGES = {
     "fit.lr": "0.03",
     "calibrate.bank": "0",
 }
-
-
-def run(*command: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(part) for part in command])
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from dubito.cli import app
 from dubito.models import load
 from dubito.models.errors import ConversionError
 from dubito.models.posteriors.whvi import Whvi, WhviFactors
+from tests.training.test_train import run
 
 pytestmark = pytest.mark.usefixtures("few_requests")
-
-
-def run(*command: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(part) for part in command])
 
 
 def answered(*command: str | Path) -> Any:
