@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from dubito.models.cli import Artifact, Network, permit_network
+from dubito.models.cli import ADDRESSES, Artifact, Network, permit_network
 from dubito.models.extras import need
 from dubito.models.names import some
 
@@ -51,6 +51,8 @@ def export(
     from dubito.deploy.edge.export import save
     from dubito.models.artifact.artifact import load
     from dubito.models.predictions.answers import check_group
+    from dubito.models.remote.address import place_of
+    from dubito.models.remote.cache import fetched
 
     permit_network(network)
     model = load(file)
@@ -65,7 +67,7 @@ def export(
         data=inputs,
         group=group,
     )
-    size, before = save(exported, out) / 1e6, file.stat().st_size / 1e6
+    size, before = save(exported, out) / 1e6, fetched(file).stat().st_size / 1e6
     print(f"wrote {out}: {size:.2f} MB, {precision}, K = {exported.samples} (artifact: {before:.2f} MB)")
     if data is not None:
         products = exported.products or "no layer multiplies by stored weights: no"
@@ -74,13 +76,15 @@ def export(
         print(f"layers whose exact law becomes the factored law here (--exact keeps it): {some(exported.changed)}")
     if model.method == "probit":
         print("predictive of the file: sampling; default of the artifact: probit (closed form)")
-    print(f"Next: dubito check-onnx {out} --against {file}")
+    print(f"Next: dubito check-onnx {out} --against {place_of(file)}")
 
 
 @app.command("check-onnx")
 def check_onnx(
     out: Annotated[Path, typer.Argument(metavar="ONNX", help="A file that `dubito export` wrote.")],
-    against: Annotated[Path, typer.Option(metavar="FILE", help="The artifact that it was exported from.")],
+    against: Annotated[
+        str, typer.Option(metavar="FILE", help=f"The artifact that it was exported from, or its address ({ADDRESSES}).")
+    ],
     data: Annotated[
         str | None, typer.Option(metavar="D", help="npz:PATH with x and y: also accuracy and agreement on these data.")
     ] = None,
@@ -95,10 +99,11 @@ def check_onnx(
     from dubito.deploy.edge.check import check
     from dubito.deploy.edge.data import read
     from dubito.models.artifact.artifact import load
+    from dubito.models.remote.cache import fetched
 
     permit_network(network)
     model = load(against)
-    report = check(out, model, against.stat().st_size, None if data is None else read(data, model))
+    report = check(out, model, fetched(against).stat().st_size, None if data is None else read(data, model))
     if as_json:
         print(json.dumps(report))
     else:

@@ -1,4 +1,4 @@
-"""Commands that need a model and nothing else: count, inspect, predict."""
+"""Commands that need a model and nothing else: count, inspect, predict, push."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,10 @@ Network = Annotated[
         "package.module:factory. Its code runs.",
     ),
 ]
-Artifact = Annotated[Path, typer.Argument(metavar="FILE", help="An artifact (.safetensors).")]
+ADDRESSES = "s3://, gs://, az://, https://, hf://"
+Artifact = Annotated[
+    str, typer.Argument(metavar="FILE", help=f"An artifact (.safetensors), or the address of one ({ADDRESSES}).")
+]
 
 
 def permit_network(name: str | None) -> None:
@@ -165,13 +168,14 @@ def inspect(file: Artifact, network: Network = None, as_json: AsJson = False) ->
     Try: dubito inspect model.safetensors
     """
     from dubito.models.artifact.artifact import examine, rebuild
+    from dubito.models.remote.cache import fetched
     from dubito.models.report import report, show
 
     permit_network(network)
     manifest, tensors = examine(file)
     unknown = manifest.traced is None and manifest.architecture.name == "custom" and network is None
     built = None if unknown else rebuild(file, manifest, tensors).network
-    contents = report(manifest, built, file.stat().st_size, tensors)
+    contents = report(manifest, built, fetched(file).stat().st_size, tensors)
     if as_json:
         print(json.dumps(contents))
     else:
@@ -220,6 +224,42 @@ def predict(
         print(json.dumps({"predictions": rows, **settings}))
     else:
         _table(rows, prediction.samples, prediction.seed, prediction.method)
+
+
+@app.command()
+def push(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An artifact (.safetensors).")],
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL",
+            help="Where to: s3://, gs:// or az:// with a path that ends in .safetensors, or in / for the file's own "
+            "name; or hf://OWNER/NAME, which gets a model card too.",
+        ),
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Replace another file, and another model card.")] = False,
+    license: Annotated[
+        str, typer.Option(metavar="ID", help="Of the model card: the licence by the hub's name, such as apache-2.0.")
+    ] = "unknown",
+    as_json: AsJson = False,
+) -> None:
+    """Upload an artifact with its hash beside it, and read back what was written.
+
+    Credentials come from the environment, as each store's own tools read them. Try:
+
+        dubito push digits.safetensors s3://models/digits/2/model.safetensors
+
+        dubito push digits.safetensors hf://owner/digits --license apache-2.0
+    """
+    from dubito.models.push import push as pushed
+
+    result = pushed(file, url, force=force, license=license)
+    if as_json:
+        print(json.dumps({"address": result.address, "sha256": result.sha256, "bytes": result.bytes}))
+        return
+    for line in result.said:
+        print(line)
+    print(f"Next: dubito serve {result.address}")
 
 
 def _read(path: Path, model: "Model") -> list[tuple[str, "Tensor"]]:

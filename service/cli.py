@@ -5,17 +5,19 @@ from typing import Annotated, Literal
 
 import typer
 
+from dubito.models.cli import ADDRESSES
+
 app = typer.Typer(rich_markup_mode=None)
 
 
 @app.command()
 def serve(
     paths: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Argument(
             metavar="PATH",
-            help="Artifacts, or model repositories (PATH/NAME/VERSION/model.safetensors). Without any: the embedded "
-            "models clothes and digits.",
+            help="Artifacts, or model repositories (PATH/NAME/VERSION/model.safetensors), or addresses of them "
+            f"({ADDRESSES}). Without any: the embedded models clothes and digits.",
         ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,

@@ -15,6 +15,8 @@ from dubito.models.manifest import Input
 from dubito.models.numerics.proof import name_of
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.resident import bytes_of, reside
+from dubito.models.remote.address import Place
+from dubito.models.remote.cache import fetched
 from dubito.models.report import report
 from dubito.service.engine.bank import Bank, bytes_of_sample
 from dubito.service.engine.batcher import Batcher
@@ -59,6 +61,7 @@ class Repository:
         self.settings, self.device, self.dtype, self.metrics = settings, device, dtype, metrics
         self.sources: dict[Key, Source] = {}
         self.refused: dict[Key, str] = {}  # folders that cannot be served, and why
+        self.unread: set[Place] = set()  # addresses that could not be looked up last time
         self._scanned(find(settings.models).checked())
         self.expected = set(settings.expected) or {name for name, _ in self.sources}
         if unknown := self.expected - {name for name, _ in self.sources}:
@@ -99,7 +102,9 @@ class Repository:
                 log.error("cannot serve a folder", extra={"model": name, "version": version, "error": reason})
         for fault in scan.faults:
             log.error("cannot serve a path", extra={"error": fault})
-        self.sources, self.refused = scan.sources, scan.refused
+        # what a store held when it last answered
+        kept = {key: source for key, source in self.sources.items() if source.root in scan.unread}
+        self.sources, self.refused, self.unread = kept | scan.sources, scan.refused, scan.unread
 
     def _versions(self, name: str) -> list[str]:
         """On disk, the newest first."""
@@ -140,6 +145,9 @@ class Repository:
         async with self.changing:
             self._scanned(await asyncio.to_thread(find, self.settings.models))
             versions = self._versions(name) if version is None else [version]
+            known = [source for (one, _), source in self.sources.items() if one == name]
+            if self.unread and (not known or any(source.root in self.unread for source in known)):
+                raise Problem(503, "a store of models does not answer; the server's log has the reason.")
             if not versions or (name, versions[0]) not in self.sources:
                 if reasons := [reason for (one, _), reason in self.refused.items() if one == name]:
                     raise Problem(400, reasons[0])
@@ -191,7 +199,7 @@ class Repository:
                 f"{source.path} does not say what its inputs look like, so it cannot be asked over HTTP: "
                 "save it with a card that has an input."
             )
-        known = report(model.manifest, model.network, source.path.stat().st_size)
+        known = report(model.manifest, model.network, fetched(source.path).stat().st_size)
         try:
             return self._warmed(model, source, self.dtype), declared, known
         except NumericsError as error:

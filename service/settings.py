@@ -7,10 +7,12 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic import Field, PlainSerializer, PositiveFloat, PositiveInt, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from dubito.models.errors import DubitoError
+from dubito.models.remote.address import Place, place_of
+from dubito.models.remote.cache import VARIABLE
 
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 PREFIX, NAMES_FILE = "DUBITO_", "DUBITO_SETTINGS"
@@ -27,8 +29,10 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, enable_decoding=False)
 
-    models: tuple[Path, ...] = Field(
-        default=(), description="Artifacts, or model repositories: root/name/version/model.safetensors."
+    models: tuple[Annotated[Place, PlainSerializer(str)], ...] = Field(
+        default=(),
+        description="Artifacts, or model repositories: root/name/version/model.safetensors. Paths, or addresses "
+        "(s3://, gs://, az://, https://, hf://).",
     )
     networks: tuple[str, ...] = Field(
         default=(),
@@ -209,6 +213,14 @@ class Settings(BaseSettings):
             return (value,) if isinstance(value, Path) else value
         return json.loads(value) if value.startswith("[") else [part.strip() for part in value.split(",") if part]
 
+    @field_validator("models", mode="before")
+    @classmethod
+    def _placed(cls, value: object) -> object:
+        """Addresses among the texts."""
+        if not isinstance(value, list | tuple):
+            return value
+        return [place_of(one) if isinstance(one, str) else one for one in value]
+
     @field_validator("api_keys", mode="before")
     @classmethod
     def _paired(cls, value: object) -> object:
@@ -251,7 +263,7 @@ class Settings(BaseSettings):
 
 def read_settings(file: Path | None = None, **flags: object) -> Settings:
     """Flags over environment over file over defaults; `DUBITO_SETTINGS` names the file where no flag does."""
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | {NAMES_FILE, CLIENTS_KEY}
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | {NAMES_FILE, CLIENTS_KEY, VARIABLE}
     for name in os.environ:
         if name.upper().startswith(PREFIX) and name.upper() not in known:
             raise SettingError(

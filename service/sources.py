@@ -1,4 +1,5 @@
-"""Where the files of models lie: the versions at the paths given, and why a folder of a repository is not one."""
+"""Where the files of models lie: the versions at the paths and addresses given, and why a folder of a repository is
+not one."""
 
 import os
 import re
@@ -6,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dubito.models.errors import ArtifactError
+from dubito.models.errors import ArtifactError, DubitoError
+from dubito.models.remote.address import Address, Place
+from dubito.models.remote.store import RemoteFile, listed, stat
 
 FILE = "model.safetensors"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -21,8 +24,9 @@ class Source:
 
     name: str
     version: str
-    path: Path
-    stamp: tuple[int, int, int]  # inode, time of modification, size
+    path: Place
+    stamp: tuple[object, ...]  # inode, time of modification, size; of an address what the store says of the file
+    root: Place  # the path or address given
 
 
 @dataclass
@@ -30,6 +34,7 @@ class Scan:
     sources: dict[Key, Source] = field(default_factory=dict)
     refused: dict[Key, str] = field(default_factory=dict)  # folders of a repository that cannot be served, and why
     faults: list[str] = field(default_factory=list)  # of the paths given
+    unread: set[Place] = field(default_factory=set)  # addresses whose store did not answer as it should
 
     def checked(self) -> "Scan":
         """For the paths of a command line: raises the first fault."""
@@ -38,20 +43,47 @@ class Scan:
         return self
 
 
-def find(paths: Sequence[Path]) -> Scan:
+def find(paths: Sequence[Place]) -> Scan:
     """The versions at the paths: an artifact is version 1, named after its file; a repository has NAME/VERSION/FILE.
 
-    A folder that cannot be served leaves the others as they are. Hidden folders are no models.
+    A folder that cannot be served leaves the others as they are. Hidden folders are no models. Of an address the store
+    is asked what is there; nothing is downloaded.
     """
     scan = Scan()
     for path in paths:
-        if path.is_file():
-            _add(scan, path.stem, "1", path)
+        if isinstance(path, Address):
+            try:
+                _add_address(scan, path)
+            except DubitoError as error:
+                scan.faults.append(str(error))
+                scan.unread.add(path)
+        elif path.is_file():
+            _add(scan, path.stem, "1", path, path)
         elif path.is_dir():
             _add_repository(scan, path)
         else:
             scan.faults.append(f"there is no {path}; expected an artifact or a model repository.")
     return scan
+
+
+def _add_address(scan: Scan, address: Address) -> None:
+    """An artifact, a repository of the hub with one at its top, or a model repository."""
+    if address.scheme == "https" or address.suffix == ".safetensors":
+        return _add(scan, address.stem, "1", address, address, stat(address))
+    files = listed(address)
+    if address.scheme == "hf" and not address.below and FILE in files:
+        return _add(scan, address.name, "1", address, address, files[FILE])
+    here = Scan()
+    for path, file in sorted(files.items()):
+        *folders, last = path.split("/")
+        if last != FILE or not 1 <= len(folders) <= 2 or any(folder.startswith(".") for folder in folders):
+            continue
+        name, version = folders[0], "".join(folders[1:])
+        if fault := _misnamed(Path(path), name, version):
+            here.refused[name, version] = fault
+        else:
+            _add(here, name, version, address / path, address, file)
+    _join(scan, here, address)
 
 
 def _add_repository(scan: Scan, root: Path) -> None:
@@ -60,12 +92,17 @@ def _add_repository(scan: Scan, root: Path) -> None:
         if fault := _fault(root, place, name, version):
             here.refused[_readable(name), _readable(version)] = _readable(fault)
         else:
-            _add(here, name, version, root / place)
+            _add(here, name, version, root / place, root)
+    _join(scan, here, root)
+
+
+def _join(scan: Scan, here: Scan, root: Place) -> None:
+    """Add what one repository holds."""
     if not here.sources:
         why = next(iter(here.refused.values()), f"expected NAME/VERSION/{FILE} with a whole number for a version.")
         scan.faults.append(f"{root} holds no model: {why}")
     for source in here.sources.values():
-        _add(scan, source.name, source.version, source.path)
+        _enter(scan, source)
     scan.refused |= here.refused
 
 
@@ -90,12 +127,8 @@ def _folders(root: Path, below: Path, scan: Scan) -> list[str]:
 
 def _fault(root: Path, place: Path, name: str, version: str) -> str:
     """Why a file of a repository is not the version of a model; empty if it is."""
-    if not NAME.fullmatch(name):
-        return f"the folder {name!r} is no name for a model; expected letters, digits, '.', '_' and '-'."
-    if not version:
-        return f"{place} lies in no folder of a version; move it to {name}/1/{FILE}."
-    if not VERSION.fullmatch(version):
-        return f"{place}: {version!r} is no version; expected a whole number: {name}/1/{FILE}."
+    if fault := _misnamed(place, name, version):
+        return fault
     try:
         if not (root / place).is_file():
             return f"{place} is no file, or a link to none; expected an artifact."
@@ -106,20 +139,41 @@ def _fault(root: Path, place: Path, name: str, version: str) -> str:
     return ""
 
 
-def _add(scan: Scan, name: str, version: str, path: Path) -> None:
+def _misnamed(place: Path, name: str, version: str) -> str:
     if not NAME.fullmatch(name):
-        scan.faults.append(
-            f"{path}: {name!r} is no name for a model; expected letters, digits, '.', '_' and '-' before .safetensors."
-        )
-    elif (name, version) in scan.sources:
-        scan.faults.append(f"two artifacts are called {name!r} in version {version}; give them other names.")
-    else:
+        return f"the folder {name!r} is no name for a model; expected letters, digits, '.', '_' and '-'."
+    if not version:
+        return f"{place} lies in no folder of a version; move it to {name}/1/{FILE}."
+    if not VERSION.fullmatch(version):
+        return f"{place}: {version!r} is no version; expected a whole number: {name}/1/{FILE}."
+    return ""
+
+
+def _add(scan: Scan, name: str, version: str, path: Place, root: Place, remote: RemoteFile | None = None) -> None:
+    """Add a version; an address comes with what its store says of the file."""
+    if isinstance(path, Path):
         try:
             stat = path.stat()
         except OSError as error:  # it was there a moment ago
             scan.refused[name, version] = f"the file cannot be read: {error.strerror}."
             return
-        scan.sources[name, version] = Source(name, version, path, (stat.st_ino, stat.st_mtime_ns, stat.st_size))
+        stamp: tuple[object, ...] = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+    else:
+        stamp = (remote,)
+    _enter(scan, Source(name, version, path, stamp, root))
+
+
+def _enter(scan: Scan, source: Source) -> None:
+    name, version = source.name, source.version
+    if not NAME.fullmatch(name):
+        scan.faults.append(
+            f"{source.path}: {name!r} is no name for a model; expected letters, digits, '.', '_' and '-' before "
+            ".safetensors."
+        )
+    elif (name, version) in scan.sources:
+        scan.faults.append(f"two artifacts are called {name!r} in version {version}; give them other names.")
+    else:
+        scan.sources[name, version] = source
 
 
 def _readable(text: str) -> str:

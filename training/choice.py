@@ -24,6 +24,7 @@ from dubito.models import build
 from dubito.models.conversion.architectures import OURS, input_of, sizes_of
 from dubito.models.conversion.named import arguments_for, network_of
 from dubito.models.manifest import Architecture
+from dubito.models.remote.cache import fetched
 from dubito.training.calibrate import FEWEST
 from dubito.training.config import Recipe, RecipeError, read_recipe
 from dubito.training.data.sources import count_pictures, read_data
@@ -292,7 +293,7 @@ def _as_weights_have_it(request: Request) -> Request:
     weights = request.recipe().network.weights
     if weights is None or not request.source.startswith("folder:") or request.sets("data.channels"):
         return request
-    channels = channels_in(read_weights(Path(weights)))
+    channels = channels_in(read_weights(fetched(weights)))
     return request if channels is None else replace(request, changes=(*request.changes, f"data.channels={channels}"))
 
 

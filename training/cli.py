@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dubito.models.cli import Artifact, AsJson, Method, Network, Samples, chosen_method, chosen_samples, permit_network
+from dubito.models.cli import (
+    ADDRESSES,
+    Artifact,
+    AsJson,
+    Method,
+    Network,
+    Samples,
+    chosen_method,
+    chosen_samples,
+    permit_network,
+)
 from dubito.models.extras import need
 from dubito.models.names import ARCHITECTURES, LAPLACE, MEASURES, listed
 from dubito.training.names import DATA, PARTS, recipes
@@ -151,11 +161,11 @@ def train(
         ),
     ] = None,
     weights: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             metavar="FILE",
             help="Weights (.safetensors, .pth, .pt, .ckpt) of a trained network that the posterior starts from; the "
-            "plain network is not trained then.",
+            f"plain network is not trained then. A path or an address ({ADDRESSES}).",
         ),
     ] = None,
     rename: Rename = None,
@@ -197,6 +207,7 @@ def train(
         dubito train folder:pictures --network torchvision/resnet18 --weights resnet18.pth
     """
     from dubito.models.errors import InputError
+    from dubito.models.remote.cache import fetched
     from dubito.training.choice import Request, as_toml, plan
     from dubito.training.recipe import train as follow
     from dubito.training.terminal import remark
@@ -211,7 +222,7 @@ def train(
     inputs = chosen_inputs(input_size, crop, interpolation, normalise, mean, std, exif=exif, target=target)
     given |= {f"data.{key}": value for key, value in inputs.items()}
     wanted = [*(f"{key}={as_toml(value)}" for key, value in given.items()), *(changes or ())]
-    wanted += [] if weights is None else [f"network.weights={as_toml(str(weights))}"]
+    wanted += [] if weights is None else [f"network.weights={as_toml(str(fetched(weights)))}"]
     wanted += [] if rename is None else [f"network.rename={as_toml(rename)}"]
     where: dict[str, Any] = {"data_root": data_root, "download": download, "device": chosen_device(device)}
     chosen = plan(Request(recipe, tuple(wanted), quick), out, **where, fresh=fresh)
@@ -326,7 +337,8 @@ def laplace(
         ),
     ] = None,
     weights: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="NET is a network's name, and these its weights.")
+        str | None,
+        typer.Option(metavar="FILE", help=f"NET is a network's name, and these its weights ({ADDRESSES} too)."),
     ] = None,
     rename: Rename = None,
     labels: Labels = None,
@@ -393,13 +405,14 @@ def laplace(
 
     from dubito.models.artifact.artifact import is_artifact
     from dubito.models.errors import InputError
+    from dubito.models.remote.cache import fetched
     from dubito.training import config
     from dubito.training.config import Data, Laplace
     from dubito.training.posthoc import from_artifact, from_weights
     from dubito.training.weights import read_labels
 
     _writable(out)
-    file, name = (Path(net), network) if weights is None else (weights, net)
+    file, name = (fetched(net), network) if weights is None else (fetched(weights), net)
     if weights is not None and network is not None:
         raise InputError(f"--network is {network} and NET {net}; with --weights, NET alone names the network.")
     permit_network(name if name is not None and ":" in name else None)
@@ -706,7 +719,7 @@ def evaluate(
         ),
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Another artifact, to be compared with on the same inputs.")
+        str | None, typer.Option(metavar="FILE", help="Another artifact, to be compared with on the same inputs.")
     ] = None,
     shift: Annotated[
         bool, typer.Option("--shift", help="Also measure on rotated (grey) or corrupted (colour) pictures.")
@@ -733,6 +746,7 @@ def evaluate(
     """
     from dubito.models.artifact.artifact import load
     from dubito.models.errors import InputError
+    from dubito.models.remote.address import place_of
     from dubito.models.verdict import beside_plain
     from dubito.training.beside import compare
     from dubito.training.data.data import part_of
@@ -751,8 +765,8 @@ def evaluate(
     rival = None if against is None else load(against)
     if rival is not None and rival.manifest.task.kind != model.manifest.task.kind:
         raise InputError(
-            f"{against} is a model of {rival.manifest.task.kind}, {file} one of {model.manifest.task.kind}; "
-            "expected two models of one kind."
+            f"{place_of(str(against))} is a model of {rival.manifest.task.kind}, {place_of(file)} one of "
+            f"{model.manifest.task.kind}; expected two models of one kind."
         )
     name, examples = part_of(read_for(model.manifest, data, data_root, download=download), model.card, part)
     if rival is not None:
@@ -776,8 +790,8 @@ def evaluate(
         evaluation.figures["plain"] = plain.model_dump(mode="json") | {"verdict": beside_plain(plain)}
     if rival is not None:
         compared = compare(model, rival.to(model.device), examples, outside, samples=K, seed=seed)
-        evaluation.figures["against"] = {"model": str(against), **compared}
-    about = {"model": str(file), "data": data, "part": name}
+        evaluation.figures["against"] = {"model": str(place_of(str(against))), **compared}
+    about = {"model": str(place_of(file)), "data": data, "part": name}
     if report is not None:
         about["report"] = str(write(evaluation, about, report))
     if as_json:

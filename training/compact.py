@@ -125,7 +125,7 @@ def _matrix(module: nn.Module) -> bool:
 
 
 def compact(
-    file: Path,
+    file: str | Path,
     out: Path,
     *,
     members: int,

@@ -16,7 +16,7 @@ from dubito.training.recipe import Phases, finish, read_parts, settle_noise
 
 
 def prune(
-    file: Path,
+    file: str | Path,
     out: Path,
     keep: float,
     *,

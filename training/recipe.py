@@ -21,6 +21,7 @@ from dubito.models.network.network import BayesianNetwork
 from dubito.models.numerics.parameters import Positive
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import evaluating
+from dubito.models.remote.cache import fetched
 from dubito.training.beside import as_stored, beside_plain
 from dubito.training.calibrate import calibrate, divided
 from dubito.training.config import Fit, Recipe, RecipeError
@@ -85,7 +86,7 @@ def begin(recipe: Recipe, data_root: Path | None, download: bool, labels: tuple[
     """Read the data and build the network. `labels` name the outputs of given weights; else their file may."""
     weights = None
     if recipe.network.weights is not None:
-        weights = read_weights(Path(recipe.network.weights)).renamed(recipe.network.rename)
+        weights = read_weights(fetched(recipe.network.weights)).renamed(recipe.network.rename)
         recipe = recipe.model_copy(update={"data": as_weights_take(recipe.data, recipe.network, weights)})
         labels = labels or weights.labels
     with Ranks.here().in_turn():

@@ -38,6 +38,8 @@ from dubito.models.network.network import BayesianNetwork
 from dubito.models.network.normalisation import ScaleShift, fold_batchnorm
 from dubito.models.numerics.parameters import Free, Positive
 from dubito.models.predictions.model import Model
+from dubito.models.remote.address import Place, place_of
+from dubito.models.remote.cache import fetched
 
 KEY = "dubito"  # of the metadata
 LONGEST_HEADER = 1 << 26  # bytes; the largest networks need a few hundred thousand
@@ -90,8 +92,10 @@ def save(
     return manifest
 
 
-def load(path: str | Path, network: nn.Module | None = None) -> Model:
+def load(path: str | Place, network: nn.Module | None = None) -> Model:
     """Read and check an artifact: an ArtifactError says what is wrong with a file that cannot be trusted.
+
+    An address (s3://, gs://, az://, https://, hf://) is read through the cache of verified copies.
 
     `network` is for artifacts that say nothing of their network: the same nn.Module that was converted.
     """
@@ -99,28 +103,28 @@ def load(path: str | Path, network: nn.Module | None = None) -> Model:
 
 
 def rebuild(
-    path: str | Path, manifest: Manifest, tensors: Mapping[str, Tensor], network: nn.Module | None = None
+    path: str | Place, manifest: Manifest, tensors: Mapping[str, Tensor], network: nn.Module | None = None
 ) -> Model:
     """The model that an examined file describes."""
     try:
         restored = _restore(manifest, tensors, network)
     except ArtifactError as error:
-        raise ArtifactError(f"{path}: {error}") from None
+        raise ArtifactError(f"{place_of(path)}: {error}") from None
     restored.eval()
     return Model(restored, manifest)
 
 
-def examine(path: str | Path) -> tuple[Manifest, dict[str, Tensor]]:
+def examine(path: str | Place) -> tuple[Manifest, dict[str, Tensor]]:
     """The manifest and the tensors as they are stored, whole and unchanged since they were saved; nothing is built."""
     try:
-        manifest, stated, content = _read(Path(path))
+        manifest, stated, content = _read(fetched(path))
         tensors = _parse_tensors(content)
         if digest(stated, tensors) != manifest.sha256:
             raise ArtifactError(
                 "the SHA-256 of its content is not the one it states: it was changed or damaged after it was saved."
             )
     except ArtifactError as error:
-        raise ArtifactError(f"{path}: {error}") from None
+        raise ArtifactError(f"{place_of(path)}: {error}") from None
     return manifest, tensors
 
 
