@@ -37,15 +37,15 @@ def push(file: Path, url: str, *, force: bool = False, license: str = "unknown")
     sha256, size = hash_of(file), file.stat().st_size
     there = _hash_there(target, size)
     if there not in (None, sha256) and not force:
-        raise _other(target, there)
+        raise _other(target)
     if target.scheme == "hf":
         said = _commit(file, target, manifest, there == sha256, force=force, license=license)
     else:
         said = _put(file, target, sha256, there)
     if (read := _hash_there(target, size)) != sha256:
         raise PushError(
-            f"{target} does not hold what was written: its SHA-256 is {read or 'none'}; expected {sha256}. Somebody else "
-            "writes there, or the store is at fault: push it again."
+            f"{target} holds something else than was written (SHA-256 {read or 'not known'}); expected {sha256}. "
+            "Somebody else writes there, or the store is at fault: push it again."
         )
     return Pushed(_served(target), sha256, size, [*said, f"{target}: {size:,} bytes, SHA-256 {sha256} (read back)"])
 
@@ -74,15 +74,14 @@ def _served(target: Address) -> str:
     return f"hf://{target.root}" if target.scheme == "hf" else str(target)
 
 
-def _other(target: Address, there: str | None) -> PushError:
+def _other(target: Address) -> PushError:
     return PushError(
-        f"{target} holds another file (SHA-256 {there or 'not known'}); expected none. Push to another version, or "
-        "replace it with --force."
+        f"{target} holds another file; expected none there. Push to another version, or replace it with --force."
     )
 
 
 def _hash_there(target: Address, size: int) -> str | None:
-    """Of the file that the store holds; None: it holds none. One of another size is not read."""
+    """Of the file that the store holds; None: it holds none. One of another size is not read: empty."""
     try:
         file = stat(target)
     except MissingError:
@@ -90,7 +89,7 @@ def _hash_there(target: Address, size: int) -> str | None:
     if file.sha256 is not None:
         return file.sha256
     if file.size != size:
-        return f"of {file.size:,} bytes" if file.size is not None else ""
+        return ""
     with TemporaryDirectory() as folder:
         download(target, file.size, Path(folder, FILE))
         return hash_of(Path(folder, FILE))
@@ -104,7 +103,7 @@ def _put(file: Path, target: Address, sha256: str, there: str | None) -> list[st
         try:
             upload(target, file, replace=there is not None)
         except ExistsError:  # it came in the meantime
-            raise _other(target, None) from None
+            raise _other(target) from None
     with TemporaryDirectory() as folder:
         text = Path(folder, "hash")
         text.write_text(f"{sha256}  {target.name}\n")

@@ -145,8 +145,8 @@ class Repository:
         async with self.changing:
             self._scanned(await asyncio.to_thread(find, self.settings.models))
             versions = self._versions(name) if version is None else [version]
-            known = [source for (one, _), source in self.sources.items() if one == name]
-            if self.unread and (not known or any(source.root in self.unread for source in known)):
+            roots = {source.root for (one, _), source in self.sources.items() if one == name}
+            if self.unread and (not roots or roots & self.unread):
                 raise Problem(503, "a store of models does not answer; the server's log has the reason.")
             if not versions or (name, versions[0]) not in self.sources:
                 if reasons := [reason for (one, _), reason in self.refused.items() if one == name]:

@@ -8,6 +8,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +17,15 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 HOST = "127.0.0.1"
+OPEN = [  # for `pytestmark`: emulators and the libraries that write to them leave sockets open
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 AZURITE = "devstoreaccount1"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # everybody's
 
@@ -42,15 +48,15 @@ def await_port(port: int) -> None:
 
 @contextmanager
 def s3() -> Iterator[int]:
-    """A port of moto."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address=HOST, port=0, verbose=False)
-    server.start()
-    try:
-        yield server.get_host_and_port()[1]
-    finally:
-        server.stop()
+    """A port of moto, in a process of its own: what it knows is one state for the whole process."""
+    port = free_port()
+    command = [sys.executable, "-c", "from moto.server import main; main()", "-H", HOST, "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            await_port(port)
+            yield port
+        finally:
+            process.terminate()
 
 
 def s3_environment(port: int) -> dict[str, str]:
@@ -108,6 +114,22 @@ def az_environment(port: int, key: str = AZURITE_KEY) -> dict[str, str]:
     return {"AZURE_STORAGE_CONNECTION_STRING": account}
 
 
+def file_system(scheme: str, port: int) -> Any:
+    """Of an emulator, with an empty `bucket`: the test's own eyes and hands."""
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # read as gcsfs is imported
+    import fsspec
+
+    where = f"http://{HOST}:{port}"
+    options = {
+        "s3": {"key": "tests", "secret": "tests", "endpoint_url": where},
+        "gs": {"token": "anon", "endpoint_url": where},
+        "az": {"connection_string": az_environment(port)["AZURE_STORAGE_CONNECTION_STRING"]},
+    }[scheme]
+    fs = fsspec.filesystem(scheme, use_listings_cache=False, **options)
+    fs.mkdir("bucket")
+    return fs
+
+
 def make_certificate(folder: Path) -> tuple[Path, Path]:
     """An authority of our own, and the certificate of a server that it signed, with its key."""
     from cryptography import x509
@@ -143,6 +165,7 @@ class Web:
     files: dict[str, bytes] = field(default_factory=dict)
     status: dict[str, int] = field(default_factory=dict)
     seen: list[tuple[str, str]] = field(default_factory=list)  # method and path with its query
+    everything: int | None = None  # the status of every answer
     length: bool = True  # whether the size is stated
     port: int = 0
 
@@ -163,10 +186,14 @@ def web(certificate: Path | None = None) -> Iterator[Web]:
         def do_GET(self) -> None:
             self.answer()
 
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.answer()
+
         def answer(self) -> None:
             site.seen.append((self.command, self.path))
             path = self.path.partition("?")[0]
-            status = site.status.get(path, 200 if path in site.files else 404)
+            status = site.everything or site.status.get(path, 200 if path in site.files else 404)
             body = site.files[path] if status == 200 else b"no"
             self.send_response(status)
             if site.length or status != 200:
@@ -212,6 +239,7 @@ class Relay:
     stalls: bool = False
     port: int = 0
     passed: int = 0  # most bytes of one connection
+    total: int = 0  # bytes of all answers
 
 
 @contextmanager
@@ -228,7 +256,9 @@ def relay(to: int, after: int, *, stalls: bool = False) -> Iterator[Relay]:
                 room = len(data) if limit is None else max(0, limit() - count)
                 sink.sendall(data[:room])
                 count += min(room, len(data))
-                state.passed = max(state.passed, count) if limit else state.passed
+                if limit is not None:
+                    state.passed = max(state.passed, count)
+                    state.total += min(room, len(data))
                 if room < len(data):
                     if state.stalls:
                         ended.wait()
@@ -237,17 +267,23 @@ def relay(to: int, after: int, *, stalls: bool = False) -> Iterator[Relay]:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
+    def connect(client: socket.socket) -> None:
+        with client, suppress(OSError), socket.create_connection((HOST, to)) as server:
+            back = threading.Thread(target=pump, args=(server, client, lambda: state.after), daemon=True)
+            back.start()
+            pump(client, server, None)
+            back.join()
+
     def accept() -> None:
         with suppress(OSError):
             while True:
-                client, _ = listener.accept()
-                server = socket.create_connection((HOST, to))
-                for source, sink, limit in ((client, server, None), (server, client, lambda: state.after)):
-                    threading.Thread(target=pump, args=(source, sink, limit), daemon=True).start()
+                threading.Thread(target=connect, args=(listener.accept()[0],), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
     try:
         yield state
     finally:
         ended.set()
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
         listener.close()

@@ -26,7 +26,9 @@ FOLDER_IMPORTS = {  # the other folders of its room that a folder imports
     "models/predictions": {"models/numerics", "models/network"},
     "models/conversion": {"models/numerics", "models/posteriors", "models/network", "models/predictions"},
     "models/tracing": {"models/network"},
+    "models/remote": set(),
     "models/artifact": {
+        "models/remote",
         "models/numerics",
         "models/network",
         "models/predictions",

@@ -140,4 +140,6 @@ def _certificate(error: BaseException) -> str | None:
 
 
 def _denied(raised: list[BaseException]) -> bool:
-    return any(isinstance(one, PermissionError) or "with credentials" in str(one) for one in raised)
+    """By the class; adlfs and gcsfs say it in words alone."""
+    said = re.compile("^Forbidden|with credentials")
+    return any(isinstance(one, PermissionError) or said.search(str(one)) for one in raised)

@@ -14,6 +14,7 @@ from dubito.models.remote.address import DIGITS, Address
 from dubito.models.remote.faults import DeniedError, MissingError, RemoteError, explained, no_root
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "https": "aiohttp", "hf": "huggingface_hub"}
+LOUD = ("gcsfs", "azure", "huggingface_hub")  # libraries that log what they raise too
 SILENCE = 60.0  # seconds without a byte, after which a server has no answer
 CONNECT = 15.0
 LARGEST = 1 << 38  # bytes of a file whose size no store states
@@ -34,7 +35,8 @@ def _open(address: Address) -> tuple[Any, str]:
     need("remote", "fsspec", PACKAGES[address.scheme])
     import fsspec
 
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its tracebacks; errors are raised too
+    for name in LOUD:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     fs = fsspec.filesystem(address.scheme, **_options(address.scheme))
     fs.invalidate_cache()
     return fs, address.url if address.scheme == "https" else "/".join(address.parts)
@@ -43,7 +45,8 @@ def _open(address: Address) -> tuple[Any, str]:
 def _options(scheme: str) -> dict[str, Any]:
     match scheme:
         case "s3":
-            return {"config_kwargs": {"connect_timeout": CONNECT, "read_timeout": SILENCE}}
+            tries = {"total_max_attempts": 2}  # of botocore; s3fs tries five times itself
+            return {"config_kwargs": {"connect_timeout": CONNECT, "read_timeout": SILENCE, "retries": tries}}
         case "gs":
             from aiohttp import ClientTimeout
 
@@ -104,10 +107,8 @@ def download(address: Address, size: int | None, to: Path) -> None:
     """Copy the whole file; what a failure leaves of it is the caller's to remove."""
     with explained(address):
         fs, path = _open(address)
-        if address.scheme == "hf":  # counts the bytes itself
-            fs.get_file(path, str(to))
-        else:
-            fs.get_file(path, str(to), callback=_bounded(address, LARGEST if size is None else size))
+        # a size that is known is compared afterwards: a library that tries again counts bytes twice
+        fs.get_file(path, str(to), **({"callback": _bounded(address)} if size is None else {}))
     came = to.stat().st_size
     if size is not None and came != size:
         raise RemoteError(
@@ -116,13 +117,13 @@ def download(address: Address, size: int | None, to: Path) -> None:
         )
 
 
-def _bounded(address: Address, most: int) -> Any:
-    """Ends a download that brings more bytes than there should be."""
+def _bounded(address: Address) -> Any:
+    """Ends a download whose size the server did not state, once it is larger than any artifact."""
     from fsspec.callbacks import Callback
 
     def check(size: int | None, value: int, **_: object) -> None:
-        if value > most:
-            raise RemoteError(f"{address} cannot be read: more than {most:,} bytes came; expected no more.")
+        if value > LARGEST:
+            raise RemoteError(f"{address} cannot be read: more than {LARGEST:,} bytes came; expected no more.")
 
     return Callback(hooks={"most": check})
 
