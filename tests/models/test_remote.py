@@ -158,7 +158,7 @@ def test_a_wrong_hash(store: Store, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "store", ["s3", "az", "https", "hf", pytest.param("gs", marks=pytest.mark.slow)], indirect=True
-)  # Google's library tries again for two minutes
+)  # Google's library tries again for minutes
 def test_a_download_that_is_cut_off_leaves_nothing(store: Store, tmp_path: Path) -> None:
     store.put(KEY, DIGITS * 20)  # larger than what answers of a store take beside it
     with stores.relay(store.port, len(DIGITS)) as relay:
