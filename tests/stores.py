@@ -168,6 +168,10 @@ class Web:
     everything: int | None = None  # the status of every answer
     length: bool = True  # whether the size is stated
     port: int = 0
+    open: threading.Event = field(default_factory=threading.Event)  # while it is not set, no file is sent
+
+    def __post_init__(self) -> None:
+        self.open.set()
 
     def downloads(self, path: str) -> int:
         return sum(method == "GET" and one.partition("?")[0] == path for method, one in self.seen)
@@ -205,6 +209,7 @@ def web(certificate: Path | None = None) -> Iterator[Web]:
                 self.send_header("ETag", f'"{sha256(body).hexdigest()[:16]}"')
             self.end_headers()
             if self.command == "GET":
+                site.open.wait(60)
                 with suppress(ConnectionError):
                     self.wfile.write(body)
 
