@@ -292,7 +292,7 @@ def test_requests_that_come_while_another_model_has_the_device_go_together(model
     assert in_loop(body, model) == [4]
 
 
-def test_models_get_the_device_in_the_order_in_which_they_came() -> None:
+def test_models_that_take_little_wait_for_one_turn_of_another() -> None:
     """A thread that takes it again and again does not keep another one waiting for more than its turn."""
     turn, ended = Turn(), threading.Event()
     turns: list[str] = []
