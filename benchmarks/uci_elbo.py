@@ -116,10 +116,13 @@ def descend(parameters: list[nn.Parameter], step: Callable[[Tensor], Tensor], N:
 
 
 def ours(run: Run, d: Division) -> dict[str, float]:
-    inputs, options = d.x.shape[1], {} if run.method == "ffg-w" else {"inducing": run.points}
+    inputs = d.x.shape[1]
+    options: dict[str, Any] = {} if run.method == "ffg-w" else {"inducing": run.points}
     if run.method in NETWORKS:
         net = build("mlp", inputs=inputs, outputs=1, hidden=[HIDDEN] * run.layers)
-        options |= {"prior": run.prior} | ({"sigma_max": 10.0} if run.method in ("ffg-w", "fac-gi") else {})
+        options["prior"] = run.prior
+        if run.method in ("ffg-w", "fac-gi"):
+            options["sigma_max"] = 10.0
     else:
         net = build("deep-gp", inputs=inputs, outputs=1, layers=run.layers)
     network = bayesianize(net, run.method, start="prior", examples=(d.x, d.y), task=Regression(), **options)
