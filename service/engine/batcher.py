@@ -290,9 +290,9 @@ class Batcher:
         """The inference thread."""
         last: Batch | None = None  # computed and not yet delivered: the device can start the next batch meanwhile
         try:
-            while (tickets := self._take(last is None)) is not None:
-                if tickets:
-                    last = self._serve(Batch(tickets), last)
+            while self._work_comes(last is None):
+                if self.depth:
+                    last = self._serve(last)
                 elif last is not None:
                     self._conclude(last)
                     last = None
@@ -302,18 +302,19 @@ class Batcher:
             self.dead = True
             self._on_loop(self._drop_all)
 
-    def _take(self, patient: bool) -> list[Ticket] | None:
-        """The next batch from the queue, without cancelled tickets; None once the batcher is closed.
-
-        If `patient`, wait until something is queued; else the batch may be empty.
-        """
+    def _work_comes(self, patient: bool) -> bool:
+        """Whether to go on; False once the batcher is closed. If `patient`, wait until something is queued."""
         while patient and not self.depth:
             if self.closing:
-                return None
+                return False
             self.asleep = True  # set before the queue is checked again: from now on `put` rings the bell
             if not self.depth and not self.closing:
                 self.bell.get()
             self.asleep = False
+        return True
+
+    def _take(self) -> list[Ticket]:
+        """The next batch from the queue, without cancelled tickets."""
         self.long_next = len(self.long) > 0 and (self.long_next or not self.queue)
         batch = self._from(self.long, 1) if self.long_next else self._from(self.queue)
         self.long_next = not self.long_next
@@ -356,21 +357,37 @@ class Batcher:
             self.queue.put_back(ticket.client, ticket)
         del batch[best + 1 :]
 
-    def _serve(self, batch: Batch, last: Batch | None) -> Batch | None:
-        """Compute a batch on the device, and deliver the previous one; returns the batch if it is still undelivered."""
+    def _serve(self, last: Batch | None) -> Batch | None:
+        """Compute what is queued once the device is free, while no other model has a better claim to it, and deliver it
+        and the previous batch; returns a batch that is still undelivered.
+
+        Batches are formed when the device is free, not before: requests that come meanwhile need not wait for another
+        turn.
+        """
         if not self.device.acquire(blocking=False):
             if last is not None:  # deliver it while another model has the device
                 self._conclude(last)
             last = None
             self.device.acquire()
+        held = True
         try:
-            left = self._pass(batch, last)
+            while held and self.depth:
+                if not (tickets := self._take()):
+                    continue
+                batch = Batch(tickets)
+                left = self._pass(batch, last)
+                last = batch if left else None
+                if self.depth:
+                    held = self.device.keep()
+                else:
+                    self.device.release()
+                    held = False
+                if not left:
+                    self._conclude(batch)
         finally:
-            self.device.release()
-        if left:
-            return batch
-        self._conclude(batch)
-        return None
+            if held:
+                self.device.release()
+        return last
 
     def _pass(self, batch: Batch, last: Batch | None) -> bool:
         """Compute a batch; True where its answers are still to be made from what the device returned."""

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dubito.service.engine.engine import Engine, PredictRequest
 from dubito.service.engine.turn import Turn
 from dubito.service.fair import FairQueue
 from dubito.service.problems import Hopeless, Overloaded
-from tests.service.test_batcher import same
+from tests.service.test_batcher import same, until_it_waits
 
 BUCKETS = (1, 2, 4, 8, 16)
 
@@ -56,11 +57,10 @@ def in_loop(body: Callable[[Batcher], Awaitable[None]], model: Model, **limits: 
 
 
 async def busy(batcher: Batcher) -> list[Any]:
-    """A request that has the thread, which waits for the device."""
+    """A request for which the thread waits for the device."""
     batcher.device.acquire()
     first = batcher.put(ask(1), 30, client="first")
-    while batcher.depth:
-        await asyncio.sleep(0.001)
+    await until_it_waits(batcher)
     return first
 
 
@@ -199,7 +199,100 @@ def test_what_cannot_be_in_time_alone_is_refused(model: Model) -> None:
     in_loop(body, model)
 
 
-def test_models_get_the_device_in_the_order_in_which_they_came() -> None:
+class Clock:
+    """Stands in for the module `time`; moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Claimant:
+    """A thread that takes the device when asked to, and keeps it until then."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
+        self.pool = ThreadPoolExecutor(1)
+
+    def claim(self) -> "Future[bool]":
+        """Wait for the device, from now on."""
+        before, got = self.turn.waiting, self.pool.submit(self.turn.acquire)
+        while not got.done() and self.turn.waiting == before:
+            time.sleep(0.001)
+        return got
+
+    def keep(self) -> bool:
+        return self.pool.submit(self.turn.keep).result()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    one = Clock()
+    monkeypatch.setattr("dubito.service.engine.turn.time", one)
+    return one
+
+
+def test_models_share_the_device_in_time(clock: Clock) -> None:
+    """One that takes a third as long has three turns for each of the other."""
+    turn = Turn()
+    light, heavy = Claimant(turn), Claimant(turn)
+    assert heavy.claim().result()
+    waits = light.claim()
+    clock.now += 30
+    assert not heavy.keep()
+    assert waits.result()
+    turns = []
+    for _ in range(3):
+        waits = heavy.claim()
+        count = 1
+        clock.now += 10
+        while light.keep():
+            count += 1
+            clock.now += 10
+        turns.append(count)
+        assert waits.result()
+        waits = light.claim()
+        clock.now += 30
+        assert not heavy.keep()
+        assert waits.result()
+    assert turns == [3, 3, 3]
+
+
+def test_who_did_not_ask_for_the_device_saves_up_nothing(clock: Clock) -> None:
+    turn = Turn()
+    old, new = Claimant(turn), Claimant(turn)
+    assert old.claim().result()
+    for _ in range(100):
+        clock.now += 10
+        assert old.keep()  # nobody else wants it
+    waits = new.claim()
+    clock.now += 10
+    assert not old.keep()
+    assert waits.result()
+    waits = old.claim()
+    clock.now += 10
+    assert not new.keep()
+    assert waits.result()
+
+
+def test_requests_that_come_while_another_model_has_the_device_go_together(model: Model) -> None:
+    """The batch is formed when the device is free, so that none waits for one more turn of the other model."""
+
+    async def body(batcher: Batcher) -> None:
+        tickets = [await busy(batcher)]
+        for _ in range(3):
+            tickets.append(batcher.put(ask(1), 30, client="first"))
+            await asyncio.sleep(0.01)
+        batcher.device.release()
+        for one in tickets:
+            await batcher.result(one)
+
+    assert in_loop(body, model) == [4]
+
+
+def test_models_that_take_little_wait_for_one_turn_of_another() -> None:
     """A thread that takes it again and again does not keep another one waiting for more than its turn."""
     turn, ended = Turn(), threading.Event()
     turns: list[str] = []

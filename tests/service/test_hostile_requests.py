@@ -308,6 +308,39 @@ def test_a_long_request_takes_turns_with_short_ones(server: Fixture) -> None:
     asyncio.run(beside({"inputs": np.zeros((6, 1, 8, 8)).tolist(), "samples": 1024, **patient}))
 
 
+def test_a_flood_on_another_model_is_in_turns_with_this_one(serve: Fixture) -> None:
+    """While one digit is asked for, at most one batch of the flood is computed on average, however many wait."""
+    server = serve(embedded("digits"), embedded("clothes"), "--set", "buckets=1,2")
+    clothes = json.dumps({"inputs": np.zeros((1, 1, 28, 28)).tolist()}).encode()
+    kind = {"content-type": "application/json"}
+    limits = httpx.Limits(max_connections=64)
+
+    async def go() -> tuple[float, int]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+
+            async def flood() -> None:
+                while True:
+                    await client.post("/v1/models/clothes/predict", content=clothes, headers=kind)
+
+            floods = [asyncio.create_task(flood()) for _ in range(24)]
+            with httpx.Client(base_url=server.url, timeout=120) as metrics:
+                batches = partial(asyncio.to_thread, counted, metrics, 'dubito_batch_size_count{model="clothes"}')
+                while await batches() < 3:
+                    await asyncio.sleep(0.01)
+                before = await batches()
+                for _ in range(20):
+                    assert (await client.post(V1, json=ZEROS)).status_code == 200
+                after = await batches()
+            waiting = sum(not task.done() for task in floods)
+            for task in floods:
+                task.cancel()
+            return after - before, waiting
+
+    computed, waiting = asyncio.run(go())
+    assert waiting == 24
+    assert computed <= 20 + 2  # two more while the metrics are read
+
+
 # 9: protocol
 
 
