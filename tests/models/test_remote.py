@@ -77,7 +77,10 @@ def open_store(scheme: str, stack: ExitStack, folder: Path) -> Store:
     )
 
 
-@pytest.fixture(scope="module", params=["s3", "gs", "az", "https", "hf"])
+SLOW = [pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("gs", "az")]  # their emulators and libraries are
+
+
+@pytest.fixture(scope="module", params=["s3", "https", "hf", *SLOW])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with ExitStack() as stack:
         yield open_store(request.param, stack, tmp_path_factory.mktemp("store"))
@@ -157,7 +160,7 @@ def test_a_wrong_hash(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "store", ["s3", "az", "https", "hf", pytest.param("gs", marks=pytest.mark.slow)], indirect=True
+    "store", ["s3", "https", "hf", *SLOW], indirect=True
 )  # Google's library tries again for minutes
 def test_a_download_that_is_cut_off_leaves_nothing(store: Store, tmp_path: Path) -> None:
     store.put(KEY, DIGITS * 20)  # larger than what answers of a store take beside it
@@ -286,7 +289,7 @@ def check_unreached(scheme: str, cache: Path) -> None:
     assert "its server cannot be reached; expected one to answer" in line
 
 
-@pytest.mark.parametrize("scheme", ["s3", "az"])
+@pytest.mark.parametrize("scheme", ["s3", SLOW[1]])
 def test_no_credentials(scheme: str, tmp_path: Path) -> None:
     known = {"DUBITO_CACHE": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
     line = error_of(forked.run("inspect", f"{scheme}://bucket/model.safetensors", environment=known))
