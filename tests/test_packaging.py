@@ -101,6 +101,7 @@ OPTIONAL = {  # used where it is installed; a copy of runtime.py stands beside t
 OF_EXTRA = {  # files, or folders of them, that may import what an extra brings
     "edge": ("deploy/edge/",),
     "grpc": ("service/grpc/",),
+    "otel": ("service/traces.py",),
     "timm": (),  # imported by its name in a string
     "train": ("training/evaluation/plots.py", "service/load.py"),
 }
