@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from dubito.models.predictions.model import Model
 from dubito.models.predictions.resident import bytes_of, reside
 from dubito.models.report import report
 from dubito.service.engine.bank import Bank, bytes_of_sample
-from dubito.service.engine.batcher import Batcher
+from dubito.service.engine.batcher import Batch, Batcher
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.engine import Engine
 from dubito.service.engine.plans import PlanCache, plan_file
@@ -55,8 +56,16 @@ class ServedModel:
 class Repository:
     """The versions on disk, and those that are served. Changes happen on the event loop, loading in a thread."""
 
-    def __init__(self, settings: Settings, device: torch.device, dtype: torch.dtype, metrics: Metrics) -> None:
-        self.settings, self.device, self.dtype, self.metrics = settings, device, dtype, metrics
+    def __init__(
+        self,
+        settings: Settings,
+        device: torch.device,
+        dtype: torch.dtype,
+        metrics: Metrics,
+        trace: Callable[[Batch, float], None] | None = None,
+    ) -> None:
+        """`trace` is called for each batch of every model, with the time of its end."""
+        self.settings, self.device, self.dtype, self.metrics, self.trace = settings, device, dtype, metrics, trace
         self.sources: dict[Key, Source] = {}
         self.refused: dict[Key, str] = {}  # folders that cannot be served, and why
         self._scanned(find(settings.models).checked())
@@ -171,6 +180,7 @@ class Repository:
                 device=self.turn,
                 on_batch=series.batch,
             )
+            batcher.trace = self.trace
             sizes = model_bytes(engine.model, known["bytes"], known["deterministic"])
             old = self.served.get(name)
             self.served[name] = ServedModel(source, engine, declared, known, sizes, batcher, series)

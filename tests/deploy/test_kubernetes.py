@@ -214,6 +214,17 @@ def test_addresses_of_models_are_read(tmp_path: Path) -> None:
     assert len(read(pod, remote, tmp_path)["models"]) == 1
 
 
+def test_traces_are_turned_on_by_their_component(tmp_path: Path) -> None:
+    manifests = with_components(tmp_path, "overlays/cpu", "tracing")
+    ((_, pod),) = pods_of(manifests)
+    assert read(pod, manifests, tmp_path)["traces"] is True
+    names = {one["name"]: one["value"] for one in pod["containers"][0]["env"] if one["name"].startswith("OTEL_")}
+    assert names.keys() == {"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"}
+    policies = [one for one in manifests if one["kind"] == "NetworkPolicy"]
+    ports = {port["port"] for one in policies for rule in one["spec"].get("egress", []) for port in rule["ports"]}
+    assert int(names["OTEL_EXPORTER_OTLP_ENDPOINT"].rpartition(":")[2]) in ports
+
+
 @pytest.mark.parametrize("word", ["--devise=cpu", "--device=tpu", "--grpc-port=http"])
 def test_a_wrong_command_line_is_refused(word: str, tmp_path: Path) -> None:
     manifests = built("overlays/cpu")
