@@ -9,6 +9,8 @@ BENCH ?= $(filter-out _% $(NEED_DATA) $(NEED_FILES),$(basename $(notdir $(wildca
 DATA ?= data
 RULES ?= deploy/kubernetes/components/monitoring/rules.yaml
 
+unexport PYTHONDONTWRITEBYTECODE # else each process that the tests start compiles all of dubito, and each worker all tests
+
 .DEFAULT_GOAL := help
 .PHONY: help setup serve wasm lint test test-slow test-soak bench embedded embedded-clothes embedded-digits reference kubernetes lock clean
 
