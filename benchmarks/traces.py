@@ -35,7 +35,7 @@ def main() -> None:
     binary, headers = infer_body(x, {})
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         artifact = write_artifact(Path(folder) / "tiny.safetensors")
-        rivals = []
+        rivals: list[Rival] = []
         for name, share in {**dict.fromkeys(args.python), **SHARES}.items():
             server = start(stack, artifact, Path(folder) / f"{len(rivals)}.log", name, share)
             rivals.append(Rival(name, server, post(server.url, "/v2/models/tiny/infer", binary, headers), ours=True))

@@ -52,6 +52,12 @@ class Seen:
         return sorted(mine, key=lambda span: span.start_time or 0)
 
 
+def number(span: ReadableSpan, name: str) -> int:
+    value = (span.attributes or {})[name]
+    assert isinstance(value, int)
+    return value
+
+
 def traced(ask: Ask, sampler: Sampler = ALWAYS_ON, **settings: Any) -> Seen:
     """What the real application, with the embedded digits, exports while it is asked."""
     memory = InMemorySpanExporter()
@@ -112,7 +118,7 @@ def test_a_batch_links_to_its_requests_and_they_to_it() -> None:
     batches = seen.named("batch")
     linked = [link.context for batch in batches for link in batch.links]
     assert sorted(one.span_id for one in linked) == sorted(one.context.span_id for one in seen.requests if one.context)
-    assert sum(int((batch.attributes or {})["dubito.requests"]) for batch in batches) == 12  # type: ignore[arg-type]
+    assert sum(number(batch, "dubito.requests") for batch in batches) == 12
     assert max(len(batch.links) for batch in batches) > 1
     by_id = {batch.context.span_id: batch for batch in batches if batch.context}
     for request in seen.requests:
@@ -131,7 +137,7 @@ def test_a_large_request_has_a_compute_span_for_each_part() -> None:
     (request,) = seen.requests
     parts = [span for span in seen.stages(request) if span.name == "compute"]
     assert len(parts) > 1
-    assert sum(int((span.attributes or {})["dubito.rows"]) for span in parts) == 64  # type: ignore[arg-type]
+    assert sum(number(span, "dubito.rows") for span in parts) == 64
 
 
 def test_sampling_follows_the_client_and_the_sampler() -> None:
