@@ -82,7 +82,8 @@ def test_a_span_for_each_stage_with_the_clients_context() -> None:
 
     async def ask(client: httpx.AsyncClient) -> None:
         given = {"traceparent": SAMPLED, "tracestate": "vendor=1", "x-request-id": "mine"}
-        replies.append(await client.post(PREDICT, json={"inputs": X * 3}, headers=given))
+        # one input: on a slow machine, more may go in parts
+        replies.append(await client.post(PREDICT, json={"inputs": X}, headers=given))
         await client.get("/v1/models")  # no prediction: no span
         await client.get("/metrics")
 
@@ -105,7 +106,7 @@ def test_a_span_for_each_stage_with_the_clients_context() -> None:
     assert times[-1][1] <= (request.end_time or 0) + slack
     about = dict(request.attributes or {})
     assert about["dubito.request"] == "mine"
-    assert (about["dubito.model"], about["dubito.version"], about["dubito.rows"]) == ("digits", "1", 3)
+    assert (about["dubito.model"], about["dubito.version"], about["dubito.rows"]) == ("digits", "1", 1)
     assert about["http.response.status_code"] == 200
 
 
