@@ -50,7 +50,7 @@ ENV PATH=/opt/dubito/bin:$PATH \
     DUBITO_HOST=0.0.0.0 \
     DUBITO_MODELS=/models
 VOLUME ["/models", "/cache"]
-EXPOSE 8000
+EXPOSE 8000 8001
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
     CMD ["python3", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/healthz', timeout=4)"]
 

@@ -7,11 +7,12 @@ NEED_DATA := caps fashion rotated_mnist uci
 NEED_FILES := cifar gpu_chart law ood pruning
 BENCH ?= $(filter-out _% $(NEED_DATA) $(NEED_FILES),$(basename $(notdir $(wildcard benchmarks/*.py))))
 DATA ?= data
+RULES ?= deploy/kubernetes/components/monitoring/rules.yaml
 
 unexport PYTHONDONTWRITEBYTECODE # else each process that the tests start compiles all of dubito, and each worker all tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve wasm lint test test-slow test-soak bench embedded embedded-clothes embedded-digits reference lock clean
+.PHONY: help setup serve wasm lint test test-slow test-soak bench embedded embedded-clothes embedded-digits reference kubernetes lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -69,9 +70,14 @@ embedded-digits: $(READY) ## the second of them, which needs neither
 reference: $(READY) ## write the table of settings into docs/operations.md
 	$(BIN)/python docs/reference.py
 
+kubernetes: ## write the Prometheus operator's rules from deploy/prometheus
+	@{ echo "# Written by \`make kubernetes\` from deploy/prometheus/rules.yml and alerts.yml."; \
+	printf 'apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: dubito\nspec:\n  groups:\n'; \
+	for file in rules alerts; do sed '1,/^groups:/d; s/^./  &/' deploy/prometheus/$$file.yml; done; } > '$(RULES)'
+
 lock: $(READY) ## pin the versions that the image holds, for both kinds of machine
 	$(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --upgrade --quiet --no-header --no-annotate \
-		--no-emit-index-url --no-emit-find-links --output-file deploy/requirements.lock
+		--extra grpc --extra otel --no-emit-index-url --no-emit-find-links --output-file deploy/requirements.lock
 	grep --invert-match --extended-regexp '^(nvidia-|cuda-|triton==)' deploy/requirements.lock > deploy/requirements-cpu.lock
 
 clean: ## remove .venv, builds and caches

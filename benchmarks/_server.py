@@ -38,14 +38,16 @@ class Server:
 
 
 @contextmanager
-def running(command: Sequence[str], log: Path, health: str | None) -> Iterator[Server]:
+def running(
+    command: Sequence[str], log: Path, health: str | None, python: str = sys.executable, **environment: str
+) -> Iterator[Server]:
     """`python -m COMMAND --port N` until it answers 200 at `health`, or takes connections where that is None; what it
     prints goes to the log."""
     port = free_port()
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
     clean["OMP_NUM_THREADS"] = "1"  # on two cores, threads that wait for each other are all one would see
-    words = [sys.executable, "-m", *command, "--port", str(port)]
-    with log.open("w") as file, subprocess.Popen(words, stdout=file, stderr=file, env=clean) as process:
+    words = [python, "-m", *command, "--port", str(port)]
+    with log.open("w") as file, subprocess.Popen(words, stdout=file, stderr=file, env=clean | environment) as process:
         server = Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid), log)
         try:
             _wait(server, process, health)

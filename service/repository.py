@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from dubito.models.remote.address import Place
 from dubito.models.remote.cache import fetched
 from dubito.models.report import report
 from dubito.service.engine.bank import Bank, bytes_of_sample
-from dubito.service.engine.batcher import Batcher
+from dubito.service.engine.batcher import Batch, Batcher
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.engine import Engine
 from dubito.service.engine.plans import PlanCache, plan_file
@@ -57,8 +58,16 @@ class ServedModel:
 class Repository:
     """The versions on disk, and those that are served. Changes happen on the event loop, loading in a thread."""
 
-    def __init__(self, settings: Settings, device: torch.device, dtype: torch.dtype, metrics: Metrics) -> None:
-        self.settings, self.device, self.dtype, self.metrics = settings, device, dtype, metrics
+    def __init__(
+        self,
+        settings: Settings,
+        device: torch.device,
+        dtype: torch.dtype,
+        metrics: Metrics,
+        trace: Callable[[Batch, float], None] | None = None,
+    ) -> None:
+        """`trace` is called for each batch of every model, with the time of its end."""
+        self.settings, self.device, self.dtype, self.metrics, self.trace = settings, device, dtype, metrics, trace
         self.sources: dict[Key, Source] = {}
         self.refused: dict[Key, str] = {}  # folders that cannot be served, and why
         self.unread: set[Place] = set()  # addresses that could not be looked up last time
@@ -179,6 +188,7 @@ class Repository:
                 device=self.turn,
                 on_batch=series.batch,
             )
+            batcher.trace = self.trace
             sizes = model_bytes(engine.model, known["bytes"], known["deterministic"])
             old = self.served.get(name)
             self.served[name] = ServedModel(source, engine, declared, known, sizes, batcher, series)

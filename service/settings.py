@@ -189,6 +189,10 @@ class Settings(BaseSettings):
     drain_seconds: PositiveFloat = Field(
         default=30.0, description="After that: longest time to answer accepted requests."
     )
+    traces: bool = Field(
+        default=False,
+        description="Record traces of predictions, which needs the extra otel; OTEL_... variables say where they go.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged; requests are logged at info."
     )

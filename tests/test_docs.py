@@ -27,7 +27,7 @@ from dubito.training.names import DATA, PARTS, recipes, shipped
 REPO = Path(__file__).parents[1]
 README, DOCS = REPO / "README.md", REPO / "docs"
 PAGES = sorted([README, REPO / "CONTRIBUTING.md", *DOCS.glob("*.md"), REPO / "benchmarks" / "RESULTS.md"])
-SOURCES = ("*.py", "*.js", "*.toml", "*.yml")  # where a name may come from
+SOURCES = ("*.py", "*.js", "*.toml", "*.yml", "*.yaml")  # where a name may come from
 ROOMS = ("root", "models", "training", "service", "deploy", "benchmarks")
 
 

@@ -102,6 +102,7 @@ OF_EXTRA = {  # files, or folders of them, that may import what an extra brings
     "edge": ("deploy/edge/",),
     "grpc": ("service/grpc/",),
     "remote": ("models/remote/store.py", "models/push.py"),
+    "otel": ("service/traces.py",),
     "timm": (),  # imported by its name in a string
     "train": ("training/evaluation/plots.py", "service/load.py"),
 }

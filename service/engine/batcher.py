@@ -48,6 +48,7 @@ class Ticket:
     slow: Callable[[], None] | None  # called if it is not answered within `PATIENCE`
     client: str  # clients share the device
     long: bool  # worked off in turns with others
+    trace: object = None  # of the request, where it is traced
     timer: asyncio.TimerHandle | None = None  # of the deadline; set once that is near or the answer is slow
     queued: float = field(default_factory=time.monotonic)
     ended: float = 0.0
@@ -60,6 +61,7 @@ class Batch:
 
     def __init__(self, tickets: list[Ticket]) -> None:
         self.tickets = tickets
+        self.began = time.monotonic()  # when it came to the device
         self.wanted: list[Ticket] = []  # those still waited for when the device was free
         self.answers: Callable[[], list[Answer]] = list
         self.failed: Exception | None = None  # error of the whole batch
@@ -113,6 +115,7 @@ class Batcher:
         self.engine, self.max_queue, self.on_batch = engine, max_queue, on_batch
         self.max_work = int(min(max_work, max(engine.slices[1], 1)))  # of a batch that nobody waits for
         self.short = int(min(max_work, max(engine.slices[0], 1)))  # of one that others wait for
+        self.trace: Callable[[Batch, float], None] | None = None  # called for each batch with the time of its end
         self.max_rows = sys.maxsize  # of a batch, for requests like the last one
         self.device = device
         self.queue: FairQueue[Ticket] = FairQueue()
@@ -175,7 +178,12 @@ class Batcher:
             raise Overloaded(self.work, self.max_queue, min(LONGEST_WAIT, max(0.1, wait)))
 
     def put(
-        self, request: PredictRequest, seconds: float, slow: Callable[[], None] | None = None, client: str = ""
+        self,
+        request: PredictRequest,
+        seconds: float,
+        slow: Callable[[], None] | None = None,
+        client: str = "",
+        trace: object = None,
     ) -> list[Ticket]:
         """Queue a request; it is answered, failed or late within `seconds`. Large requests are split into parts.
 
@@ -189,7 +197,7 @@ class Batcher:
         whole = request.rows == 1 or (request.cost <= self.max_work and request.rows <= self.max_rows)
         requests = [request] if whole else self._parts(request)
         tickets = [
-            self._ticket(part, seconds, slow if part is requests[0] else None, client, long) for part in requests
+            self._ticket(part, seconds, slow if part is requests[0] else None, client, long, trace) for part in requests
         ]
         line = self.long if long else self.queue
         for ticket in tickets:
@@ -223,10 +231,16 @@ class Batcher:
         return [replace(request, x=request.x[i : i + rows], seed=seed, start=i) for i in range(0, request.rows, rows)]
 
     def _ticket(
-        self, request: PredictRequest, seconds: float, slow: Callable[[], None] | None, client: str, long: bool
+        self,
+        request: PredictRequest,
+        seconds: float,
+        slow: Callable[[], None] | None,
+        client: str,
+        long: bool,
+        trace: object,
     ) -> Ticket:
         """A ticket; most are answered before `_look` runs, and never get a timer of their own."""
-        ticket = Ticket(request, self.loop.create_future(), self.max_rows, seconds, slow, client, long)
+        ticket = Ticket(request, self.loop.create_future(), self.max_rows, seconds, slow, client, long, trace)
         if seconds <= 2 * PATIENCE:
             ticket.timer = self.loop.call_later(max(0.0, seconds), self._expire, ticket)
         else:
@@ -391,7 +405,7 @@ class Batcher:
 
     def _pass(self, batch: Batch, last: Batch | None) -> bool:
         """Compute a batch; True where its answers are still to be made from what the device returned."""
-        self.since = started = time.monotonic()
+        self.since = batch.began = started = time.monotonic()
         batch.wanted = [t for t in batch.tickets if not t.future.done()]  # some may have expired meanwhile
         requests = [ticket.request for ticket in batch.wanted]
         self.outer, work = batch, sum(request.cost for request in requests)
@@ -446,6 +460,8 @@ class Batcher:
             ticket.ended = ended
         if batch.wanted:
             self.on_batch(sum(ticket.request.rows for ticket in batch.wanted), batch.cpu)
+            if self.trace is not None:
+                self.trace(batch, ended)
         ended_now = set(batch.tickets)
         self.running = [ticket for ticket in self.running if ticket not in ended_now]
         self.since = None

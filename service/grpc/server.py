@@ -9,7 +9,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -41,7 +41,7 @@ Call = Any  # grpc.aio.ServicerContext, which ships no types
 HEALTH, REFLECTION_V1 = "grpc.health.v1.Health", REFLECTION.replace("v1alpha", "v1")
 NAMES = (SERVICE, HEALTH, REFLECTION)
 INFER = f"/{SERVICE}/ModelInfer"
-METADATA = frozenset({"authorization", "x-api-key", "x-request-id"})
+METADATA = frozenset({"authorization", "x-api-key", "x-request-id", "traceparent", "tracestate"})
 INTERVAL = 0.05  # seconds between checks of messages that have not come yet
 WATCH = 0.25  # seconds between checks of what a health stream tells
 MOST_STREAMS, STREAMS_OF_ONE = 64, 16  # of health and reflection: in all, and of one address
@@ -134,6 +134,9 @@ class GrpcServer:
         id_, counted = id_of(headers), self.state.limits.address_of(address)
         try:
             context.client = self.server.guard.admit(INFER, headers, address)
+            if self.state.tracer is not None:
+                self.server.trace(context, INFER[1:])
+                call.set_trailing_metadata(tuple((key.decode(), value.decode()) for key, value in context.also))
             if counted and self.unsent[counted] > self.settings.body_bytes:
                 raise TooManyRequests(f"{self.unsent[counted]:,} bytes of replies are not taken yet.")
             reply = await self._predict(call, context, counted)
@@ -149,11 +152,13 @@ class GrpcServer:
                 self._count_unsent(counted, len(reply))
             return reply
         self.server.finish(context, id_, problem.status)
-        return await _abort(call, problem, id_)
+        return await _abort(call, problem, id_, context.also)
 
     async def _predict(self, call: Call, context: RequestContext, counted: str) -> bytes:
         predictor = self.server.predictor()
         message = await self._read(call, counted, context.began)
+        if context.trace is not None:
+            context.trace.body_came()
         self.server.enter()
         try:
             predictor.hold(context, len(message))
@@ -432,9 +437,9 @@ def address_of(peer: str) -> str:
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
-async def _abort(call: Call, problem: Problem, id_: bytes) -> NoReturn:
+async def _abort(call: Call, problem: Problem, id_: bytes, also: Sequence[tuple[bytes, bytes]] = ()) -> NoReturn:
     code = CODES.get(problem.status, grpc.StatusCode.INTERNAL)
-    more = [("x-request-id", id_.decode())]
+    more = [("x-request-id", id_.decode()), *((key.decode(), value.decode()) for key, value in also)]
     if (wait := problem.headers.get("Retry-After")) is not None:
         more += [("retry-after", wait), ("grpc-retry-pushback-ms", str(1000 * int(wait)))]
     try:

@@ -4,7 +4,7 @@ import logging
 import random
 import re
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.middleware.cors import CORSMiddleware
 
@@ -16,10 +16,14 @@ from dubito.service.web.routes import routes
 from dubito.service.web.security import EDGE, HEADERS, Guard, check_target
 from dubito.service.web.state import State
 
+if TYPE_CHECKING:
+    from dubito.service.traces import RequestTrace
+
 log = logging.getLogger("dubito")
 SAFE = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 SAFE_AT_EDGE = [(name.encode(), value.encode()) for name, value in EDGE.items()]
 CLOSE = (b"connection", b"close")
+V1_ROUTE, V2_ROUTE = "/v1/models/{name}/predict", "/v2/models/{name}/infer"  # names of spans
 PLAIN_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,100}")
 
 
@@ -70,11 +74,13 @@ class Server:
         """Headers that every reply gets."""
         page = SAFE_AT_EDGE if path == "/edge" else SAFE
         safe = page if context.served is None else SAFE[:1]  # a prediction needs no headers for browsers' pages
-        return [(b"x-request-id", id_), *safe, *([CLOSE] if self.state.draining else ())]
+        return [(b"x-request-id", id_), *safe, *context.also, *([CLOSE] if self.state.draining else ())]
 
     async def _predict(self, context: RequestContext, path: re.Match[str]) -> tuple[bytes, Pairs]:
         if context.scope["method"] != "POST":
             raise Problem(405, "this path takes POST.", {"Allow": "POST"})
+        if self.state.tracer is not None:
+            self.trace(context, f"POST {V2_ROUTE if path.re is V2 else V1_ROUTE}")
         predictor = self.predictor()
         slot = Slot(self, context.receive)
         context.receive = slot.receive
@@ -83,6 +89,12 @@ class Server:
         finally:
             self.under_way -= slot.held
             predictor.release(context)
+
+    def trace(self, context: RequestContext, name: str) -> None:
+        """Begin the trace of a prediction; its reply names it."""
+        assert self.state.tracer is not None
+        context.trace = self.state.tracer.start(name, context.headers, context.began)
+        context.also = [(b"traceresponse", context.trace.response)]
 
     def predictor(self) -> Predictor:
         if self.state.predictor is None:
@@ -101,13 +113,24 @@ class Server:
         if context.served is not None:
             outcome = "ok" if status < 400 else "gone" if status == 499 else "refused" if status < 500 else "failed"
             context.served.series.request[outcome].observe(seconds)
+        if context.trace is not None:
+            self._end_trace(context, context.trace, id_, status)
         if log.isEnabledFor(logging.INFO):
             method, path = context.scope["method"], context.scope["path"][:200]
             fields = {"message": "request", "request": id_.decode(), "method": method, "path": path}
             fields |= {"status": status, "ms": round(1000 * seconds, 3)}
             if context.served is not None:
                 fields |= {"model": context.served.name, "version": context.served.version, "rows": context.rows}
+            if context.trace is not None:
+                fields["trace"] = context.trace.id
             write_line(fields)
+
+    def _end_trace(self, context: RequestContext, trace: "RequestTrace", id_: bytes, status: int) -> None:
+        about: dict[str, str | int] = {"dubito.request": id_.decode(), "dubito.rows": context.rows}
+        about |= {"http.request.method": context.scope["method"], "url.path": context.scope["path"][:200]}
+        if context.served is not None:
+            about |= {"dubito.model": context.served.name, "dubito.version": context.served.version}
+        trace.end(status, context.parsed, context.answered, about)
 
 
 class Slot:

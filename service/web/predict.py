@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -54,6 +54,9 @@ from dubito.service.web.http import (
 from dubito.service.web.oip import DRAWS, PARAMETERS
 from dubito.service.web.options import PredictOptions, read_options, shown
 
+if TYPE_CHECKING:
+    from dubito.service.traces import RequestTrace
+
 V1 = re.compile(r"/v1/models/([^/]+)/predict")
 V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 SHORT = 4096  # bytes of the longest v2 header that is cached
@@ -80,6 +83,8 @@ class RequestContext:
     answered: float = 0.0  # time at which the model had answered
     waited: float = 0.0  # seconds in the queue
     passes: Mapping[str, float] = field(default_factory=dict)  # seconds on the device, by stage
+    trace: "RequestTrace | None" = None  # where requests are traced
+    also: Sequence[tuple[bytes, bytes]] = ()  # further headers of the reply
 
     def stages(self) -> dict[str, float]:
         """Seconds of each stage so far."""
@@ -309,6 +314,8 @@ class Predictor:
         most, seconds = limits.body_bytes(self.settings.body_bytes), self.settings.body_seconds
         hold = partial(self.hold, context)
         body, coding = await read_packed(context.headers, context.receive, most, seconds, hold)
+        if context.trace is not None:
+            context.trace.body_came()
         if coding and (len(body) <= HEAVY or coding not in CODINGS):
             try:
                 return inflate(body, coding, min(HEAVY, most)), ""
@@ -420,7 +427,7 @@ class Predictor:
         )
         left = min(context.began + options.timeout_ms / 1000, context.until) - context.parsed
         client = DisconnectWatch(context.receive)  # started only if the answer is slow: most are there before
-        tickets = served.batcher.put(request, left, client.start, context.client)
+        tickets = served.batcher.put(request, left, client.start, context.client, context.trace)
         client.leave = lambda: served.batcher.drop(tickets)
         try:
             result = await served.batcher.result(tickets)

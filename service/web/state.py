@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
+from dubito.models.extras import need
 from dubito.models.numerics.proof import name_of
 from dubito.service.engine.budget import KINDS
 from dubito.service.engine.device import device_of, dtype_of, trusted
@@ -15,6 +17,9 @@ from dubito.service.settings import Settings
 from dubito.service.web.decoders import OUTCOMES, Decoders
 from dubito.service.web.limits import ConnectionLimits
 from dubito.service.web.predict import Predictor
+
+if TYPE_CHECKING:
+    from dubito.service.traces import Tracer
 
 log = logging.getLogger("dubito")
 
@@ -33,13 +38,16 @@ class State:
         self.decoders: Decoders | None = None
         self.asked = torch.float32  # dtype of activations that the settings ask for
         self.started = self.draining = False
+        self.tracer = _tracer() if settings.traces else None
 
     async def start(self) -> None:
         """Load and warm every model; raises the error of the first that cannot be loaded."""
         device = device_of(self.settings.device)
         self.asked, why = dtype_of(self.settings.dtype, device)
         dtype, fault = await asyncio.to_thread(trusted, self.asked, device)
-        self.repository = Repository(self.settings, device, dtype, self.metrics)
+        self.repository = Repository(
+            self.settings, device, dtype, self.metrics, None if self.tracer is None else self.tracer.batch
+        )
         fields = {"device": str(device), "asked": name_of(self.asked), "dtype": name_of(dtype), "why": fault or why}
         log.log(logging.WARNING if fault else logging.INFO, "models run", extra=fields)
         self.decoders = Decoders(self.settings)
@@ -57,6 +65,8 @@ class State:
         finally:
             if self.decoders is not None:
                 self.decoders.close()
+            if self.tracer is not None:
+                await asyncio.to_thread(self.tracer.close)
 
     @property
     def ready(self) -> bool:
@@ -136,3 +146,11 @@ class State:
             },
             ("dubito_log_lines_dropped", "Log lines dropped because nothing took them.", ()): {(): writer.dropped},
         }
+
+
+def _tracer() -> "Tracer":
+    need("otel", "opentelemetry")
+    need("otel", "opentelemetry.sdk")
+    from dubito.service.traces import from_environment
+
+    return from_environment()

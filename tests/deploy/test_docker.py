@@ -118,9 +118,12 @@ def pins(lock: Path) -> dict[str, list[str]]:
 
 
 def test_the_lock_holds_what_the_project_needs() -> None:
-    """Every dependency, pinned; the CPU's lock is the same without CUDA."""
+    """Every dependency, and what the extras of the image bring, pinned; the CPU's lock is the same without CUDA."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    needed = {re.split(r"[\[<>=~! ;]", text)[0].lower() for text in project["dependencies"]}
+    extras = re.findall(r"--extra (\w+)", (REPO / "Makefile").read_text())
+    assert {"grpc", "otel"} <= set(extras)
+    more = [text for extra in extras for text in project["optional-dependencies"][extra]]
+    needed = {re.split(r"[\[<>=~! ;]", text)[0].lower() for text in (*project["dependencies"], *more)}
     assert needed <= pins(LOCK).keys()
     assert all(version for versions in pins(LOCK).values() for version in versions)
     lines = LOCK.read_text().splitlines()
