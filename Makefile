@@ -77,7 +77,7 @@ kubernetes: ## write the Prometheus operator's rules from deploy/prometheus
 
 lock: $(READY) ## pin the versions that the image holds, for both kinds of machine
 	$(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --upgrade --quiet --no-header --no-annotate \
-		--extra grpc --extra otel --no-emit-index-url --no-emit-find-links --output-file deploy/requirements.lock
+		--extra grpc --extra otel --extra remote --no-emit-index-url --no-emit-find-links --output-file deploy/requirements.lock
 	grep --invert-match --extended-regexp '^(nvidia-|cuda-|triton==)' deploy/requirements.lock > deploy/requirements-cpu.lock
 
 clean: ## remove .venv, builds and caches

@@ -45,8 +45,9 @@ class State:
         device = device_of(self.settings.device)
         self.asked, why = dtype_of(self.settings.dtype, device)
         dtype, fault = await asyncio.to_thread(trusted, self.asked, device)
-        self.repository = Repository(
-            self.settings, device, dtype, self.metrics, None if self.tracer is None else self.tracer.batch
+        trace = None if self.tracer is None else self.tracer.batch
+        self.repository = await asyncio.to_thread(  # which looks for models: a store may take its time
+            Repository, self.settings, device, dtype, self.metrics, trace
         )
         fields = {"device": str(device), "asked": name_of(self.asked), "dtype": name_of(dtype), "why": fault or why}
         log.log(logging.WARNING if fault else logging.INFO, "models run", extra=fields)
