@@ -123,7 +123,7 @@ def test_the_lock_holds_what_the_project_needs() -> None:
     extras = re.findall(r"--extra (\w+)", (REPO / "Makefile").read_text())
     assert {"grpc", "otel"} <= set(extras)
     more = [text for extra in extras for text in project["optional-dependencies"][extra]]
-    needed = {re.split(r"[\[<>=~! ;]", text)[0].lower() for text in (*project["dependencies"], *more)}
+    needed = {re.split(r"[\[<>=~! ;]", text)[0].lower().replace("_", "-") for text in (*project["dependencies"], *more)}
     assert needed <= pins(LOCK).keys()
     assert all(version for versions in pins(LOCK).values() for version in versions)
     lines = LOCK.read_text().splitlines()
