@@ -34,6 +34,7 @@ FOLDER_IMPORTS = {  # the other folders of its room that a folder imports
         "models/tracing",
     },
     "service/engine": set(),
+    "service/scoring": {"service/engine"},
     "service/web": {"service/engine"},
     "service/grpc": {"service/web"},
     "training/data": set(),
