@@ -7,7 +7,6 @@ import zipfile
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -18,34 +17,13 @@ from numpy.typing import NDArray
 from dubito.models.errors import InputError
 from dubito.models.images import pictures_in, prepare, read_pixels
 from dubito.models.manifest import Input
+from dubito.service.scoring.blocks import Block, ScoredRows, checked, fingerprint_of
+from dubito.service.scoring.tables import CsvRows, ParquetRows
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
-SAMPLED, BLOCK = 16, 1 << 16  # blocks of a file that its fingerprint covers, and their bytes
-WRONG = "it holds NaN, infinity or a number too large for float32"
 
 
-@dataclass(frozen=True)
-class Block:
-    """Consecutive rows as inputs of a model; those of bad rows are zeros."""
-
-    x: NDArray[np.float32]  # (n, ...)
-    bad: dict[int, str] = field(default_factory=dict)  # by offset in the block: what is wrong with the row
-
-
-class Rows(Protocol):
-    """Something to score: its number of rows, and blocks of them."""
-
-    count: int
-    fingerprint: str  # changes with the contents
-
-    def read(self, start: int, stop: int) -> Block:
-        """Rows from `start` up to `stop`. Fastest where calls go forwards."""
-
-    def files(self, start: int, stop: int) -> list[str] | None:
-        """The file of each row; None where one file holds them all."""
-
-
-def rows_of_input(given: str, declared: Input) -> Rows:
+def rows_of_input(given: str, declared: Input) -> ScoredRows:
     """The rows of a file, of a folder of pictures, or of all files that match a pattern, in the order of their names.
 
     Raises InputError where they cannot be inputs of the model.
@@ -61,47 +39,17 @@ def rows_of_input(given: str, declared: Input) -> Rows:
     return SeveralRows([(name, _of_file(Path(name), declared)) for name in names])
 
 
-def _of_file(path: Path, declared: Input) -> Rows:
+def _of_file(path: Path, declared: Input) -> ScoredRows:
     match path.suffix.lower():
         case ".npy":
             return ArrayRows(path, _mapped(path), declared)
         case ".npz":
             return ArrayRows(path, ZippedArray(path), declared)
         case ".csv":
-            from dubito.service.scoring.tables import CsvRows
-
             return CsvRows(path, declared)
         case ".parquet" | ".pq":
-            from dubito.service.scoring.tables import ParquetRows
-
             return ParquetRows(path, declared)
     raise InputError(f"{path} has an unknown kind; expected .parquet, .csv, .npy, .npz or a folder of pictures.")
-
-
-def fingerprint_of(path: Path) -> str:
-    """A hash of a file's size, its time of change, and blocks spread over it: files may be too large to hash whole."""
-    stat = path.stat()
-    digest = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode())
-    with path.open("rb") as file:
-        for i in range(SAMPLED):
-            file.seek(i * max(0, stat.st_size - BLOCK) // (SAMPLED - 1))
-            digest.update(file.read(BLOCK))
-    return digest.hexdigest()
-
-
-def checked(x: NDArray[np.float32], bad: dict[int, str], names: Sequence[str] = ()) -> Block:
-    """A block whose rows that are not finite are bad; `names` are those of a table's columns."""
-    finite = np.isfinite(x)
-    if not finite.all():
-        flat = finite.reshape(len(x), -1)
-        for i in np.flatnonzero(~flat.all(1)).tolist():
-            first = int(flat[i].argmin())
-            what = f"column {names[first]!r} is {x[i].reshape(-1)[first]}; expected a number" if names else WRONG
-            bad.setdefault(i, what)
-    if bad:
-        x = np.array(x)
-        x[list(bad)] = 0
-    return Block(x, bad)
 
 
 class Lines(Protocol):
@@ -221,7 +169,7 @@ class PictureRows:
 class SeveralRows:
     """The rows of several files, one file after the other."""
 
-    def __init__(self, parts: Sequence[tuple[str, Rows]]) -> None:
+    def __init__(self, parts: Sequence[tuple[str, ScoredRows]]) -> None:
         self.parts = parts
         self.ends = np.cumsum([rows.count for _, rows in parts]).tolist()
         self.count = self.ends[-1]

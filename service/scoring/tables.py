@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dubito.models.errors import InputError
 from dubito.models.manifest import Input
-from dubito.service.scoring.rows import Block, checked, fingerprint_of
+from dubito.service.scoring.blocks import Block, checked, fingerprint_of
 
 CHUNK = 4096  # lines of a CSV file that are parsed together
 SCANNED = 1 << 24  # bytes of a CSV file that are looked at together
