@@ -5,7 +5,8 @@ MYPY = $(BIN)/mypy .types/dubito tests $(wildcard benchmarks) $(wildcard example
 READY := .venv/.ready
 NEED_DATA := caps fashion rotated_mnist uci
 NEED_FILES := cifar gpu_chart law ood pruning
-BENCH ?= $(filter-out _% $(NEED_DATA) $(NEED_FILES),$(basename $(notdir $(wildcard benchmarks/*.py))))
+NEED_EXTRAS := ray
+BENCH ?= $(filter-out _% $(NEED_DATA) $(NEED_FILES) $(NEED_EXTRAS),$(basename $(notdir $(wildcard benchmarks/*.py))))
 DATA ?= data
 
 .DEFAULT_GOAL := help

@@ -41,6 +41,7 @@ FOLDER_IMPORTS = {  # the other folders of its room that a folder imports
     "training/fit": {"training/data"},
     "training/evaluation": {"training/data"},
     "deploy/edge": set(),
+    "deploy/ray": set(),
 }
 EXPORTED = {  # by the rooms themselves
     "dubito.models": {"bayesianize", "build", "ensemble", "load", "predict", "save"},

