@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from dubito.models.cli import Artifact, Network, permit_network
+from dubito.models.cli import Artifact, Network, Samples, chosen_samples, permit_network
 from dubito.models.extras import need
 from dubito.models.names import some
 
@@ -154,6 +154,44 @@ def ray(
         raise RayError(f"--max-replicas is {most}, below --replicas {replicas}; expected at least as many.")
     options = ReplicaOptions(replicas, most, target, cpus, gpus)
     run(effective, options, address, lambda text: print(text, flush=True))
+
+
+@app.command("ray-score")
+def ray_score(
+    file: Artifact,
+    rows: Annotated[str, typer.Argument(metavar="INPUT", help="What to score, as for dubito score.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The Parquet file to write.")],
+    workers: Annotated[int, typer.Option(help="Processes on the cluster.", min=1)] = 2,
+    cpus: Annotated[float, typer.Option(help="CPUs that Ray reserves for each.")] = 1.0,
+    gpus: Annotated[float, typer.Option(help="GPUs of each.")] = 0.0,
+    address: Annotated[str | None, typer.Option(help="A running cluster.", show_default="start Ray here")] = None,
+    samples: Samples = None,
+    seed: Annotated[int, typer.Option(help="Fixes the draws, which are the same for all rows.", min=0)] = 0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew: drop what an earlier run has written.")] = False,
+) -> None:
+    """Score a file as dubito score does, by processes on the nodes of a Ray cluster. Needs the extras ray and score.
+
+    Input and output must be on storage that all nodes see under the same path.
+
+    Try: dubito ray-score model.safetensors rows.parquet scores.parquet --workers 8 --gpus 1
+    """
+    need("ray", "ray")
+    need("score", "pyarrow")
+    from functools import partial
+
+    from dubito.deploy.ray.application import prepare_environment
+    from dubito.models.terminal import bar
+    from dubito.service.scoring.score import Scoring, score
+
+    prepare_environment()
+    from dubito.deploy.ray.data import connect, score_parts
+
+    asked = Scoring(file.resolve(), str(Path(rows).resolve()), output.resolve(), chosen_samples(samples), seed)
+    connect(address)
+    spread = partial(score_parts, workers, cpus, gpus)
+    scored = score(asked, ["cuda:0" if gpus else "cpu"], fresh, lambda left: bar("scoring", left), spread)
+    earlier = f", {scored.before:,} of them by earlier runs" if scored.before else ""
+    print(f"wrote {output}: {scored.rows:,} rows{earlier}")
 
 
 def _show(report: dict[str, Any]) -> None:

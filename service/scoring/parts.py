@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +39,9 @@ class ScoringJob:
     def span(self, i: int) -> tuple[int, int]:
         """First row of part i, and its last row + 1."""
         return i * self.part, min(self.rows, (i + 1) * self.part)
+
+    def rows_of(self, parts: Iterable[int]) -> int:
+        return sum(stop - start for start, stop in map(self.span, parts))
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:

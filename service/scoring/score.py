@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -284,8 +285,16 @@ class Scored:
 Progress = Callable[[int], Any]  # how many rows are left -> a context whose value is called with rows as they are done
 
 
-def score(asked: Scoring, devices: Sequence[str], fresh: bool, progress: Progress) -> Scored:
-    """Score every row once, or the rows that an earlier run has left."""
+Spread = Callable[[Scoring, PartsFolder, Progress], tuple[ScoringJob, set[int]]]  # the job, and what was there before
+
+
+def score(
+    asked: Scoring, devices: Sequence[str], fresh: bool, progress: Progress, spread: Spread | None = None
+) -> Scored:
+    """Score every row once, or the rows that an earlier run has left.
+
+    `spread` makes the missing parts elsewhere; without it they are made here, several devices by a process each.
+    """
     output = asked.output
     if not output.parent.is_dir():
         raise ScoreError(f"cannot write {output}: there is no folder {output.parent}.")
@@ -293,10 +302,12 @@ def score(asked: Scoring, devices: Sequence[str], fresh: bool, progress: Progres
         raise ScoreError(f"{output} is a folder; expected the name of a Parquet file.")
     folder = PartsFolder(output)
     new = not folder.path.exists()
-    scorer = None if len(devices) > 1 else Scorer(asked, devices[0])
+    scorer = Scorer(asked, devices[0])
+    if len(devices) > 1 and spread is None:
+        spread = partial(_on_each, devices)
     with folder.alone():
         try:
-            return _score(asked, devices, scorer, folder, fresh, progress)
+            return _score(asked, scorer, folder, fresh, progress, spread)
         except BaseException:
             if new and folder.job() is None:  # nothing has begun
                 folder.remove()
@@ -304,33 +315,32 @@ def score(asked: Scoring, devices: Sequence[str], fresh: bool, progress: Progres
 
 
 def _score(
-    asked: Scoring, devices: Sequence[str], scorer: Scorer | None, folder: PartsFolder, fresh: bool, progress: Progress
+    asked: Scoring, scorer: Scorer, folder: PartsFolder, fresh: bool, progress: Progress, spread: Spread | None
 ) -> Scored:
     if fresh or folder.job() is None:
         folder.clear()
-    single = scorer or Scorer(asked, devices[0])
     if asked.output.exists() and not fresh:
         known = job_of(asked.output)
         if known is None:
             raise ScoreError(f"{asked.output} is no output of `dubito score`: take another name, or --fresh.")
-        if other := difference(known, single.given()):
+        if other := difference(known, scorer.given()):
             raise ScoreError(f"{asked.output} holds other predictions ({other}): take another name, or --fresh.")
         folder.remove()
-        return Scored(single.rows.count, single.rows.count)
-    if scorer is not None:
+        return Scored(scorer.rows.count, scorer.rows.count)
+    if spread is None:
         job = scorer.prepare()
         finished = folder.finished(job)
         missing = [i for i in range(job.parts) if i not in finished]
-        with progress(sum(b - a for a, b in map(job.span, missing))) as done:
+        with progress(job.rows_of(missing)) as done:
             scorer.score(missing, job, done)
     else:
-        job, finished = _on_each(asked, devices, folder, progress)
-    folder.assemble(job, single.about())
-    return Scored(job.rows, sum(b - a for a, b in map(job.span, finished)))
+        job, finished = spread(asked, folder, progress)
+    folder.assemble(job, scorer.about())
+    return Scored(job.rows, job.rows_of(finished))
 
 
 def _on_each(
-    asked: Scoring, devices: Sequence[str], folder: PartsFolder, progress: Progress
+    devices: Sequence[str], asked: Scoring, folder: PartsFolder, progress: Progress
 ) -> tuple[ScoringJob, set[int]]:
     """One process for each device; they take parts from one queue."""
     context = multiprocessing.get_context("spawn")
@@ -353,7 +363,7 @@ def _on_each(
             parts.put(i)
         for _ in workers:
             parts.put(None)
-        left = sum(b - a for a, b in map(job.span, missing))
+        left = job.rows_of(missing)
         with progress(left) as done:
             while left:
                 match _next(said, workers):

@@ -1,7 +1,13 @@
 """Replicas on Ray: the benchmark's run on two nodes, and how the metrics of replicas are joined."""
 
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -69,3 +75,17 @@ def test_a_kill_a_rollout_and_a_lost_node_cost_no_request_that_is_sent_twice() -
     assert [phase.twice for phase in outcome.phases] == [0, 0, 0, 0]
     assert outcome.phases[0].once == outcome.phases[2].once == 0
     assert len(outcome.answers) == 1
+
+
+@needs_ray
+@pytest.mark.slow
+def test_parts_made_on_ray_are_those_of_one_process(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(300, 1, 8, 8)).astype(np.float32))
+    words = [str(embedded("digits")), "x.npy"]
+    few = ["--samples", "2"]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    for command, out in (("ray-score", "ray.parquet"), ("score", "one.parquet")):
+        line = [sys.executable, "-m", "dubito", command, *words, out, *few]
+        ended = subprocess.run(line, cwd=tmp_path, env=one_thread, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr
+    assert pq.read_table(tmp_path / "ray.parquet").equals(pq.read_table(tmp_path / "one.parquet"))
