@@ -9,6 +9,8 @@ NEED_EXTRAS := ray
 BENCH ?= $(filter-out _% $(NEED_DATA) $(NEED_FILES) $(NEED_EXTRAS),$(basename $(notdir $(wildcard benchmarks/*.py))))
 DATA ?= data
 
+unexport PYTHONDONTWRITEBYTECODE # else each process that the tests start compiles all of dubito, and each worker all tests
+
 .DEFAULT_GOAL := help
 .PHONY: help setup serve wasm lint test test-slow test-soak bench embedded embedded-clothes embedded-digits reference lock clean
 

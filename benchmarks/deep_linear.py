@@ -27,13 +27,14 @@ from dubito.models.manifest import Regression
 from dubito.models.numerics.parameters import Positive
 from dubito.training.config import Fit
 from dubito.training.data.data import Examples, input_of
-from dubito.training.fit.fit import FitRun
+from dubito.training.fit.fit import FitError, FitRun
 
 METHODS = {"ffg-w": "factorised", "li": "local", "fac-gi": "fac → gi", "rand-gi": "rand → gi", "gi": "global"}
 N, FEATURES, VARIANCE = 1000, 5, 0.1
 POINTS = 50
 ROUNDS = 10  # epochs of a run: each looks at the data steps/ROUNDS times
 DRAWS, AT_ONCE = 100, 10  # of the ELBO
+HALVED = 4  # rates that are tried
 Run = tuple[str, int, int, int, int, float]  # method, width, depth, seed, steps, lr
 
 
@@ -53,7 +54,17 @@ def evidence(data: Examples) -> float:
 
 
 def elbo(run: Run) -> float:
-    """Of an example, after training."""
+    """Of an example, after training; at half the rate, and half of that, where the loss did not stay finite."""
+    *others, lr = run
+    for halved in range(HALVED):
+        try:
+            return _elbo((*others, lr / 2**halved))
+        except FitError:
+            print(f"{run}: not finite at a rate of {lr / 2**halved:g}", flush=True)
+    return math.nan
+
+
+def _elbo(run: Run) -> float:
     method, width, depth, seed, steps, lr = run
     torch.set_num_threads(1)
     data = examples(seed)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import httpx
 import pytest
 import typer.main
 
@@ -22,6 +23,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: one thre
     os.environ["OMP_NUM_THREADS"] = "1"
 gc.disable()  # until all is imported
 pytest.MonkeyPatch().setattr(typer.main, "get_command", cache(typer.main.get_command))  # else built for each command
+# else each client reads all certificates of the machine, which takes 0.09 s
+pytest.MonkeyPatch().setattr("httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context))
 
 FIRST = ("test_readme.py", "service", "training", "deploy", "models")  # longest first: none is left with one at the end
 EXPORT = ("/test_edge", "service/test_pictures.py", "models/test_contract.py")

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from dubito.training import beside, calibrate, choice
+from dubito.training import beside, calibrate, choice, estimate
 from dubito.training.data import spoil
 from dubito.training.evaluation import evaluate, predicting
 
@@ -15,7 +15,7 @@ timed = cache(choice.timed)  # once for all tests of a process
 
 def few(patch: pytest.MonkeyPatch) -> None:
     """Fewer requests, draws, resamples and spoiled inputs: most of the time of a small training or evaluation. How fast
-    the machine is is measured once.
+    the machine is is measured once, and how long a step takes by one step.
 
     For tests that ask neither how well a calibration keeps its promises nor how exact a standard error is.
     """
@@ -24,6 +24,8 @@ def few(patch: pytest.MonkeyPatch) -> None:
     for room in (calibrate, evaluate, predicting):
         patch.setattr(room, "GRID", GRID)
     patch.setattr(choice, "timed", timed)
+    patch.setattr(estimate, "WARM_UP", {"cpu": 0, "cuda": 12})
+    patch.setattr(estimate, "TIMES", 1)
     patch.setattr(beside, "RESAMPLED", 10)
     patch.setattr(beside, "REQUESTS", REQUESTS)
     patch.setattr(evaluate, "REQUESTS", REQUESTS)

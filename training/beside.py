@@ -104,9 +104,12 @@ def compare(
 
 
 def beside_plain(
-    model: Model, network: BayesianNetwork, calibration: Examples, test: Examples, out: Path, seed: int
+    model: Model, network: BayesianNetwork, held: Examples, test: Examples, out: Path, seed: int
 ) -> tuple[QualityFigures, Plain]:
-    """The model's AUROC against spoiled test inputs, and the figures of the plain network on the same test data."""
+    """The model's AUROC against spoiled test inputs, and the figures of the plain network on the same test data.
+
+    The plain network's temperature is fitted on all of `held`.
+    """
     plain = as_stored(network, Card(input=model.card.input, labels=model.card.labels), out).to(model.device)
     outside = spoiled(test, seed)
     mine, theirs = (answers_of(m, test, outside, seed, SAMPLES) for m in (model, plain))
@@ -114,7 +117,7 @@ def beside_plain(
     own = {name: value for name, value in figures_of(mine, test.y).items() if name == "auroc"}
     if not isinstance(mine.inside, Classified):
         return own, Plain(metrics=as_it_is, differences=differences(mine, theirs, test.y, seed))
-    T = best_temperature(plain, calibration, seed)
+    T = best_temperature(plain, held, seed)
     tempered = answers_of(with_temperature(plain, Calibrate(), T), test, outside, seed, SAMPLES)
     return own, Plain(
         metrics=as_it_is,

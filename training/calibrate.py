@@ -47,6 +47,7 @@ CLEARLY = 2.0  # standard errors by which a new measure must be better
 # inputs of one request share draws, so their errors are correlated: thresholds need many requests
 CALIBRATION_REQUESTS = 100
 FEWEST = 20  # fewest examples for a temperature or the constants of RAPS
+MANY = 1000  # examples for thresholds: from here on they count for the temperature too
 LAMBDAS, K_REGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3), (2, 3, 5, 8)  # grid of the constants of RAPS
 MOST_GROUPS = 1 << 12
 OWN_DRAWS = 1 << 40  # added to the seed, so that an evaluation never uses the draws of the calibration
@@ -79,8 +80,9 @@ def calibrate(
 ) -> Model:
     """A copy of the model with directions, thresholds and quantiles found on `held`.
 
-    A temperature and the constants of RAPS come from `validation`, since a quantile is valid only for scores that were
-    fixed before; without it, from a part of `held` that is then not used for the rest. The feature bank is made of
+    The constants of RAPS come from `validation`, since a quantile is valid only for scores that were fixed before;
+    without it, from a part of `held` that is then not used for the rest. So does a temperature, unless `held` is large:
+    then it comes from both (`for_temperature`). The feature bank is made of
     `train`, and kept if `knn` becomes the measure. The copy has no metrics, since the old ones were measured with other
     thresholds.
     """
@@ -96,7 +98,7 @@ def calibrate(
     T = 1.0
     if settings.temperature:
         assert validation is not None
-        T = best_temperature(model, validation, seed)
+        T = best_temperature(model, for_temperature(validation, held), seed)
         model = with_temperature(model, settings, T)
     sets = choose_sets(model, validation, settings, seed)
     parts = _parts_of(model, held, settings)
@@ -310,6 +312,14 @@ def strangeness(summary: Summary, y: Tensor, sets: Sets | None) -> Tensor:
         return of_classes.gather(1, y[:, None])[:, 0]
     std = (summary.epistemic_variance + summary.aleatoric_variance).double().sqrt()
     return ((y.double() - summary.mean.double()).abs() / std).amax(-1)
+
+
+def for_temperature(validation: Examples, held: Examples) -> Examples:
+    """The examples that a temperature is fitted on: `validation`, and `held` if it has `MANY` examples.
+
+    The error of T falls with their number. One of so many hardly moves T, so that thresholds found on `held` hold.
+    """
+    return validation if len(held) < MANY else validation + held
 
 
 def best_temperature(model: Model, held: Examples, seed: int) -> float:

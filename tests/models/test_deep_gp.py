@@ -4,6 +4,7 @@ The oracles write the kernel, its inverses and densities down anew, and share no
 """
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -211,11 +212,13 @@ def by_hand(method: str, network: BayesianNetwork, x: Array, N: int) -> Array:
     return out
 
 
-@pytest.mark.parametrize("form", ["served", "trained"])
-@pytest.mark.parametrize("method", ["dgp", "dsvi"])
-def test_two_layers_have_the_moments_of_brute_force(method: str, form: str) -> None:
-    """Mean and variance at each input, to 5 standard errors of both; served draws share what u leaves open."""
-    network, N = network_of(method, layers=2), 2048
+N = 2048  # draws of both layers
+
+
+@cache
+def two_layers(method: str) -> tuple[BayesianNetwork, Array]:
+    """A network with parameters at random, and its outputs at `NEW` by hand."""
+    network = network_of(method, layers=2)
     rng = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for layer in network.layers.values():
@@ -225,7 +228,14 @@ def test_two_layers_have_the_moments_of_brute_force(method: str, form: str) -> N
                     p.copy_(0.7 * torch.randn(p.shape, generator=rng, dtype=p.dtype))
             if isinstance(layer.q, GlobalProcess):
                 layer.q.log_lam.copy_(torch.linspace(-2, 2, 12))
-    theirs = by_hand(method, network, NEW, N)
+    return network, by_hand(method, network, NEW, N)
+
+
+@pytest.mark.parametrize("form", ["served", "trained"])
+@pytest.mark.parametrize("method", ["dgp", "dsvi"])
+def test_two_layers_have_the_moments_of_brute_force(method: str, form: str) -> None:
+    """Mean and variance at each input, to 5 standard errors of both; served draws share what u leaves open."""
+    network, theirs = two_layers(method)
     x = torch.from_numpy(NEW)
     if form == "served":
         out = predict(network, network.factors(), x, N, SEED, keep_outputs=True).outputs

@@ -25,6 +25,7 @@ from tests import forked
 from tests.small_models import mlp
 
 LIMIT = 90.0  # seconds to start or to stop on a busy machine
+SOON = {"DUBITO_PLAN_SECONDS": "0", "DUBITO_BUCKETS": "1,4,32"}  # a server starts sooner by seconds
 
 
 @dataclass
@@ -82,7 +83,7 @@ def fields_of(summary: Classified | Regressed) -> dict[str, torch.Tensor]:
 class Starter:
     folder: Path
     code: str = forked.DUBITO
-    usual: dict[str, str] = field(default_factory=lambda: {"DUBITO_REPOSITORY_API": "true"})  # environment
+    usual: dict[str, str] = field(default_factory=lambda: {"DUBITO_REPOSITORY_API": "true"} | SOON)  # environment
     running: list[Live] = field(default_factory=list)
 
     def __call__(self, *arguments: str | Path, **environment: str) -> Live:

@@ -25,6 +25,7 @@ LIMIT = 30.0  # seconds, on a busy machine
 Result = TypeVar("Result")
 HUGE = bytes(50_000_000)
 GET = b"GET /whole HTTP/1.1\r\nhost: x\r\n\r\n"
+RELEASED: dict[str, asyncio.Event] = {}  # until then a path gives no answer; a new event for each server
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,7 +72,9 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await send(start)
             raise RuntimeError("on purpose")
         case "/slow":
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(0.6)
+        case "/held":
+            await RELEASED["/held"].wait()
     await send(start)
     await send({"type": "http.response.body", "body": told})
 
@@ -110,6 +113,7 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
 @asynccontextmanager
 async def served(ours: bool, **limits: Any) -> Any:
     """A port of our protocol or of uvicorn's, the state of the server behind it, and the limits."""
+    RELEASED["/held"] = asyncio.Event()
     held = ConnectionLimits(Settings(**limits))
     kind: Any = protocol(held) if ours else HttpToolsProtocol
     config = uvicorn.Config(app, http=kind, ws="none", log_config=None, access_log=False, lifespan="off")
@@ -540,7 +544,7 @@ def test_connections_are_limited_and_the_longest_waiting_makes_room(limit: str, 
 
     async def go() -> None:
         async with served(True, **{limit: 10}) as (port, state, limits), connected(port) as (busy, asks):
-            asks.write(request("/slow"))
+            asks.write(request("/held"))
             await until(lambda: state.tasks)
             async with several(port, 40) as held:
                 for _, writer in held:
@@ -553,6 +557,7 @@ def test_connections_are_limited_and_the_longest_waiting_makes_room(limit: str, 
                         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
                 assert len(limits.open) <= 10
                 assert limits.closed[limit] >= 31
+                RELEASED["/held"].set()
                 assert (await busy.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
 
     run(go())
@@ -562,10 +567,11 @@ def test_where_all_are_being_answered_one_more_is_refused() -> None:
     async def go() -> None:
         async with served(True, max_connections=3) as (port, state, limits), several(port, 3) as busy:
             for _, writer in busy:
-                writer.write(request("/slow"))
+                writer.write(request("/held"))
             await until(lambda: len(state.tasks) == 3)
             async with connected(port) as (reader, _):
                 assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+            RELEASED["/held"].set()
             for reader, _ in busy:
                 assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
             assert limits.closed["max_connections"] == 1

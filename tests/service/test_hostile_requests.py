@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ PACKED = {"content-encoding": "gzip"}
 @pytest.fixture(scope="module")
 def server(serve: Fixture, make_artifact: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Fixture:
     plants = make_artifact(tmp_path_factory.mktemp("m") / "plants.safetensors")
-    return serve(embedded("digits"), plants, "--set", "buckets=1,2,16", "--set", "repository_api=true")
+    settings = ("buckets=1,2,16", "repository_api=true", "batch_work=1024")
+    return serve(embedded("digits"), plants, *(word for setting in settings for word in ("--set", setting)))
 
 
 @pytest.fixture
@@ -76,23 +78,23 @@ def test_inputs_of_one_name_without_end(http: httpx.Client, count: int) -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (hostile.many_lists(30 << 20), "values and lists"),
-        (hostile.many_numbers(30 << 20), "values and lists"),
-        (hostile.many_lists(1 << 20), "values and lists"),
-        (b'{"inputs":' + b"[" * 200_000 + b"]" * 200_000 + b"}", ""),
-        (hostile.deep(900, "inputs"), "no array of numbers"),
-        (hostile.deep(900, "samples"), "samples is a list of 1"),
-        (hostile.deep(900, "return"), "return is a list of 1"),
-        (hostile.deep(900, "group"), "group is a list of 1"),
-        (hostile.many_keys(100_000), "options of the body"),
-        (hostile.many_keys(500), "there is no option"),
-        (b'{"inputs":[[0]],"seed":"' + b"9" * 10_000_000 + b'"}', "options of the body"),
+        (partial(hostile.many_lists, 30 << 20), "values and lists"),
+        (partial(hostile.many_numbers, 30 << 20), "values and lists"),
+        (partial(hostile.many_lists, 1 << 20), "values and lists"),
+        (lambda: b'{"inputs":' + b"[" * 200_000 + b"]" * 200_000 + b"}", ""),
+        (partial(hostile.deep, 900, "inputs"), "no array of numbers"),
+        (partial(hostile.deep, 900, "samples"), "samples is a list of 1"),
+        (partial(hostile.deep, 900, "return"), "return is a list of 1"),
+        (partial(hostile.deep, 900, "group"), "group is a list of 1"),
+        (partial(hostile.many_keys, 100_000), "options of the body"),
+        (partial(hostile.many_keys, 500), "there is no option"),
+        (lambda: b'{"inputs":[[0]],"seed":"' + b"9" * 10_000_000 + b'"}', "options of the body"),
     ],
-    ids=lambda value: str(value)[:24],
 )
-def test_json_that_is_larger_than_any_request(http: httpx.Client, body: bytes, expected: str) -> None:
-    assert expected in said(http.post(V1, content=hostile.packed(body), headers=PACKED), 400, 413)
-    said(http.post(V2, content=hostile.packed(body), headers=PACKED), 400, 413)
+def test_json_that_is_larger_than_any_request(http: httpx.Client, body: Callable[[], bytes], expected: str) -> None:
+    content = hostile.packed(body())
+    assert expected in said(http.post(V1, content=content, headers=PACKED), 400, 413)
+    said(http.post(V2, content=content, headers=PACKED), 400, 413)
 
 
 def test_a_body_is_no_larger_than_the_models_inputs_can_be(http: httpx.Client) -> None:
@@ -174,21 +176,21 @@ def test_a_picture_of_many_scans(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("content", "statuses"),
     [
-        (hostile.interlaced_png(512), (200,)),
-        (hostile.interlaced_png(6000), (413,)),
-        (hostile.texts_png(200), (400,)),
-        (hostile.frames(200, 64, "GIF"), (200,)),
-        (hostile.frames(50, 64, "WEBP"), (200,)),
-        (hostile.frames(50, 64, "PNG"), (200,)),
-        (hostile.picture(64, "TIFF"), (400,)),
-        (hostile.picture(64, "PPM"), (400,)),
-        (hostile.picture(64, "ICO"), (400,)),
+        (partial(hostile.interlaced_png, 512), (200,)),
+        (partial(hostile.interlaced_png, 6000), (413,)),
+        (partial(hostile.texts_png, 200), (400,)),
+        (partial(hostile.frames, 200, 64, "GIF"), (200,)),
+        (partial(hostile.frames, 50, 64, "WEBP"), (200,)),
+        (partial(hostile.frames, 50, 64, "PNG"), (200,)),
+        (partial(hostile.picture, 64, "TIFF"), (400,)),
+        (partial(hostile.picture, 64, "PPM"), (400,)),
+        (partial(hostile.picture, 64, "ICO"), (400,)),
     ],
     ids=["interlaced", "interlaced, large", "texts", "GIF", "WebP", "APNG", "TIFF", "PPM", "ICO"],
 )
-def test_odd_pictures(http: httpx.Client, content: bytes, statuses: tuple[int, ...]) -> None:
+def test_odd_pictures(http: httpx.Client, content: Callable[[], bytes], statuses: tuple[int, ...]) -> None:
     """Of those that move, the first frame is taken."""
-    assert http.post(V1, content=content, headers=PNG).status_code in statuses
+    assert http.post(V1, content=content(), headers=PNG).status_code in statuses
 
 
 @pytest.fixture(scope="module")
@@ -287,8 +289,10 @@ def test_a_long_request_takes_turns_with_short_ones(server: Fixture) -> None:
     async def beside(long: dict[str, Any]) -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             await client.post(V1, json=ZEROS)
+            begun = await passes(client)
             task = asyncio.create_task(client.post(V1, json=long))
-            await asyncio.sleep(0.2)
+            while await passes(client) == begun:
+                await asyncio.sleep(0.01)
             alone = asyncio.create_task(client.post(V1, json=ZEROS))
             done, _ = await asyncio.wait({task, alone}, return_when=asyncio.FIRST_COMPLETED)
             assert alone in done
@@ -296,9 +300,12 @@ def test_a_long_request_takes_turns_with_short_ones(server: Fixture) -> None:
             assert (await task).status_code == 200
             assert len((await task).json()["predictions"]) == len(long["inputs"])
 
+    async def passes(client: httpx.AsyncClient) -> list[str]:
+        return re.findall(r'^dubito_batch_size_count{model="digits".*$', (await client.get("/metrics")).text, re.M)
+
     patient = {"timeout_ms": 300_000}
-    asyncio.run(beside({"inputs": np.zeros((800, 1, 8, 8)).tolist(), "samples": 60, **patient}))
-    asyncio.run(beside({"inputs": np.zeros((48, 1, 8, 8)).tolist(), "samples": 1024, **patient}))
+    asyncio.run(beside({"inputs": np.zeros((96, 1, 8, 8)).tolist(), "samples": 60, **patient}))
+    asyncio.run(beside({"inputs": np.zeros((6, 1, 8, 8)).tolist(), "samples": 1024, **patient}))
 
 
 # 9: protocol
@@ -372,5 +379,7 @@ def test_a_server_starts_beside_damaged_plans(
 ) -> None:
     (tmp_path / "dubito").mkdir()
     (tmp_path / "dubito" / "plans.json").write_text("[" * 100_000)
-    one = serve(make_artifact(tmp_path / "m.safetensors"), "--set", "buckets=1", XDG_CACHE_HOME=str(tmp_path))
+    settings = {"XDG_CACHE_HOME": str(tmp_path), "DUBITO_PLAN_SECONDS": "5"}  # executions are measured, as usual
+    one = serve(make_artifact(tmp_path / "m.safetensors"), "--set", "buckets=1", **settings)
     assert httpx.get(f"{one.url}/readyz").status_code == 200
+    assert json.loads((tmp_path / "dubito" / "plans.json").read_text())

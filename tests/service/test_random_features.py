@@ -5,17 +5,22 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 import torch
 
 from dubito.models.predictions.uncertainty import Regressed
 from dubito.training.config import read_recipe
 from dubito.training.recipe import train
+from tests.few import few
 
 Fixture = Any  # the types of conftest.py
 
 
-def test_a_model_of_the_recipe_learns_and_answers_over_http(serve: Fixture, tmp_path: Path) -> None:
+def test_a_model_of_the_recipe_learns_and_answers_over_http(
+    serve: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """y = sin(2a) + noise of 0.1; b says nothing."""
+    few(monkeypatch)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(400, 2)).astype(np.float32)
     y = np.sin(2 * x[:, :1]) + 0.1 * rng.normal(size=(400, 1))

@@ -22,6 +22,8 @@ from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.calibrate import (
     CALIBRATION_REQUESTS,
+    MANY,
+    OWN_DRAWS,
     CalibrationError,
     best_temperature,
     calibrate,
@@ -37,6 +39,7 @@ from dubito.training.evaluation.evaluate import measure as measure_model
 from dubito.training.evaluation.predicting import GRID, REQUESTS, predict_auto, predict_grid
 from dubito.training.fit.fit import FitRun
 from dubito.training.seeds import stream
+from dubito.training.temperature import fit_temperature
 from tests.small_models import bayesian_mlp, mlp, stored
 
 CLASSES = 4
@@ -177,6 +180,37 @@ def test_a_few_examples_that_are_all_right_do_not_take_the_temperature_to_zero(t
     assert isinstance(summary, Classified)
     right = (summary.probabilities.argmax(-1) == held.y).nonzero()[:, 0][:20]
     assert 0.3 < best_temperature(trained, held[right], 0) < 1  # the NLL alone: 0.1, the least that is tried
+
+
+def test_sets_cover_as_promised_although_the_temperature_has_seen_the_same_examples() -> None:
+    """Mean coverage of 100 calibrations of logits that are sure by half too much, within 3 standard errors."""
+    rng, n = torch.Generator().manual_seed(0), MANY
+
+    def drawn(n: int) -> tuple[Tensor, Tensor]:
+        logits = 2 * torch.randn(n, 10, generator=rng)
+        y = torch.multinomial(logits.softmax(-1), 1, generator=rng)[:, 0]
+        return 1.5 * logits, y
+
+    fresh, fresh_y = drawn(8000)
+    covered = []
+    for _ in range(100):
+        logits, y = drawn(2 * n)  # validation part, calibration part
+        T = fit_temperature([(logits[None], y)])
+        strange = 1 - (logits[n:] / T).softmax(-1).gather(1, y[n:, None])[:, 0]
+        p = (fresh / T).softmax(-1).gather(1, fresh_y[:, None])[:, 0]
+        covered.append(float((1 - p <= outer_quantile(strange, 0.9)).double().mean()))
+    error = math.sqrt(0.09 / 8000 + np.var(covered) / len(covered))
+    assert abs(mean(covered) - 0.9) < 3 * error
+
+
+@pytest.mark.usefixtures("few_here")
+def test_a_large_calibration_part_counts_for_the_temperature(trained: Model) -> None:
+    validation, held = clusters(100, 6), clusters(MANY, 3)
+    settings = Calibrate(temperature=True)
+    for some, expected in ((held[: MANY - 1], validation), (held, validation + held)):
+        card = calibrate(trained, some, settings, validation=validation).card
+        assert card.calibration is not None
+        assert card.calibration.temperature == best_temperature(trained, expected, OWN_DRAWS)
 
 
 @pytest.mark.usefixtures("few_here")

@@ -227,6 +227,7 @@ def test_other_recipes_are_followed_as_they_are(tmp_path: Path) -> None:
         plan(Request("digits", quick=True), tmp_path / "m.safetensors", CPU_DEVICE)
 
 
+@pytest.mark.usefixtures("few_here")
 def test_a_dry_run_says_what_would_be_done_and_writes_nothing(tmp_path: Path) -> None:
     source, out = write_pictures(tmp_path / "data", 300), tmp_path / "m.safetensors"
     answer = run("train", source, "--dry-run", "--out", out, TINY, "--set=fit.epochs=6", "--set=fit.pretrain_epochs=5")

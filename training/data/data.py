@@ -35,6 +35,10 @@ class Examples:
             return Examples(self.x[which], self.y[which])
         return Examples(self.x[which], self.y[which], self.group[which if isinstance(which, slice) else which.numpy()])
 
+    def __add__(self, other: "Examples") -> "Examples":
+        """Both, without their groups."""
+        return Examples(torch.cat([self.x, other.x]), torch.cat([self.y, other.y]))
+
     def fingerprints(self) -> list[str]:
         """A short hash of each example's input, by which equal inputs are recognised."""
         rows = self.x.flatten(1).numpy()

@@ -1,14 +1,18 @@
-"""Deep Gaussian processes on UCI sets [Ober21, figure 3]: global inducing points (dgp) beside local ones (dsvi).
+"""ELBOs and test log-likelihoods on UCI sets [Ober21, figure 3]: networks and deep Gaussian processes.
 
-    python -m benchmarks.deep_gp --data-root DIR --jobs 2 --keep FILE
-    python -m benchmarks.deep_gp --data-root DIR --jobs 2 --keep FILE --methods dgp dsvi gpytorch
-    python -m benchmarks.deep_gp --data-root DIR --sets boston --methods dgp dsvi gpytorch --pace
+    python -m benchmarks.uci_elbo --data-root DIR --methods gi ffg-w --splits 20 --jobs 2 --keep FILE
+    python -m benchmarks.uci_elbo --data-root DIR --methods dgp dsvi gpytorch --layers 2 5 --jobs 2 --keep FILE
+    python -m benchmarks.uci_elbo --data-root DIR --sets boston --methods dgp dsvi gpytorch --layers 2 5 --pace
+
+`gi` is global inducing points, `li` local ones, `ffg-w` factorised, `fac-gi` factorised below a global top layer: all
+over a network of so many hidden layers of 50 ReLU units, with the prior named. `dgp` is a deep GP with global inducing
+points, `dsvi` one with local ones, `gpytorch` GPyTorch's with the same layers, points and steps, if it is installed.
 
 Each run trains on the whole training part of a division by as many steps of Adam, with inputs and targets standardised,
 and measures the ELBO of an example and the test log-likelihood (of the mean density of 100 draws), both in the targets'
-own units. `gpytorch` is GPyTorch's deep GP with the same layers, points and steps, if it is installed. Rows of
-FILE are not measured again; `--seconds` starts no further run after that time, and the next call goes on. `--pace`
-measures the seconds of an epoch alone: CPU time of few steps, all methods in turn, the least of three rounds.
+own units. Rows of FILE are not measured again; `--seconds` starts no further run after that time, and the next call
+goes on. `--pace` measures the seconds of an epoch alone: CPU time of few steps, all methods in turn, the least of three
+rounds.
 """
 
 import argparse
@@ -35,7 +39,10 @@ from dubito.models.numerics.parameters import Positive
 from dubito.training.data.sources import read_data
 
 SETS = ("yacht", "boston", "energy", "concrete", "wine")  # the five smallest
-METHODS = ("dgp", "dsvi", "gpytorch")
+NETWORKS = ("gi", "li", "fac-gi", "ffg-w")
+PROCESSES = ("dgp", "dsvi", "gpytorch")
+PRIORS = ("standard", "scale", "neal")
+HIDDEN = 50  # units of a layer
 BATCH, LR, CLIP = 512, 5e-2, 10.0
 NOISE = 0.3  # standard deviation of the standardised targets at the start
 DRAWS, AT_ONCE = 100, 10
@@ -52,10 +59,16 @@ class Run:
     points: int
     steps: int
     seed: int
+    prior: str  # of a network's weights; "" for a process
 
     @property
     def name(self) -> str:
-        return "-".join(map(str, (self.data, self.split, self.method, self.layers, self.points, self.steps, self.seed)))
+        parts = (self.data, self.split, self.method, self.layers, self.points, self.steps, self.seed, self.prior)
+        return "-".join(str(part) for part in parts if part != "")
+
+    @property
+    def column(self) -> str:
+        return f"{self.method} {self.prior}".strip()
 
 
 @dataclass(frozen=True)
@@ -103,8 +116,16 @@ def descend(parameters: list[nn.Parameter], step: Callable[[Tensor], Tensor], N:
 
 
 def ours(run: Run, d: Division) -> dict[str, float]:
-    net = build("deep-gp", inputs=d.x.shape[1], outputs=1, layers=run.layers)
-    network = bayesianize(net, run.method, start="prior", inducing=run.points, examples=(d.x, d.y), task=Regression())
+    inputs = d.x.shape[1]
+    options: dict[str, Any] = {} if run.method == "ffg-w" else {"inducing": run.points}
+    if run.method in NETWORKS:
+        net = build("mlp", inputs=inputs, outputs=1, hidden=[HIDDEN] * run.layers)
+        options["prior"] = run.prior
+        if run.method in ("ffg-w", "fac-gi"):
+            options["sigma_max"] = 10.0
+    else:
+        net = build("deep-gp", inputs=inputs, outputs=1, layers=run.layers)
+    network = bayesianize(net, run.method, start="prior", examples=(d.x, d.y), task=Regression(), **options)
     network.noise = noise = Positive(torch.tensor([NOISE]), 1e-4)
     N = len(d.x)
 
@@ -138,7 +159,7 @@ def measure(run: Run, root: Path) -> dict[str, float]:
     d = Division.read(run.data, run.split, root)
     torch.manual_seed(run.seed)
     if run.method == "gpytorch":
-        from benchmarks._deep_gp_gpytorch import theirs
+        from benchmarks._uci_elbo_gpytorch import theirs
 
         return theirs(run.layers, run.points, run.steps, d)
     return ours(run, d)
@@ -147,7 +168,7 @@ def measure(run: Run, root: Path) -> dict[str, float]:
 def pace(runs: list[Run], root: Path) -> dict[str, float]:
     """Milliseconds of CPU time for an epoch, by method and number of layers."""
     rounds = [
-        {f"{run.method}, {run.layers} layers": measure(replace(run, steps=PACED), root) for run in runs}
+        {f"{run.column}, {run.layers} layers": measure(replace(run, steps=PACED), root) for run in runs}
         for _ in range(3)
     ]
     return {key: 1000 * min(one[key]["seconds_an_epoch"] for one in rounds) for key in rounds[0]}
@@ -156,12 +177,12 @@ def pace(runs: list[Run], root: Path) -> dict[str, float]:
 def shown(rows: dict[str, dict[str, float]], runs: list[Run], console: Console) -> None:
     for layers in sorted({run.layers for run in runs}):
         for figure in FIGURES:
-            methods = list(dict.fromkeys(run.method for run in runs))
-            table = Table("set", "divisions", *methods, title=f"{layers} layers: {figure.replace('_', ' ')}")
+            columns = list(dict.fromkeys(run.column for run in runs))
+            table = Table("set", "divisions", *columns, title=f"{layers} layers: {figure.replace('_', ' ')}")
             for name in dict.fromkeys(run.data for run in runs):
                 cells, counts = [], []
-                for method in methods:
-                    keys = [r.name for r in runs if (r.data, r.layers, r.method) == (name, layers, method)]
+                for column in columns:
+                    keys = [r.name for r in runs if (r.data, r.layers, r.column) == (name, layers, column)]
                     values = [rows[key][figure] for key in keys if key in rows]
                     counts.append(len(values))
                     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
@@ -174,8 +195,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, required=True)
     parser.add_argument("--sets", nargs="+", default=list(SETS))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["dgp", "dsvi"])
-    parser.add_argument("--layers", type=int, nargs="+", default=[2, 5])
+    parser.add_argument("--methods", nargs="+", choices=[*NETWORKS, *PROCESSES], required=True)
+    parser.add_argument("--layers", type=int, nargs="+", default=[2])
+    parser.add_argument("--priors", nargs="+", choices=PRIORS, default=["scale"], help="of networks")
     parser.add_argument("--splits", type=int, default=5, help="the first so many divisions of each set")
     parser.add_argument("--points", type=int, default=50)
     parser.add_argument("--steps", type=int, default=400)
@@ -188,11 +210,12 @@ def main() -> None:
     if "gpytorch" in args.methods and importlib.util.find_spec("gpytorch") is None:
         parser.error("gpytorch is not installed: pip install gpytorch, or leave it out of --methods.")
     runs = [
-        Run(name, split, method, layers, args.points, args.steps, args.seed)
+        Run(name, split, method, layers, args.points, args.steps, args.seed, prior)
         for split in range(args.splits)
         for layers in args.layers
         for name in args.sets
         for method in args.methods
+        for prior in (args.priors if method in NETWORKS else [""])
     ]
     if args.pace:
         first = [run for run in runs if run.split == 0 and run.data == args.sets[0]]

@@ -9,7 +9,7 @@ from gpytorch.models.deep_gps import DeepGP, DeepGPLayer
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from benchmarks.deep_gp import Division
+    from benchmarks.uci_elbo import Division
 
 START = 0.1  # standard deviation of the inducing outputs of hidden layers, as ours
 
@@ -55,7 +55,7 @@ class Deep(DeepGP):  # type: ignore[misc]
 
 
 def theirs(layers: int, points: int, steps: int, d: "Division") -> dict[str, float]:
-    from benchmarks.deep_gp import DRAWS, NOISE, descend
+    from benchmarks.uci_elbo import DRAWS, NOISE, descend
 
     N = len(d.x)
     model = Deep(d.x[torch.randperm(N)[:points]], layers, NOISE)
