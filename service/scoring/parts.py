@@ -139,7 +139,7 @@ def job_of(output: Path) -> dict[str, Any] | None:
     """What a finished output was made from; None where we did not write it."""
     try:
         known = (pq.read_schema(output).metadata or {}).get(KEY)
-        given: dict[str, Any] = json.loads(known)["job"]
+        given: dict[str, Any] = json.loads(known or b"")["job"]
         return given
     except (OSError, pa.ArrowInvalid, ValueError, TypeError, KeyError):
         return None
