@@ -20,7 +20,8 @@ from rich.table import Table
 from benchmarks._measure import machine
 from dubito.models import bayesianize, build, save
 from dubito.models.manifest import Card, Input
-from dubito.service.scoring.score import Scorer, Scoring, ScoringJob, devices_of, results
+from dubito.service.scoring.parts import ScoringJob
+from dubito.service.scoring.score import Scorer, Scoring, devices_of, results
 
 
 def main() -> None:

@@ -47,10 +47,6 @@ def prepare_environment() -> None:
 
 def application_of(settings: Settings, options: ReplicaOptions) -> Any:
     """The application to hand to `serve.run`; the same models and settings give the same one."""
-    from ray import serve
-
-    from dubito.deploy.ray.replica import ServedReplica
-
     if settings.grpc_port is not None:
         raise RayError("grpc_port is set, but replicas of Ray answer HTTP only; leave it out, or use `dubito serve`.")
     if settings.repository_api:
@@ -58,6 +54,10 @@ def application_of(settings: Settings, options: ReplicaOptions) -> Any:
             "repository_api is on, but a load over HTTP would reach one replica; leave it out, and run `dubito ray` "
             "again with another version."
         )
+    from ray import serve
+
+    from dubito.deploy.ray.replica import ServedReplica
+
     settings = settings.model_copy(
         update={"repository_api": False, "models": tuple(p.resolve() for p in settings.models)}
     )

@@ -26,7 +26,7 @@ log = logging.getLogger("dubito")
 class ServedReplica:
     """One replica of the application. Ray makes it, asks whether it is well, and ends it once it is idle."""
 
-    async def __init__(self, settings: dict[str, Any], artifacts: dict[str, str], gpus: float) -> None:
+    async def __init__(self, settings: dict[str, Any], artifacts: dict[str, str], gpus: float) -> None:  # type: ignore[misc]
         """`artifacts`: their hashes; Ray replaces the replicas where these or the settings have changed."""
         self.settings = Settings(**settings)
         if 0 < gpus < 1 and not self.settings.memory_bytes and torch.cuda.is_available():
@@ -106,8 +106,8 @@ class GatheredReply:
         if self.start["status"] == 200 and not message.get("more_body", False):
             body = (await self.replica.gathered()).encode()
             own = [(key, value) for key, value in self.start["headers"] if key.lower() != b"content-length"]
-            self.start = self.start | {"headers": [*own, (b"content-length", b"%d" % len(body))]}
-            message = message | {"body": body}
+            self.start = {**self.start, "headers": [*own, (b"content-length", b"%d" % len(body))]}
+            message = {**message, "body": body}
         await self._send(self.start)
         await self._send(message)
 

@@ -55,15 +55,18 @@ def _of_file(path: Path, declared: Input) -> ScoredRows:
 class Lines(Protocol):
     """An array whose rows are read from a file."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
 
     def __getitem__(self, rows: slice) -> NDArray[Any]: ...
 
 
 def _mapped(path: Path) -> Lines:
     try:
-        array: Lines = np.lib.format.open_memmap(path, mode="r")
+        array = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # numpy raises many kinds, all of them about the file
         raise InputError(f"cannot read {path} as .npy: {error}") from None
     return array

@@ -37,9 +37,10 @@ from dubito.service.engine.budget import Budget
 from dubito.service.engine.device import dtype_of, trusted
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
 from dubito.service.engine.plans import PlanCache, plan_file
+from dubito.service.scoring.blocks import Block
 from dubito.service.scoring.parts import PartsFolder, ScoreError, ScoringJob, difference, job_of
 from dubito.service.scoring.replies import reply_columns, schema_of
-from dubito.service.scoring.rows import Block, rows_of_input
+from dubito.service.scoring.rows import rows_of_input
 
 BATCH = {"cpu": 64, "cuda": 256}  # rows, by kind of device
 SECONDS, MOST = 2.0, 1 << 16  # a part takes about so long, and has at most so many rows

@@ -49,8 +49,6 @@ def test_a_replica_that_has_gone_is_left_out() -> None:
     assert gatherer.all() == {}
 
 
-@needs_ray
-@pytest.mark.slow
 @pytest.mark.parametrize(("setting", "what"), [("repository_api", "one replica"), ("grpc_port", "HTTP only")])
 def test_what_replicas_cannot_do_is_refused(setting: str, what: str) -> None:
     settings = read_settings(None, models=[embedded("digits")], **{setting: 1})

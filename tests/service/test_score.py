@@ -49,7 +49,8 @@ class Silent:
 
 def scored(file: Path, rows: Path | str, output: Path, **options: Any) -> list[dict[str, Any]]:
     score(Scoring(file, str(rows), output, **options), ["cpu"], False, Silent)
-    return pq.read_table(output).to_pylist()
+    rows: list[dict[str, Any]] = pq.read_table(output).to_pylist()
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,16 @@ def kill_and_go_on(command: list[str | Path], folder: Path, output: Path, code: 
 def test_three_kills_leave_every_row_once_and_the_same_values(rows: int, table_model: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", numbers(rows))
     rng = np.random.default_rng(int.from_bytes(os.urandom(4)))  # any moment will do
-    command = ["score", table_model, "x.npy", tmp_path / "killed.parquet", "--samples", "4", "--batch", "64"]
+    command: list[str | Path] = [
+        "score",
+        table_model,
+        "x.npy",
+        tmp_path / "killed.parquet",
+        "--samples",
+        "4",
+        "--batch",
+        "64",
+    ]
     whole = forked.begin(
         SMALL + forked.DUBITO, [*command[:3], tmp_path / "whole.parquet", *command[4:]], tmp_path, tmp_path
     )
@@ -115,7 +125,7 @@ def test_three_kills_leave_every_row_once_and_the_same_values(rows: int, table_m
 
 def test_two_processes_write_what_one_writes(table_model: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", numbers(1000))
-    command = ["score", table_model, "x.npy"]
+    command: list[str | Path] = ["score", table_model, "x.npy"]
     one = forked.begin(SMALL + forked.DUBITO, [*command, "one.parquet"], tmp_path, tmp_path).end()
     assert one.returncode == 0, one.stderr
     two = forked.begin(
