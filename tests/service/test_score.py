@@ -49,8 +49,8 @@ class Silent:
 
 def scored(file: Path, rows: Path | str, output: Path, **options: Any) -> list[dict[str, Any]]:
     score(Scoring(file, str(rows), output, **options), ["cpu"], False, Silent)
-    rows: list[dict[str, Any]] = pq.read_table(output).to_pylist()
-    return rows
+    answered: list[dict[str, Any]] = pq.read_table(output).to_pylist()
+    return answered
 
 
 @pytest.fixture(scope="module")
