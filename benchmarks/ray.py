@@ -212,8 +212,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each phase that does not end by itself")
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--json", action="store_true", help="print counts as one JSON object instead")
     args = parser.parse_args()
     outcome = measure(args.seconds, args.clients)
+    if args.json:
+        phases = {phase.name: [phase.sent, phase.once, phase.twice] for phase in outcome.phases}
+        print(json.dumps({"phases": phases, "answers": len(outcome.answers)}))
+        return
     table = Table(title=f"{machine()}, 2 nodes, 3 replicas, {args.clients} clients")
     for name in ("phase", "sent", "failed", "failed with one retry", "p50 ms", "p99 ms", "why"):
         table.add_column(name)
