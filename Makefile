@@ -5,7 +5,8 @@ MYPY = $(BIN)/mypy .types/dubito tests $(wildcard benchmarks) $(wildcard example
 READY := .venv/.ready
 NEED_DATA := caps fashion rotated_mnist uci
 NEED_FILES := cifar gpu_chart law ood pruning
-BENCH ?= $(filter-out _% $(NEED_DATA) $(NEED_FILES),$(basename $(notdir $(wildcard benchmarks/*.py))))
+NEED_EXTRAS := ray
+BENCH ?= $(filter-out _% $(NEED_DATA) $(NEED_FILES) $(NEED_EXTRAS),$(basename $(notdir $(wildcard benchmarks/*.py))))
 DATA ?= data
 RULES ?= deploy/kubernetes/components/monitoring/rules.yaml
 
@@ -46,6 +47,7 @@ test: $(READY) wasm ## lint and every test that takes seconds; mypy runs beside 
 	wait $$types; types=$$?; echo "$(MYPY)"; cat $$said; rm -f $$said; exit $$((tests + types))
 
 test-slow: $(READY) ## the tests that take minutes, and more draws and examples of those that are made at random
+	$(BIN)/python -m pip install --quiet --editable '.[ray]'
 	TEST_EXAMPLES=5 $(BIN)/pytest -m 'slow or hypothesis or draws' --durations=10
 
 test-soak: $(READY) ## ten minutes of load on a server, mistakes included

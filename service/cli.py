@@ -1,11 +1,11 @@
-"""Commands of the service: serve, key, doctor, bench http."""
+"""Commands of the service: serve, score, key, doctor, bench http."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from dubito.models.cli import ADDRESSES
+from dubito.models.cli import ADDRESSES, Artifact, Method, Network, Samples
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -78,6 +78,60 @@ def serve(
     for name in effective.networks:
         permit_network(name)
     raise typer.Exit(run(effective, lambda text: print(text, flush=True)))
+
+
+@app.command()
+def score(
+    file: Artifact,
+    rows: Annotated[
+        str,
+        typer.Argument(
+            metavar="INPUT",
+            help="What to score: a Parquet, CSV, .npy or .npz file, a folder of pictures, or a pattern in quotes.",
+        ),
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The Parquet file to write.")],
+    samples: Samples = None,
+    seed: Annotated[int, typer.Option(help="Fixes the draws, which are the same for all rows.", min=0)] = 0,
+    method: Method = None,
+    group: Annotated[
+        str | None, typer.Option(help="Of a model calibrated by group: the group that all rows belong to.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, all (every GPU), or a list such as cuda:0,cuda:1.")
+    ] = "auto",
+    batch: Annotated[
+        int | None, typer.Option(help="Rows of a batch.", min=1, show_default="64 on a CPU, 256 on a GPU")
+    ] = None,
+    on_bad: Annotated[
+        Literal["stop", "null"],
+        typer.Option(help="At a row that cannot be scored: stop, or write nulls and the reason in a column `error`."),
+    ] = "stop",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew: drop what an earlier run has written.")] = False,
+    network: Network = None,
+) -> None:
+    """Predict every row of a file or folder, and write Parquet with the fields of a reply.
+
+    Finished parts are kept in OUTPUT.parts: after an interruption the same command goes on where it ended, and writes
+    the same values as a run without one. Needs the extra score.
+
+    Try: dubito score model.safetensors rows.parquet scores.parquet --samples 20
+    """
+    from dubito.models.cli import chosen_method, chosen_samples
+    from dubito.models.extras import need
+    from dubito.models.remote.cache import fetched
+    from dubito.models.terminal import bar
+
+    need("score", "pyarrow")
+    from dubito.service.scoring.score import Scoring, devices_of
+    from dubito.service.scoring.score import score as run
+
+    asked = Scoring(
+        fetched(file), rows, output, chosen_samples(samples), seed, chosen_method(method), group, network, on_bad, batch
+    )
+    scored = run(asked, devices_of(device), fresh, lambda left: bar("scoring", left))
+    earlier = f", {scored.before:,} of them by earlier runs" if scored.before else ""
+    print(f"wrote {output}: {scored.rows:,} rows{earlier}")
 
 
 @app.command()

@@ -36,12 +36,14 @@ FOLDER_IMPORTS = {  # the other folders of its room that a folder imports
         "models/tracing",
     },
     "service/engine": set(),
+    "service/scoring": {"service/engine"},
     "service/web": {"service/engine"},
     "service/grpc": {"service/web"},
     "training/data": set(),
     "training/fit": {"training/data"},
     "training/evaluation": {"training/data"},
     "deploy/edge": set(),
+    "deploy/ray": set(),
 }
 EXPORTED = {  # by the rooms themselves
     "dubito.models": {"bayesianize", "build", "ensemble", "load", "predict", "save"},

@@ -14,6 +14,7 @@ from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.answers import scores
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified
+from dubito.models.terminal import bar
 from dubito.models.verdict import verdict
 from dubito.training import metrics
 from dubito.training.calibrate import best_temperature, with_temperature
@@ -23,7 +24,6 @@ from dubito.training.data.spoil import spoil, to_spoil
 from dubito.training.evaluation.evaluate import default_measure, quality
 from dubito.training.evaluation.predicting import ChosenPredictive, Summary
 from dubito.training.fit.checkpoint import draft_of
-from dubito.training.terminal import bar
 
 RESAMPLED = 100  # bootstrap samples for the standard error of a difference
 SAMPLES = 20  # K

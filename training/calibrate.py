@@ -20,6 +20,7 @@ from dubito.models.predictions.answers import label_of, scores
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.sets import class_scores
 from dubito.models.predictions.uncertainty import Classified
+from dubito.models.terminal import bar, remark
 from dubito.training.config import Calibrate
 from dubito.training.data.data import Examples, enter
 from dubito.training.data.spoil import SPOILED, spoil, to_spoil
@@ -38,7 +39,6 @@ from dubito.training.feature_bank import make_bank
 from dubito.training.metrics import placements
 from dubito.training.seeds import stream
 from dubito.training.temperature import fit_temperature
-from dubito.training.terminal import bar, remark
 
 PATCHES_FROM = 128  # examples on which the directions of the factored law are found
 KINDS = 6  # of inputs on which a measure is chosen: as they are, and five kinds of spoiled copies

@@ -25,6 +25,7 @@ from dubito.models.conversion.architectures import OURS, input_of, sizes_of
 from dubito.models.conversion.named import arguments_for, network_of
 from dubito.models.manifest import Architecture
 from dubito.models.remote.cache import fetched
+from dubito.models.terminal import duration
 from dubito.training.calibrate import FEWEST
 from dubito.training.config import Recipe, RecipeError, read_recipe
 from dubito.training.data.sources import count_pictures, read_data
@@ -34,7 +35,6 @@ from dubito.training.fit.ranks import Ranks
 from dubito.training.inputs import as_made_for, channels_in
 from dubito.training.names import OWN_DATA
 from dubito.training.recipe import answer_of
-from dubito.training.terminal import duration
 from dubito.training.weights import read_weights
 
 MINUTES, QUICK, FROM_WEIGHTS = 10.0, 1.0, 30.0  # at the rounded speed; the machine may be half as fast

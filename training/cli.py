@@ -208,9 +208,9 @@ def train(
     """
     from dubito.models.errors import InputError
     from dubito.models.remote.cache import fetched
+    from dubito.models.terminal import remark
     from dubito.training.choice import Request, as_toml, plan
     from dubito.training.recipe import train as follow
-    from dubito.training.terminal import remark
     from dubito.training.weights import read_labels
 
     out = _writable(Path(f"{_stem(recipe)}.safetensors") if out is None else out)
@@ -660,10 +660,10 @@ def _stopping() -> Iterator[None]:
 def _print_result(out: Path, model: "Model", as_json: bool) -> None:
     from dubito.models.numerics.parameters import count
     from dubito.models.report import said_of_sets
+    from dubito.models.terminal import remark
     from dubito.models.verdict import beside_plain, columns
     from dubito.training.calibrate import too_small
     from dubito.training.evaluation.evaluate import promises
-    from dubito.training.terminal import remark
 
     calibration = model.card.calibration
     if calibration is not None and (few := too_small(calibration, model.card.labels)):

@@ -18,11 +18,11 @@ from dubito.models.network.network import BayesianNetwork, Draws, as_matrix
 from dubito.models.numerics.normals import Normals
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import evaluating
+from dubito.models.terminal import remark
 from dubito.training.data.data import enter
 from dubito.training.prune import recipe_of
 from dubito.training.recipe import finish, read_parts
 from dubito.training.seeds import sow, stream
-from dubito.training.terminal import remark
 
 BATCH = 64
 NOISE = 1.0  # of the inputs of every second batch row, in standard deviations of the inputs

@@ -12,6 +12,7 @@ from torch import Tensor
 from dubito.models.manifest import Input
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.prediction import predict
+from dubito.models.terminal import duration
 from dubito.training import beside
 from dubito.training.calibrate import CALIBRATION_REQUESTS, CHOOSING
 from dubito.training.config import Fit, Recipe
@@ -21,7 +22,6 @@ from dubito.training.data.spoil import SPOILED
 from dubito.training.evaluation.predicting import GRID, REQUESTS
 from dubito.training.fit.fit import FitRun
 from dubito.training.fit.function_space import FunctionSpace
-from dubito.training.terminal import duration
 
 WARM_UP = {"cpu": 3, "cuda": 12}  # steps that are not timed: on a GPU, a step is a graph only after some
 TIMES, ENOUGH = 9, 3.0  # calls that are timed, or fewer once they have taken so many seconds

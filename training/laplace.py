@@ -21,10 +21,10 @@ from dubito.models.network.network import BayesianNetwork
 from dubito.models.posteriors.subnetwork import Selection, SubnetworkEntry
 from dubito.models.predictions.prediction import evaluating, tally_for
 from dubito.models.predictions.uncertainty import ValueTally, probit
+from dubito.models.terminal import bar
 from dubito.training.config import Laplace
 from dubito.training.data.data import Examples, enter
 from dubito.training.metrics import gaussian_nll, nll
-from dubito.training.terminal import bar
 
 USUAL_SIZE = 1000  # default S
 LARGE = 1_000_000  # weights of a network for which the last layer is the default: no gradient goes further down

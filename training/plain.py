@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Input, Regression, Task
 from dubito.models.predictions.prediction import evaluating
+from dubito.models.terminal import bar, remark
 from dubito.training.config import NORMALISATIONS
 from dubito.training.data.data import Examples, Parts, enter
 from dubito.training.inputs import describe_input
-from dubito.training.terminal import bar, remark
 
 LOOKED_AT = 2000  # examples
 TRIED = 256  # of them, with other normalisations

@@ -12,6 +12,7 @@ from dubito.models.manifest import Input, Precision, Provenance, Regression
 from dubito.models.names import LAPLACE
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.model import Model
+from dubito.models.terminal import remark
 from dubito.training.config import Calibrate, Data, Fit, Laplace, Network, PosteriorOptions, Recipe
 from dubito.training.data.data import Parts, data_recipe, divide, input_of
 from dubito.training.data.sources import read_for
@@ -19,7 +20,6 @@ from dubito.training.inputs import as_weights_take, classes_in, describe_input
 from dubito.training.laplace import LaplaceError, check_plain, check_size, describe, linearise
 from dubito.training.plain import look_first
 from dubito.training.recipe import build_network, finish, read_parts, set_noise, task_of
-from dubito.training.terminal import remark
 from dubito.training.weights import read_weights
 
 

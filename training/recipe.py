@@ -22,6 +22,7 @@ from dubito.models.numerics.parameters import Positive
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import evaluating
 from dubito.models.remote.cache import fetched
+from dubito.models.terminal import duration, remark
 from dubito.training.beside import as_stored, beside_plain
 from dubito.training.calibrate import calibrate, divided
 from dubito.training.config import Fit, Recipe, RecipeError
@@ -42,7 +43,6 @@ from dubito.training.fit.tune import tune
 from dubito.training.inputs import as_weights_take
 from dubito.training.laplace import check_size, describe, linearise
 from dubito.training.plain import look_first
-from dubito.training.terminal import duration, remark
 from dubito.training.weights import Weights, fill, fitting_names, read_weights
 
 REMEMBERED = 1024  # training inputs whose hashes are stored in the artifact, to recognise them

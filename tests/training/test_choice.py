@@ -11,11 +11,10 @@ import torch
 from PIL import Image as Pillow
 from safetensors.torch import save_file
 
-from dubito.models import build, load
-from dubito.training import terminal
+from dubito.models import build, load, terminal
+from dubito.models.terminal import bar, duration
 from dubito.training.choice import LADDER, Facts, Machine, Request, choose, look, multiply_adds, plan, seconds, timed
 from dubito.training.config import Recipe, RecipeError, read_recipe
-from dubito.training.terminal import bar, duration
 from tests.files import files_in
 from tests.training.test_train import run
 

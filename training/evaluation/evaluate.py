@@ -15,6 +15,7 @@ from dubito.models.predictions.adaptive import AT_MOST, TOLERANCE
 from dubito.models.predictions.answers import Rule, auto_rule, columns_of, label_of, rule_for, scores
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified, Regressed, known_in
+from dubito.models.terminal import bar, remark
 from dubito.training import metrics
 from dubito.training.data.data import DataError, Examples
 from dubito.training.evaluation.predicting import (
@@ -29,7 +30,6 @@ from dubito.training.evaluation.predicting import (
     predict_grid,
 )
 from dubito.training.evaluation.shift import corrupt, families
-from dubito.training.terminal import bar, remark
 
 SHIFTED = 2000  # most pictures that are shifted: there are up to 75 shifts
 SIZES = (0, 1, 2, 3, 5, 10, 20, 50, 100, 1000)  # of prediction sets: the largest of each row of a table

@@ -13,9 +13,9 @@ import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
+from dubito.models.terminal import duration
 from dubito.training.fit.checkpoint import write_whole
 from dubito.training.fit.fit import Epoch, FitRun, Progress
-from dubito.training.terminal import duration
 
 
 def write_csv(log: list[Epoch], path: Path) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch import nn
 
+from dubito.models.terminal import remark
 from dubito.training.config import Recipe
 from dubito.training.fit.checkpoint import write_whole
 from dubito.training.fit.fit import FitRun
-from dubito.training.terminal import remark
 
 SAMPLES = 20  # K of the comparison
 
