@@ -20,9 +20,9 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv with dubito (editable) and the development tools
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml deploy/requirements-dev.lock
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { echo "no venv module: apt install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --editable '.[dev]'
+	$(BIN)/python -m pip install --constraint deploy/requirements-dev.lock --editable '.[dev]'
 	touch $@
 
 wasm: service/console/wasm ## onnxruntime-web for the console's page /edge (needs npm)
@@ -77,10 +77,13 @@ kubernetes: ## write the Prometheus operator's rules from deploy/prometheus
 	printf 'apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: dubito\nspec:\n  groups:\n'; \
 	for file in rules alerts; do sed '1,/^groups:/d; s/^./  &/' deploy/prometheus/$$file.yml; done; } > '$(RULES)'
 
-lock: $(READY) ## pin the versions that the image holds, for both kinds of machine
-	$(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --upgrade --quiet --no-header --no-annotate \
-		--extra grpc --extra otel --extra remote --no-emit-index-url --no-emit-find-links --output-file deploy/requirements.lock
+COMPILE = $(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --upgrade --quiet --no-header --no-annotate \
+	--strip-extras --no-emit-index-url --no-emit-find-links --output-file
+
+lock: $(READY) ## pin the versions that the image holds, and those of the development tools, for both kinds of machine
+	$(COMPILE) deploy/requirements.lock --extra grpc --extra otel --extra remote
 	grep --invert-match --extended-regexp '^(nvidia-|cuda-|triton==)' deploy/requirements.lock > deploy/requirements-cpu.lock
+	$(COMPILE) deploy/requirements-dev.lock --extra dev
 
 clean: ## remove .venv, builds and caches
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -117,15 +117,24 @@ def pins(lock: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_the_lock_holds_what_the_project_needs() -> None:
-    """Every dependency, and what the extras of the image bring, pinned; the CPU's lock is the same without CUDA."""
+def needed(*extras: str) -> set[str]:
+    """Names of the dependencies, and of what the extras bring."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    extras = re.findall(r"--extra (\w+)", (REPO / "Makefile").read_text())
-    assert {"grpc", "otel"} <= set(extras)
     more = [text for extra in extras for text in project["optional-dependencies"][extra]]
-    needed = {re.split(r"[\[<>=~! ;]", text)[0].lower().replace("_", "-") for text in (*project["dependencies"], *more)}
-    assert needed <= pins(LOCK).keys()
-    assert all(version for versions in pins(LOCK).values() for version in versions)
+    names = {re.split(r"[\[<>=~! ;]", text)[0].lower().replace("_", "-") for text in (*project["dependencies"], *more)}
+    return names - {"dubito"}
+
+
+def test_the_locks_hold_what_the_project_needs() -> None:
+    """Every dependency, and what the extras of the image and of development bring, pinned; the CPU's lock is the
+    image's without CUDA."""
+    made = dict(re.findall(r"\(COMPILE\) (\S+) (.*)", (REPO / "Makefile").read_text()))
+    assert set(made) == {"deploy/requirements.lock", "deploy/requirements-dev.lock"}
+    for lock, options in made.items():
+        extras = re.findall(r"--extra (\w+)", options)
+        assert extras
+        assert needed(*extras) <= pins(REPO / lock).keys()
+        assert all(version for versions in pins(REPO / lock).values() for version in versions)
     lines = LOCK.read_text().splitlines()
     assert CPU_LOCK.read_text().splitlines() == [line for line in lines if not CUDA.match(line)]
     assert len(lines) > len(CPU_LOCK.read_text().splitlines())
