@@ -22,12 +22,14 @@ class Turn:
         self._began = self._last = 0.0  # times at which the holder's turn began, and at which its part of it did
         self._longest = 0.0  # part of its turn
         self._before = 0.0  # seconds of the turn before it
+        self._holder, self._since = 0, -RECENT  # the last thread that took it at once, and when
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         with self._lock:
             if not self._held:
                 self._held, self._before = True, 0.0
                 self._begin()
+                self._pass_to(threading.get_ident())
                 return True
             if not blocking:
                 return False
@@ -77,12 +79,18 @@ class Turn:
 
     @property
     def contended(self) -> bool:
-        """Somebody had to wait lately."""
+        """Somebody had to wait lately, or two took it in turns: then somebody may have to wait soon."""
         return time.monotonic() - self._contended < RECENT
 
     def _begin(self) -> None:
         self._began = self._last = time.monotonic()
         self._longest = 0.0
+
+    def _pass_to(self, thread: int) -> None:
+        now = time.monotonic()
+        if thread != self._holder and now - self._since < RECENT:
+            self._contended = now
+        self._holder, self._since = thread, now
 
     def _hand_over(self) -> None:
         if self._waiting:

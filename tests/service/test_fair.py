@@ -323,3 +323,22 @@ def test_models_that_take_little_wait_for_one_turn_of_another() -> None:
     assert not turn.acquire(timeout=0.01)
     turn.release()
     assert not turn.locked()
+
+
+def test_a_device_that_two_use_in_turn_counts_as_contended_before_anybody_waits() -> None:
+    """Else the first batch of the second would be as long as if it were alone."""
+    turn = Turn()
+    for _ in range(3):
+        with turn:
+            pass
+    assert not turn.contended
+    seen: list[bool] = []
+
+    def other() -> None:
+        with turn:
+            seen.append(turn.contended)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen == [True]
