@@ -113,8 +113,11 @@ def check_onnx(
 @app.command()
 def ray(
     paths: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="PATH", help="Artifacts, or model repositories. Without any: the embedded models."),
+        list[str] | None,
+        typer.Argument(
+            metavar="PATH",
+            help=f"Artifacts, or model repositories, or addresses of them ({ADDRESSES}). Without any: the embedded models.",
+        ),
     ] = None,
     replicas: Annotated[int, typer.Option(help="Replicas, or the fewest of them.", min=1)] = 1,
     max_replicas: Annotated[
