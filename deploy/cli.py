@@ -116,7 +116,7 @@ def ray(
         list[str] | None,
         typer.Argument(
             metavar="PATH",
-            help=f"Artifacts, or model repositories, or addresses of them ({ADDRESSES}). Without any: the embedded models.",
+            help=f"Artifacts, model repositories, or addresses of them ({ADDRESSES}). Without: the embedded models.",
         ),
     ] = None,
     replicas: Annotated[int, typer.Option(help="Replicas, or the fewest of them.", min=1)] = 1,
