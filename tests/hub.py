@@ -3,7 +3,6 @@
 import base64
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
-from tests.stores import HOST
+from tests.stores import HOST, listening
 
 TOKEN = "hf_never_shown"
 API = re.compile(r"/api/models/([^/]+/[^/]+?)(?:/(revision|tree|preupload|commit|paths-info)/([^/?]+)(?:/([^?]*))?)?")
@@ -162,13 +161,5 @@ def hub() -> Iterator[Hub]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer((HOST, 0), Handler)
-    state.port = server.server_port
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with listening(ThreadingHTTPServer((HOST, 0), Handler)) as state.port:
         yield state
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

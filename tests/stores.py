@@ -178,6 +178,19 @@ class Web:
 
 
 @contextmanager
+def listening(server: ThreadingHTTPServer) -> Iterator[int]:
+    """The port of a server that answers from a thread."""
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
 def web(certificate: Path | None = None) -> Iterator[Web]:
     site = Web()
 
@@ -225,15 +238,8 @@ def web(certificate: Path | None = None) -> Iterator[Web]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate)
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    site.port = server.server_port
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with listening(server) as site.port:
         yield site
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @dataclass
