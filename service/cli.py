@@ -57,19 +57,11 @@ def serve(
     Try: dubito serve model.safetensors --port 8000
     """
     from dubito.models.cli import permit_network
-    from dubito.models.embedded import NAMES, embedded
-    from dubito.service.settings import SettingError, as_toml, read_settings
+    from dubito.service.settings import as_toml, settings_of_command
 
     flags: dict[str, object] = {"models": paths, "host": host, "port": port, "device": device, "networks": network}
     flags["grpc_port"] = grpc_port
-    for word in change or []:
-        key, equals, value = word.partition("=")
-        if not equals or not key:
-            raise SettingError(f"--set {word!r}; expected KEY=VALUE, such as samples=64.")
-        flags[key] = value
-    effective = read_settings(settings, **{key: value for key, value in flags.items() if value is not None})
-    if not effective.models:
-        effective = effective.model_copy(update={"models": tuple(embedded(name) for name in NAMES)})
+    effective = settings_of_command(settings, flags, change or [])
     if print_settings:
         print(as_toml(effective))
         return

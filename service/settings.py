@@ -3,6 +3,7 @@
 import json
 import os
 import tomllib
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal
@@ -263,6 +264,23 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+
+
+def settings_of_command(file: Path | None, flags: Mapping[str, object], changes: Sequence[str]) -> Settings:
+    """The settings of a command with these flags, None where one was not given, and words of `--set`; without any
+    models, those that dubito ships."""
+    from dubito.models.embedded import NAMES, embedded
+
+    known = {key: value for key, value in flags.items() if value is not None}
+    for word in changes:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise SettingError(f"--set {word!r}; expected KEY=VALUE, such as samples=64.")
+        known[key] = value
+    settings = read_settings(file, **known)
+    if settings.models:
+        return settings
+    return settings.model_copy(update={"models": tuple(embedded(name) for name in NAMES)})
 
 
 def read_settings(file: Path | None = None, **flags: object) -> Settings:

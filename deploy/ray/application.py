@@ -1,6 +1,5 @@
 """The Ray Serve application: what a replica needs, how many there are, and how they are replaced."""
 
-import hashlib
 import os
 import signal
 import threading
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dubito.models.errors import DubitoError
-from dubito.models.remote.cache import fetched
+from dubito.models.remote.cache import fetched, hash_of
 from dubito.service.settings import Settings
 from dubito.service.sources import find
 
@@ -47,6 +46,15 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def connect(address: str | None, *, logs: bool) -> None:
+    """Join a cluster; without an address, start Ray on this machine, for this machine alone."""
+    prepare_environment()
+    import ray
+
+    where: dict[str, Any] = {"_node_ip_address": "127.0.0.1"} if address is None else {"address": address}
+    ray.init(namespace=NAME, log_to_driver=logs, include_dashboard=False, **where)
+
+
 def application_of(settings: Settings, options: ReplicaOptions) -> Any:
     """The application to hand to `serve.run`; the same models and settings give the same one."""
     if settings.grpc_port is not None:
@@ -67,7 +75,7 @@ def application_of(settings: Settings, options: ReplicaOptions) -> Any:
         }
     )
     hashes = {
-        f"{name}/{version}": hashlib.sha256(fetched(source.path).read_bytes()).hexdigest()
+        f"{name}/{version}": hash_of(fetched(source.path))
         for (name, version), source in find(settings.models).checked().sources.items()
     }
     scaling: dict[str, Any] = {"num_replicas": options.least}
@@ -95,12 +103,10 @@ def application_of(settings: Settings, options: ReplicaOptions) -> Any:
 
 def run(settings: Settings, options: ReplicaOptions, address: str | None, say: Callable[[str], None]) -> None:
     """Without an address, start Ray on this machine and serve until a signal; else deploy there and return."""
-    prepare_environment()
+    connect(address, logs=address is None)
     import ray
     from ray import serve
 
-    where: dict[str, Any] = {"_node_ip_address": "127.0.0.1"} if address is None else {"address": address}
-    ray.init(namespace=NAME, log_to_driver=address is None, include_dashboard=False, **where)
     serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": settings.port})
     serve.run(application_of(settings, options), name=NAME, route_prefix="/")
     say(f"dubito serves {options.least} to {options.most} replicas on http://{settings.host}:{settings.port}")

@@ -7,7 +7,6 @@ import numpy as np
 import ray
 import ray.data
 
-from dubito.deploy.ray.application import NAME
 from dubito.service.scoring.parts import PartsFolder, ScoringJob
 from dubito.service.scoring.score import Progress, Scorer, Scoring
 
@@ -28,11 +27,6 @@ class PartScorer:
 def prepare(fields: dict[str, Any], device: str) -> None:
     """Record the job before its parts are counted."""
     Scorer(Scoring(**fields), device).prepare()
-
-
-def connect(address: str | None) -> None:
-    where: dict[str, Any] = {"_node_ip_address": "127.0.0.1"} if address is None else {"address": address}
-    ray.init(namespace=NAME, log_to_driver=False, include_dashboard=False, **where)
 
 
 def score_parts(

@@ -5,7 +5,6 @@ and the row's number alone, not on which process computed it or how often the wo
 layers, which change sums by a rounding, are measured once on a machine and kept.
 """
 
-import hashlib
 import multiprocessing
 import os
 import queue
@@ -33,6 +32,7 @@ from dubito.models.predictions.adaptive import AT_MOST, TOLERANCE
 from dubito.models.predictions.answers import check_group
 from dubito.models.predictions.model import USUAL, Model
 from dubito.models.predictions.resident import reside
+from dubito.models.remote.cache import hash_of
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.device import dtype_of, trusted
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
@@ -115,14 +115,12 @@ class Scorer:
     def given(self) -> dict[str, Any]:
         """What every run of this job must have."""
         asked = self.asked
-        with asked.file.open("rb") as file:
-            artifact = hashlib.file_digest(file, "sha256").hexdigest()
         options = {"samples": asked.drawn, "seed": asked.seed, "method": self.predictive, "group": asked.group}
         where = {"device": self.device.type, "dtype": name_of(self.dtype), "torch": str(torch.__version__)}
         if self.device.type == "cuda":
             where["gpu"] = torch.cuda.get_device_name()
         return {
-            "artifact": artifact,
+            "artifact": hash_of(asked.file),
             "input": self.rows.fingerprint,
             **options,
             "on-bad": asked.on_bad,
