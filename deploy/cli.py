@@ -159,7 +159,7 @@ def ray(
 def ray_score(
     file: Artifact,
     rows: Annotated[str, typer.Argument(metavar="INPUT", help="What to score, as for dubito score.")],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The Parquet file to write.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The Parquet file to write.")],
     workers: Annotated[int, typer.Option(help="Processes on the cluster.", min=1)] = 2,
     cpus: Annotated[float, typer.Option(help="CPUs that Ray reserves for each.")] = 1.0,
     gpus: Annotated[float, typer.Option(help="GPUs of each.")] = 0.0,
@@ -170,7 +170,7 @@ def ray_score(
 ) -> None:
     """Score a file as dubito score does, by processes on the nodes of a Ray cluster. Needs the extras ray and score.
 
-    Input and output must be on storage that all nodes see under the same path.
+    The output must be on storage that all nodes see under the same path; so must model and input, or be addresses.
 
     Try: dubito ray-score model.safetensors rows.parquet scores.parquet --workers 8 --gpus 1
     """
@@ -178,12 +178,17 @@ def ray_score(
     need("score", "pyarrow")
     from functools import partial
 
-    from dubito.deploy.ray.application import connect
-    from dubito.models.remote.cache import fetched
+    from dubito.deploy.ray.application import RayError, connect
+    from dubito.models.remote.address import Address, place_of
     from dubito.models.terminal import bar
+    from dubito.service.scoring.rows import input_place
     from dubito.service.scoring.score import Scoring, score
 
-    asked = Scoring(fetched(file).resolve(), str(Path(rows).resolve()), output.resolve(), chosen_samples(samples), seed)
+    input_place(rows)
+    if isinstance(target := place_of(output), Address):
+        raise RayError(f"OUTPUT is {target}; expected a path, under which all nodes see the parts of the output.")
+    model, source = (text if "://" in text else str(Path(text).resolve()) for text in (file, rows))
+    asked = Scoring(model, source, target.resolve(), chosen_samples(samples), seed)
     connect(address, logs=False)
     from dubito.deploy.ray.data import score_parts
 
