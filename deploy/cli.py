@@ -119,6 +119,8 @@ def ray(
             help=f"Artifacts, model repositories, or addresses of them ({ADDRESSES}). Without: the embedded models.",
         ),
     ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.", show_default="8000")] = None,
     replicas: Annotated[int, typer.Option(help="Replicas, or the fewest of them.", min=1)] = 1,
     max_replicas: Annotated[
         int | None, typer.Option(help="Most replicas: then Ray chooses by --target.", show_default="as --replicas")
@@ -147,7 +149,7 @@ def ray(
     from dubito.deploy.ray.application import RayError, ReplicaOptions, run
     from dubito.service.settings import settings_of_command
 
-    effective = settings_of_command(settings, {"models": paths or None}, change or [])
+    effective = settings_of_command(settings, {"models": paths or None, "host": host, "port": port}, change or [])
     most = replicas if max_replicas is None else max_replicas
     if most < replicas:
         raise RayError(f"--max-replicas is {most}, below --replicas {replicas}; expected at least as many.")
