@@ -1,8 +1,9 @@
 """Ray Serve on two nodes under load, with one client's request in flight on each connection all the time.
 
-Phases: a replica killed, a version rolled out, replicas added and taken away by the autoscaler and by hand, a node
-removed. Clients send a request that fails once more. Beside them: what the hop costs against one process (`dubito
-serve`) of the same artifacts, a burst beyond the queues, and what `/metrics` counts. Needs the extra ray.
+Phases: replicas added by the autoscaler, one killed, a version rolled out, a node removed, replicas taken away by the
+autoscaler. Clients send a request that fails once more, after a second. Beside them: what the hop costs against one
+process (`dubito serve`) of the same artifacts, a burst beyond the queues, and what `/metrics` counts. Needs the extra
+ray.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,16 @@ def body(rows: int, samples: int) -> bytes:
     ).encode()
 
 
-SHORT, LONG, LONGEST = body(1, 8), body(64, 256), body(256, 512)  # the last asks for all that a request may
+LONG_ROWS, PAUSE = 64, 1.0  # inputs of a long request; seconds before a request that failed is sent once more
+SHORT, LONG, LONGEST = body(1, 8), body(LONG_ROWS, 256), body(256, 512)  # the last asks for all that a request may
 HEADERS = {"content-type": "application/json"}
 REPLICA = f"ray::ServeReplica:{NAME}:{NAME}"
 MODEL = "small"
 AT_ONCE = 40  # requests of the burst
-SOON = {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}  # of replicas' loads; Ray takes 10 s
+SOON = {  # seconds
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",  # between two reports of a replica's load; Ray: 10
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # for which a replica that is to end lives on; Ray: 30
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,10 @@ class Reply:
     version: str = ""
     predictions: str = ""  # as JSON
     retry_after: bool = False
+
+    @property
+    def answered(self) -> bool:
+        return not self.why
 
 
 @dataclass
@@ -77,7 +86,7 @@ class Clients:
     def __init__(self, port: int) -> None:
         self.port, self.phase, self.lock = port, Tally("warm-up"), threading.Lock()
         self.threads: list[threading.Thread] = []
-        self.wanted = 0
+        self.wanted = self.rows = 0  # clients, and inputs that were answered
 
     def number(self, wanted: int) -> None:
         """Let so many ask from now on."""
@@ -97,22 +106,23 @@ class Clients:
     def _ask(self, number: int) -> None:
         connection, short = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60), number % 2 == 0
         while number < self.wanted:
-            phase, failures = self.phase, list[str]()
+            failures = list[str]()
             began = time.perf_counter()
-            for _ in range(2):
-                reply = ask(connection, SHORT if short else LONG)
-                if not reply.why:
-                    break
+            while not (reply := ask(connection, SHORT if short else LONG)).answered and not failures:
                 failures.append(reply.why)
                 connection.close()
+                time.sleep(PAUSE)
+            failures += [] if reply.answered else [reply.why]
             with self.lock:
+                phase = self.phase
                 phase.sent += 1
+                self.rows += (1 if short else LONG_ROWS) * reply.answered
                 phase.once += len(failures) > 0
                 phase.twice += len(failures) > 1
                 phase.why |= set(failures)
                 if short:
                     phase.seconds.append(time.perf_counter() - began)
-                    phase.answers |= set() if reply.why else {reply}
+                    phase.answers |= {reply} if reply.answered else set()
 
 
 def ask(connection: http.client.HTTPConnection, content: bytes, model: str = MODEL) -> Reply:
@@ -171,7 +181,7 @@ def replicas() -> list[int]:
 
 
 def wait_for(number: int, tally: Tally | None = None, seconds: float = 180.0) -> None:
-    """Until so many replicas run, and no others end."""
+    """Until so many replicas run, and no others end; some may wait for a node."""
     from ray import serve
 
     end = time.monotonic() + seconds
@@ -180,7 +190,7 @@ def wait_for(number: int, tally: Tally | None = None, seconds: float = 180.0) ->
         running = states.get("RUNNING", 0)
         if tally is not None:
             tally.most = max(tally.most, running)
-        if running == number and sum(states.values()) == number and len(replicas()) == number:
+        if running == number and len(replicas()) == number:
             return
         time.sleep(0.5)
     raise TimeoutError(f"{number} replicas do not run: {states}")
@@ -189,9 +199,9 @@ def wait_for(number: int, tally: Tally | None = None, seconds: float = 180.0) ->
 @dataclass
 class Outcome:
     phases: list[Tally]
-    through_ray: list[float]  # seconds, one client
-    one_process: list[float]
+    one_process: list[float]  # seconds, one client
     expected: set[Reply]  # what one process answers in each version
+    through_ray: list[float]
     counted: tuple[int, int]  # by /metrics: replicas, inputs
     sent: int  # inputs, before /metrics was read
     burst: Counter[str]
@@ -236,7 +246,8 @@ def measure(seconds: float, clients: int) -> Outcome:
             None, models=[folder / "1"], device="cpu", plan_seconds=0.0, port=port, log_level="error"
         )
         with TwoNodes(port) as nodes:
-            return _phases(nodes, Clients(port), settings, folder, seconds, clients, (one_process, expected))
+            phases, *seen = _phases(nodes, Clients(port), settings, folder, seconds, clients)
+    return Outcome(phases, one_process, expected, *seen)
 
 
 class TwoNodes:
@@ -270,15 +281,10 @@ class TwoNodes:
 
 
 def _phases(
-    nodes: TwoNodes,
-    load: Clients,
-    settings: Settings,
-    folder: Path,
-    seconds: float,
-    clients: int,
-    plain: tuple[list[float], set[Reply]],
-) -> Outcome:
-    phases, three = [], ReplicaOptions(least=3, most=3)
+    nodes: TwoNodes, load: Clients, settings: Settings, folder: Path, seconds: float, clients: int
+) -> tuple[list[Tally], list[float], tuple[int, int], int, Counter[str]]:
+    """Phases, latencies of one client, what /metrics counted and what was sent by then, and statuses of the burst."""
+    phases, options = [], ReplicaOptions(least=1, most=3, target=2.0, up_seconds=1.0, down_seconds=2.0)
 
     def phase(name: str, change: Callable[[], Any], until: int, after: float = 0.0) -> None:
         phases.append(load.begin(name))
@@ -286,33 +292,22 @@ def _phases(
         time.sleep(after)
         wait_for(until, phases[-1])
 
-    deploy(settings, three)
-    wait_for(3)
+    deploy(settings, options)
+    wait_for(1)
     hop, sent = alone(nodes.port, seconds)
+    phase("load comes: the autoscaler adds replicas", lambda: load.number(clients), 3)
+    load.number(0)
     time.sleep(3)  # replicas report every two
-    seen = counted(nodes.port)
+    seen, sent = counted(nodes.port), sent + load.rows
     load.number(clients)
-    time.sleep(1)
     phase("steady", lambda: time.sleep(seconds), 3)
     phase("a replica ended by `kill -9`", lambda: os.kill(replicas()[0], 9), 3, 2)
     second = settings.model_copy(update={"models": (folder / "2",)})
-    phase("version 2 rolled out in place of 1", lambda: deploy(second, three), 3)
-    one = ReplicaOptions(least=1, most=1)
-    phase("scaled from 3 replicas to 1", lambda: deploy(second, one), 1)
-    automatic = replace(one, most=3, target=2.0, up_seconds=1.0, down_seconds=2.0)
-    phase(
-        "the autoscaler on, three times the clients", lambda: (deploy(second, automatic), load.number(3 * clients)), 3
-    )
-    phase("clients gone but two: the autoscaler takes replicas away", lambda: load.number(2), 1)
-    load.number(clients)
-    deploy(second, three)
-    wait_for(3)
-    phases.append(load.begin("a node removed"))
-    nodes.lose_one()
-    time.sleep(max(seconds, 10.0))
+    phase("version 2 rolled out in place of 1", lambda: deploy(second, options), 3)
+    phase("a node removed, with its replicas", nodes.lose_one, 2, max(seconds, 10.0))
+    phase("load goes: the autoscaler takes replicas away", lambda: load.number(2), 1)
     load.number(0)
-    statuses = burst(nodes.port)
-    return Outcome(phases, hop, *plain, seen, sent, statuses)
+    return phases, hop, seen, sent, burst(nodes.port)
 
 
 def deploy(settings: Settings, options: ReplicaOptions) -> None:
@@ -330,7 +325,7 @@ def quantiles(seconds: list[float]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each phase that does not end by itself")
-    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--json", action="store_true", help="print counts as one JSON object instead")
     args = parser.parse_args()
     outcome = measure(args.seconds, args.clients)
