@@ -287,7 +287,8 @@ def _hooked() -> nn.Module:
 
 UNSUPPORTED: dict[str, tuple[nn.Module, str]] = {
     "transposed": (nn.Sequential(nn.Linear(4, 4), nn.ConvTranspose1d(4, 4, 3)), "1 (ConvTranspose1d)"),
-    "attention": (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), "self_attn (MultiheadAttention)"),
+    "attention": (nn.MultiheadAttention(4, 2, kdim=3), "the network itself (MultiheadAttention)"),
+    "added keys": (nn.ModuleList([nn.MultiheadAttention(4, 2, add_bias_kv=True)]), "0 (MultiheadAttention)"),
     "recurrent": (nn.LSTM(4, 4), "the network itself (LSTM)"),
     "embedding": (nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4)), "0 (Embedding)"),
     "tied": (Tied(), "a (Linear, tied weights), b (Linear, tied weights)"),
@@ -315,8 +316,11 @@ def test_a_layer_that_cannot_be_converted_is_named_or_left_alone_when_asked(case
 def test_a_transformer_predicts_with_its_attention_left_alone() -> None:
     torch.manual_seed(0)
     net = VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=3)
-    network = bayesianize(net, "ffg-u", inducing=4, unsupported="leave", layers={"*.mlp.0": {"inducing": 8}})
+    network = bayesianize(
+        net, "ffg-u", inducing=4, layers={"*.mlp.0": {"inducing": 8}, "*.self_attention.*": "deterministic"}
+    )
     assert any("mlp.0" in name for name in network.layers)
+    assert any(type(module) is nn.MultiheadAttention for module in network.modules())
     out = predict(network, network.factors(), torch.randn(2, 3, 32, 32), 3, 0, keep_outputs=True).outputs
     assert out is not None
     assert out.shape == (3, 2, 3)
