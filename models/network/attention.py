@@ -29,7 +29,9 @@ class Attention(nn.Module):
         self.dropout, self.biased = of.dropout, of.in_proj_bias is not None
         assert isinstance(of.in_proj_weight, nn.Parameter)
         self.in_proj = _linear(of.in_proj_weight, of.in_proj_bias)
-        self.out_proj = _linear(of.out_proj.weight, of.out_proj.bias)
+        last = of.out_proj
+        assert isinstance(last.weight, nn.Parameter)
+        self.out_proj = _linear(last.weight, last.bias)
         self.train(of.training)
 
     def closed(self) -> nn.MultiheadAttention:
