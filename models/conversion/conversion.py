@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from dubito.models.conversion.architectures import architecture_of, remember
-from dubito.models.conversion.options import Options, Overrides, check_used, naming, one_of, options_for, pair
+from dubito.models.conversion.options import Options, Overrides, check_used, names_it, naming, one_of, options_for, pair
 from dubito.models.conversion.points import Examples, start_points
 from dubito.models.conversion.start import CONVERTIBLE, Start, geometry_of, origin_of, weight_of
 from dubito.models.errors import ConversionError
@@ -76,7 +76,7 @@ def bayesianize(
         geometry = geometry_of(module)
         with naming(name):
             entry, layer_method = chosen.entry, chosen.method
-            if entry is None or not (entry.suits(geometry) or name in (layers or {})):
+            if entry is None or not (entry.suits(geometry) or names_it(name, module, layers or {})):
                 continue
             if hierarchy is not None and entry.below is not None:
                 _check_shared(chosen, base)
