@@ -17,6 +17,7 @@ import csv
 import statistics
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from rich.table import Table
 from benchmarks._measure import keep_row, kept_rows, machine
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.numerics.parameters import count
-from dubito.training.config import Recipe, read_recipe
+from dubito.training.config import Data, Recipe, read_recipe
 from dubito.training.data.data import Parts, enter, input_of
 from dubito.training.fit.fit import FitRun
 from dubito.training.recipe import Phases, TrainingStopped, build_network, make_bayesian, read_parts
@@ -80,7 +81,7 @@ class Bench:
 
     def parts(self, recipe: Recipe) -> Parts:
         """All training pictures train; the curve's test pictures stand where validation would."""
-        parts = read_parts(recipe, self.root)
+        parts = divided(recipe.data.model_dump_json(), recipe.seed, self.root)
         train = (parts.train + parts.validation + parts.calibration)[: self.pictures]
         test = parts.test[: self.pictures]
         return replace(parts, train=train, validation=test[:CURVE], test=test)
@@ -123,6 +124,13 @@ class Bench:
             run.take_step(*batches[i % len(batches)])
         synchronise(self.device)
         return 1000 * (time.perf_counter() - began) / (PACED - PACED // 3)
+
+
+@cache
+def divided(data: str, seed: int, root: Path) -> Parts:
+    """The same for all methods."""
+    recipe = read_recipe(RECIPE, [f"seed={seed}"])
+    return read_parts(recipe.model_copy(update={"data": Data.model_validate_json(data)}), root)
 
 
 def synchronise(device: torch.device) -> None:
