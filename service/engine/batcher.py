@@ -163,6 +163,9 @@ class Batcher:
             raise Gone
         if not self.work:
             return
+        slowest = self.pace.a + (self.pace.a + self.pace.b) * self.cost  # if each unit of work were a batch
+        if self.work + more <= self.max_queue and slowest <= seconds and not (long and self.long_work):
+            return  # the usual case
         mine = self.by_client.get(client, 0)
         clients = len(self.by_client) + (client not in self.by_client)
         ahead = self.work if long else min(self.work, 2 * (self.work - self.long_work))  # short ones go between passes
@@ -195,16 +198,15 @@ class Batcher:
         if long and (needed := self.pace.of(request.cost, self.max_work)) > SURE * seconds:
             raise Hopeless(max(0.0, seconds), needed)
         whole = request.rows == 1 or (request.cost <= self.max_work and request.rows <= self.max_rows)
-        requests = [request] if whole else self._parts(request)
-        tickets = [
-            self._ticket(part, seconds, slow if part is requests[0] else None, client, long, trace) for part in requests
-        ]
+        parts = (request,) if whole else self._parts(request)
+        tickets = [self._ticket(part, seconds, None if part.start else slow, client, long, trace) for part in parts]
         line = self.long if long else self.queue
         for ticket in tickets:
             line.append(client, ticket)
-        if self.by_client and (client not in self.by_client or len(self.by_client) > 1 or self.long_work):
+        mine = self.by_client.get(client)
+        if self.by_client and (mine is None or len(self.by_client) > 1 or self.long_work):
             self.shared = time.monotonic()
-        self.by_client[client] = self.by_client.get(client, 0) + request.work
+        self.by_client[client] = (mine or 0) + request.work
         self.work += request.work
         self.rows += request.rows
         self.cost += request.cost
@@ -262,6 +264,8 @@ class Batcher:
     async def result(self, tickets: Sequence[Ticket]) -> PredictResult:
         """Wait for the result; raises Late or the request's own error. Cancelling drops the request."""
         try:
+            if len(tickets) == 1:
+                return await tickets[0].future
             return joined([await ticket.future for ticket in tickets])
         finally:
             self.drop(tickets)
