@@ -22,6 +22,7 @@ from dubito.service.problems import Gone, Hopeless, Late, Overloaded
 log = logging.getLogger("dubito")
 PATIENCE = 0.05  # seconds after which an answer counts as slow
 WORTH = 1.05  # gain in inputs per second for which some requests are left to the next batch
+TURNS = 8  # of the loop, for which a batch waits while other requests are being read: less than 0.1 ms
 T = TypeVar("T")
 LONGEST_WAIT = 60.0  # longest Retry-After of a refused request, in seconds
 SURE = 1.5  # a request that takes this many times what it has is refused: the pace is an estimate
@@ -187,9 +188,11 @@ class Batcher:
         slow: Callable[[], None] | None = None,
         client: str = "",
         trace: object = None,
+        more: bool = False,
     ) -> list[Ticket]:
         """Queue a request; it is answered, failed or late within `seconds`. Large requests are split into parts.
 
+        `more`: others are being read. Then the batch is formed some turns of the loop later, so that they are in it.
         `slow` is called if the answer is not there after `PATIENCE`.
         """
         long = request.cost > self.short
@@ -217,8 +220,16 @@ class Batcher:
                 self._wake()  # half a batch: the rest becomes the next one, and the device does not idle meanwhile
             elif not self.ringing:  # wake it after the loop has queued the other requests that are ready now
                 self.ringing = True
-                self.loop.call_soon(self._wake)
+                self.loop.call_soon(self._ring, self.gathered, TURNS if more else 0)
         return tickets
+
+    def _ring(self, gathered: int, turns: int) -> None:
+        """Wake the thread after so many turns of the loop in which no request was queued."""
+        if not turns or not self.asleep:
+            self._wake()
+        else:
+            left = TURNS if self.gathered > gathered else turns - 1
+            self.loop.call_soon(self._ring, self.gathered, left)
 
     def _wake(self) -> None:
         self.ringing, self.gathered = False, 0

@@ -41,7 +41,7 @@ from dubito.service.settings import Settings
 from dubito.service.web.app import PLAIN_ID, Server
 from dubito.service.web.decode import MOST_HEAD
 from dubito.service.web.http import Headers, Message
-from dubito.service.web.oip import Values, check_control
+from dubito.service.web.oip import check_control
 from dubito.service.web.predict import HEAVY, SHORT, InferRequest, Predictor, RequestContext, parameters_of
 from dubito.service.web.routes import EXTENSIONS, changeable, load_newest, metadata_of, repository_of
 
@@ -169,6 +169,7 @@ class GrpcServer:
     async def _predict(self, call: Call, context: RequestContext, counted: str) -> bytes:
         predictor = self.server.predictor()
         message = await self._read(call, counted, context.began)
+        context.more = bool(self.reading)
         if context.trace is not None:
             context.trace.body_came()
         self.server.enter()

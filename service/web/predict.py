@@ -83,6 +83,7 @@ class RequestContext:
     answered: float = 0.0  # time at which the model had answered
     waited: float = 0.0  # seconds in the queue
     passes: Mapping[str, float] = field(default_factory=dict)  # seconds on the device, by stage
+    more: bool = False  # other requests are being read
     trace: "RequestTrace | None" = None  # where requests are traced
     also: Sequence[tuple[bytes, bytes]] = ()  # further headers of the reply
 
@@ -434,7 +435,7 @@ class Predictor:
         )
         left = min(context.began + options.timeout_ms / 1000, context.until) - context.parsed
         client = DisconnectWatch(context.receive)  # started only if the answer is slow: most are there before
-        tickets = served.batcher.put(request, left, client.start, context.client, context.trace)
+        tickets = served.batcher.put(request, left, client.start, context.client, context.trace, context.more)
         client.leave = lambda: served.batcher.drop(tickets)
         try:
             result = await served.batcher.result(tickets)
