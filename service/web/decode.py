@@ -418,7 +418,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's business
     if sys.platform == "linux":
         CDLL(None).prctl(PARENT_DIES, signal.SIGKILL)
-    os.nice(NICE)
+    if sys.platform != "linux":  # there the thread that starts this process has given way already
+        os.nice(NICE)
     keep_nothing(1 << 20)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if (most := int(sys.argv[1])) > 0:
