@@ -9,6 +9,7 @@ import math
 import re
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 from dubito.service.web.limits import ConnectionLimits
 
@@ -16,6 +17,7 @@ ACCEPTS = 16  # connections that are accepted in one turn of the event loop
 READ = 1 << 14  # bytes that are read before there is a protocol
 PAUSE = 0.05  # seconds without accepting, where the process has no more file descriptors
 LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
+LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 OTHER = re.compile(rb"\r\n(?:transfer-encoding|expect|upgrade):", re.IGNORECASE)
 
 Make = Callable[[bytes], asyncio.Protocol]  # a protocol whose client has sent these bytes
@@ -123,6 +125,9 @@ class Arrival:
 
     def expire(self) -> None:
         self.acceptor.limits.closed[self.kind] += 1
+        if self.data:
+            with suppress(OSError):
+                self.plain.send(LATE)
         self._close()
 
     def evict(self, reason: str) -> None:
