@@ -1,4 +1,5 @@
-"""Accepts connections at little cost: a few in each turn of the event loop, and a protocol only for those that speak.
+"""Accepts connections at little cost: a few in each turn of the event loop and, where many come, with a protocol only
+for those that speak.
 
 The servers of event loops accept all connections that wait at once, with a transport and a protocol for each, so that a
 flood of them would keep requests waiting.
@@ -7,13 +8,15 @@ flood of them would keep requests waiting.
 import asyncio
 import math
 import re
+import selectors
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 
 from dubito.service.web.limits import ConnectionLimits
 
-ACCEPTS = 16  # connections that are accepted in one turn of the event loop
+ACCEPTS, READS = 16, 64  # connections that are accepted, and read from, in one turn of the event loop
+FEW, WINDOW = 4, 0.01  # connections that get a protocol at once, in so many seconds
 READ = 1 << 14  # bytes that are read before there is a protocol
 PAUSE = 0.05  # seconds without accepting, where the process has no more file descriptors
 LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
@@ -30,11 +33,14 @@ class Acceptor:
         self.listener, self.limits, self.make = listener, limits, make
         self.loop = asyncio.get_running_loop()
         self.arrivals: set[Arrival] = set()
+        self.selector = selectors.DefaultSelector()  # of those that wait: a fifth of what the event loop would take
         self.tasks: set[asyncio.Task[None]] = set()  # that make protocols
+        self.until, self.came = 0.0, 0  # end of a window of time, and connections that came in it
         self.open = True
         listener.setblocking(False)
         listener.listen(backlog)
         self.loop.add_reader(listener, self._accept)
+        self.loop.add_reader(self.selector, self._read)
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS):
@@ -47,16 +53,31 @@ class Acceptor:
                 self.loop.call_later(PAUSE, self._go_on)
                 return
             plain.setblocking(False)
-            arrival = Arrival(self, plain, self.limits.address_of(host))
+            address = self.limits.address_of(host)
+            if self._few() and not self.crowded(address):
+                self.begin(plain, b"")
+                continue
+            arrival = Arrival(self, plain, address)
             self.arrivals.add(arrival)
             if self.limits.enter(arrival):
                 arrival.begin()  # which is refused then, with a reply
             else:
                 arrival.read()
 
+    def _few(self) -> bool:
+        """Count a connection; whether they come so slowly that each gets a protocol at once."""
+        if (now := self.loop.time()) > self.until:
+            self.until, self.came = now + WINDOW, 0
+        self.came += 1
+        return self.came <= FEW
+
     def _go_on(self) -> None:
         if self.open:
             self.loop.add_reader(self.listener, self._accept)
+
+    def _read(self) -> None:
+        for key, _ in self.selector.select(0)[:READS]:
+            key.data.read()
 
     def crowded(self, address: str) -> bool:
         """Whether an address has so many connections that only whole requests of it get a protocol."""
@@ -80,12 +101,14 @@ class Acceptor:
         self.listener.close()
         for arrival in list(self.arrivals):
             arrival.begin()
+        self.loop.remove_reader(self.selector)
+        self.selector.close()
         if self.tasks:
             await asyncio.wait(self.tasks)
 
 
 class Arrival:
-    """A connection whose client has not sent anything or, where its address is crowded, not a whole request."""
+    """One of many connections. Its client has not sent anything or, where its address is crowded, no whole request."""
 
     def __init__(self, acceptor: Acceptor, plain: socket.socket, address: str) -> None:
         self.acceptor, self.plain, self.address = acceptor, plain, address
@@ -93,15 +116,13 @@ class Arrival:
         self.kind = "header_seconds"  # limit that the deadline comes from
         self.unsent = 0
         self.data = b""
-        self.reading = False  # the event loop tells when something comes
+        self.waiting = False  # the acceptor reads when something comes
 
     def read(self) -> None:
         try:
             more = self.plain.recv(READ)
         except (BlockingIOError, InterruptedError):
-            if not self.reading:
-                self.reading = True
-                self.acceptor.loop.add_reader(self.plain, self.read)
+            self._wait()
             return
         except OSError:
             more = b""
@@ -114,9 +135,12 @@ class Arrival:
             if self.kind == "header_seconds" and b"\r\n\r\n" in self.data:
                 self.kind = "body_seconds"
                 self.deadline = self.acceptor.loop.time() + self.acceptor.limits.settings.body_seconds
-            if not self.reading:
-                self.reading = True
-                self.acceptor.loop.add_reader(self.plain, self.read)
+            self._wait()
+
+    def _wait(self) -> None:
+        if not self.waiting:
+            self.waiting = True
+            self.acceptor.selector.register(self.plain, selectors.EVENT_READ, self)
 
     def begin(self) -> None:
         """Hand the connection over to a protocol."""
@@ -140,8 +164,9 @@ class Arrival:
 
     def _leave(self) -> None:
         self.deadline = math.inf
-        if self.reading:
-            self.acceptor.loop.remove_reader(self.plain)
+        if self.waiting:
+            self.waiting = False
+            self.acceptor.selector.unregister(self.plain)
         self.acceptor.limits.leave(self)
         self.acceptor.arrivals.discard(self)
 
