@@ -22,7 +22,7 @@ from dubito.service.problems import Gone, Hopeless, Late, Overloaded
 log = logging.getLogger("dubito")
 PATIENCE = 0.05  # seconds after which an answer counts as slow
 WORTH = 1.05  # gain in inputs per second for which some requests are left to the next batch
-TURNS = 8  # of the loop, for which a batch waits while other requests are being read: less than 0.1 ms
+TURNS = 8  # turns of the loop, each of some microseconds, without a new request before a batch is formed
 T = TypeVar("T")
 LONGEST_WAIT = 60.0  # longest Retry-After of a refused request, in seconds
 SURE = 1.5  # a request that takes this many times what it has is refused: the pace is an estimate
@@ -192,7 +192,7 @@ class Batcher:
     ) -> list[Ticket]:
         """Queue a request; it is answered, failed or late within `seconds`. Large requests are split into parts.
 
-        `more`: others are being read. Then the batch is formed some turns of the loop later, so that they are in it.
+        `more`: others may follow some turns of the loop later; the batch is then formed once none came for `TURNS`.
         `slow` is called if the answer is not there after `PATIENCE`.
         """
         long = request.cost > self.short

@@ -83,7 +83,7 @@ class RequestContext:
     answered: float = 0.0  # time at which the model had answered
     waited: float = 0.0  # seconds in the queue
     passes: Mapping[str, float] = field(default_factory=dict)  # seconds on the device, by stage
-    more: bool = False  # other requests are being read
+    more: bool = False  # others that came with it may follow some turns of the event loop later
     trace: "RequestTrace | None" = None  # where requests are traced
     also: Sequence[tuple[bytes, bytes]] = ()  # further headers of the reply
 

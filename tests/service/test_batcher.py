@@ -207,7 +207,7 @@ def test_an_idle_device_does_not_wait_for_more_than_half_of_what_it_takes(model:
     assert in_loop(body, model, Beside(model, BUCKETS, (8,), 0.05)) == [8, 8]
 
 
-def test_a_batch_waits_some_turns_of_the_loop_for_requests_that_are_being_read(model: Model) -> None:
+def test_a_batch_waits_some_turns_of_the_loop_for_requests_that_may_follow(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
         while not batcher.asleep:
             await asyncio.sleep(0.001)
