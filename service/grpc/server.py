@@ -41,7 +41,7 @@ from dubito.service.settings import Settings
 from dubito.service.web.app import PLAIN_ID, Server
 from dubito.service.web.decode import MOST_HEAD
 from dubito.service.web.http import Headers, Message
-from dubito.service.web.oip import check_control
+from dubito.service.web.oip import Values, check_control
 from dubito.service.web.predict import HEAVY, SHORT, InferRequest, Predictor, RequestContext, parameters_of
 from dubito.service.web.routes import EXTENSIONS, changeable, load_newest, metadata_of, repository_of
 
@@ -195,6 +195,7 @@ class GrpcServer:
         sized = limits.pictures and spec.kind in ("UINT8", "BYTES")  # pictures have any size
         elements = self.settings.body_bytes if sized else limits.numbers
         light = len(message) <= HEAVY
+        values: Values
         if parts is None and known is not None:
             values, id_ = known[0].values(message, elements), known[0].id
         elif parts is not None:
