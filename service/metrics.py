@@ -136,11 +136,12 @@ class Series:
         for stage, spent in seconds.items():
             self.stage[stage].observe(spent)
         self.samples.observe(result.samples)
-        if "entropy" in result.columns:
-            for value in result.columns["entropy"].tolist():
+        columns = result.columns
+        if "entropy" in columns:
+            for value in columns["entropy"].tolist():
                 self.entropy.observe(value)
-        self.inputs.inc(len(result.rules))
-        if "ood" in result.columns and (flags := int(np.count_nonzero(result.columns["ood"]))):
+        self.inputs.value += len(result.rules)
+        if "ood" in columns and (flags := int(np.count_nonzero(columns["ood"]))):
             self.ood.inc(flags)
 
 

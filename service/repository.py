@@ -51,6 +51,7 @@ class ServedModel:
     series: Series
     retired: bool = False  # replaced by another version, or unloaded
     limits: Any = None  # of its requests, once known
+    outputs: Any = None  # that it declares, once known
 
     def __post_init__(self) -> None:
         self.name, self.version = self.source.name, self.source.version

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -23,8 +23,10 @@ from dubito.models.errors import DubitoError
 from dubito.models.extras import need
 from dubito.service.logs import start_logging, writer
 from dubito.service.settings import Settings
+from dubito.service.web.acceptor import Acceptor
 from dubito.service.web.app import Server, application
 from dubito.service.web.connection import protocol
+from dubito.service.web.limits import ConnectionLimits
 from dubito.service.web.state import State
 
 if TYPE_CHECKING:
@@ -37,11 +39,33 @@ log = logging.getLogger("dubito")
 
 
 class Front(uvicorn.Server):
-    """uvicorn without its signal handlers; ours first make the server not ready."""
+    """uvicorn without its signal handlers, since ours first make the server not ready, and with our own acceptor."""
+
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits) -> None:
+        super().__init__(config)
+        self.limits = limits
+        self.acceptors: list[Acceptor] = []
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        for listener in sockets or ():
+            self.acceptors.append(Acceptor(listener, self.config.backlog, self.limits, self._protocol))
+
+    def _protocol(self, first: bytes) -> asyncio.Protocol:
+        made: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = made(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state, first=first
+        )
+        return protocol
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self.acceptors:
+            await acceptor.close()
+        await super().shutdown(sockets=[])
 
 
 def serve(settings: Settings, say: Callable[[str], None]) -> int:
@@ -66,7 +90,7 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
             timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
         )
         with _listen(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(server, Front(config), listener, say))
+            return runner.run(_serve(server, Front(config, state.limits), listener, say))
     finally:
         writer.flush()
 

@@ -22,6 +22,7 @@ from dubito.service.problems import Gone, Hopeless, Late, Overloaded
 log = logging.getLogger("dubito")
 PATIENCE = 0.05  # seconds after which an answer counts as slow
 WORTH = 1.05  # gain in inputs per second for which some requests are left to the next batch
+TURNS = 8  # turns of the loop, each of some microseconds, without a new request before a batch is formed
 T = TypeVar("T")
 LONGEST_WAIT = 60.0  # longest Retry-After of a refused request, in seconds
 SURE = 1.5  # a request that takes this many times what it has is refused: the pace is an estimate
@@ -163,6 +164,9 @@ class Batcher:
             raise Gone
         if not self.work:
             return
+        slowest = self.pace.a + (self.pace.a + self.pace.b) * self.cost  # if each unit of work were a batch
+        if self.work + more <= self.max_queue and slowest <= seconds and not (long and self.long_work):
+            return  # the usual case
         mine = self.by_client.get(client, 0)
         clients = len(self.by_client) + (client not in self.by_client)
         ahead = self.work if long else min(self.work, 2 * (self.work - self.long_work))  # short ones go between passes
@@ -184,9 +188,11 @@ class Batcher:
         slow: Callable[[], None] | None = None,
         client: str = "",
         trace: object = None,
+        more: bool = False,
     ) -> list[Ticket]:
         """Queue a request; it is answered, failed or late within `seconds`. Large requests are split into parts.
 
+        `more`: others may follow some turns of the loop later; the batch is then formed once none came for `TURNS`.
         `slow` is called if the answer is not there after `PATIENCE`.
         """
         long = request.cost > self.short
@@ -195,16 +201,15 @@ class Batcher:
         if long and (needed := self.pace.of(request.cost, self.max_work)) > SURE * seconds:
             raise Hopeless(max(0.0, seconds), needed)
         whole = request.rows == 1 or (request.cost <= self.max_work and request.rows <= self.max_rows)
-        requests = [request] if whole else self._parts(request)
-        tickets = [
-            self._ticket(part, seconds, slow if part is requests[0] else None, client, long, trace) for part in requests
-        ]
+        parts = (request,) if whole else self._parts(request)
+        tickets = [self._ticket(part, seconds, None if part.start else slow, client, long, trace) for part in parts]
         line = self.long if long else self.queue
         for ticket in tickets:
             line.append(client, ticket)
-        if self.by_client and (client not in self.by_client or len(self.by_client) > 1 or self.long_work):
+        mine = self.by_client.get(client)
+        if self.by_client and (mine is None or len(self.by_client) > 1 or self.long_work):
             self.shared = time.monotonic()
-        self.by_client[client] = self.by_client.get(client, 0) + request.work
+        self.by_client[client] = (mine or 0) + request.work
         self.work += request.work
         self.rows += request.rows
         self.cost += request.cost
@@ -215,8 +220,16 @@ class Batcher:
                 self._wake()  # half a batch: the rest becomes the next one, and the device does not idle meanwhile
             elif not self.ringing:  # wake it after the loop has queued the other requests that are ready now
                 self.ringing = True
-                self.loop.call_soon(self._wake)
+                self.loop.call_soon(self._ring, self.gathered, TURNS if more else 0)
         return tickets
+
+    def _ring(self, gathered: int, turns: int) -> None:
+        """Wake the thread after so many turns of the loop in which no request was queued."""
+        if not turns or not self.asleep:
+            self._wake()
+        else:
+            left = TURNS if self.gathered > gathered else turns - 1
+            self.loop.call_soon(self._ring, self.gathered, left)
 
     def _wake(self) -> None:
         self.ringing, self.gathered = False, 0
@@ -262,6 +275,8 @@ class Batcher:
     async def result(self, tickets: Sequence[Ticket]) -> PredictResult:
         """Wait for the result; raises Late or the request's own error. Cancelling drops the request."""
         try:
+            if len(tickets) == 1:
+                return await tickets[0].future
             return joined([await ticket.future for ticket in tickets])
         finally:
             self.drop(tickets)

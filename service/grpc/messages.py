@@ -56,11 +56,36 @@ class CutMessage:
     id: str
     raw: list[memoryview]
     contents: list[list[Span]]  # of each input, where its `contents` lie
+    ends_raw: bool = False  # the last field is a raw tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A message whose last field is its one raw tensor of numbers. Any message of the same length that begins with the
+    same bytes has the same fields, so it is not cut up again."""
+
+    prefix: bytes  # all before the tensor's numbers
+    id: str
+    spec: Spec  # of the tensor
+    count: int  # of its numbers
+
+    def values(self, message: bytes, most: int) -> NDArray[Any]:
+        """The tensor, of at most `most` numbers, of a message of the same length and beginning."""
+        _check_elements(self.spec, self.count, most)
+        return np.ndarray(self.spec.shape, DTYPES[self.spec.kind], message, len(self.prefix))
+
+
+def layout_of(parts: CutMessage, spec: Spec) -> Layout | None:
+    """The layout of a message whose tensor `tensor_of` has read; None where it has another form."""
+    if not parts.ends_raw or len(parts.raw) != 1 or spec.kind == "BYTES":
+        return None
+    prefix = parts.message[: len(parts.message) - len(parts.raw[0])]
+    return Layout(prefix, parts.id, spec, prod(spec.shape))
 
 
 def most_bytes(limits: RequestLimits, most: int) -> int:
     """Largest message for a model: the most inputs at their widest, or `most` where it may hold pictures."""
-    return most if limits.pictures else min(most, MOST_HEAD + WIDEST * limits.max_rows * prod(limits.shape))
+    return most if limits.pictures else min(most, MOST_HEAD + WIDEST * limits.numbers)
 
 
 def split(message: bytes) -> CutMessage:
@@ -76,7 +101,7 @@ def split(message: bytes) -> CutMessage:
             else:
                 id_ = _text(message[begin:stop])
     if raw:
-        return CutMessage(message, _bounded([*kept, message[begun:]]), id_, raw, [])
+        return CutMessage(message, _bounded([*kept, message[begun:]]), id_, raw, [], found[-1][1] == RAW)
     kept, contents = [], []
     for start, key, begin, stop in found:
         if key == INPUTS:
@@ -188,14 +213,18 @@ def parameters_in(entries: Mapping[str, Any]) -> dict[str, Any]:
 def tensor_of(parts: CutMessage, spec: Spec, most: int) -> Values:
     """The values of the request's one input, of at most `most` elements."""
     count = prod(spec.shape)
-    if count > most:
-        raise Problem(413, f"input {spec.name[:40]!r} has shape {spec.shape}; at most {most:,} elements are taken.")
+    _check_elements(spec, count, most)
     if parts.raw:
         if len(parts.raw) != 1:
             raise Problem(400, f"raw_input_contents has {len(parts.raw)} tensors; expected one for the one input.")
         raw = parts.raw[0]
         return values_of(Spec(spec.name, spec.kind, spec.shape, len(raw), None), raw, 0)
     return _typed(parts.message, parts.contents[0], spec, count)
+
+
+def _check_elements(spec: Spec, count: int, most: int) -> None:
+    if count > most:
+        raise Problem(413, f"input {spec.name[:40]!r} has shape {spec.shape}; at most {most:,} elements are taken.")
 
 
 def _typed(message: bytes, spans: list[Span], spec: Spec, count: int) -> Values:
@@ -272,8 +301,10 @@ def reply_of(
     """A ModelInferResponse: raw, unless the request asks for typed contents."""
     wanted = outputs if header.outputs is None else {output: outputs[output] for output in header.outputs}
     raw = header.binary if header.outputs is None else any(header.outputs.values())  # a message has one form for all
-    tensors = _tensors(tuple([(output, KINDS[array.dtype], array.shape) for output, array in wanted.items()]))
-    parts = [_named(name, version), *[_parameter(key, value) for key, value in parameters.items()]]
+    tensors = _tensors(tuple([(output, array.dtype.char, array.shape) for output, array in wanted.items()]))
+    parts = [_named(name, version)]
+    for key, value in parameters.items():
+        parts.append(_parameter(key, value))
     if id_:
         parts.append(framed(ID, id_.encode()))
     if raw:
@@ -297,9 +328,10 @@ class Tensors:
 
 @lru_cache(MOST_REMEMBERED)
 def _tensors(outputs: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Tensors:
-    """Cached, for names, datatypes and shapes depend only on the model and the number of rows."""
-    each = [Output(name=name, datatype=kind, shape=shape).SerializeToString() for name, kind, shape in outputs]
-    sizes = [prod(shape) * DTYPES[kind].itemsize for _, kind, shape in outputs]
+    """Names, numpy's characters for datatypes, and shapes; cached, for they depend only on the model and the rows."""
+    known = [(name, np.dtype(char), shape) for name, char, shape in outputs]
+    each = [Output(name=name, datatype=KINDS[dtype], shape=shape).SerializeToString() for name, dtype, shape in known]
+    sizes = [prod(shape) * dtype.itemsize for _, dtype, shape in known]
     return Tensors(each, b"".join(framed(OUTPUTS, one) for one in each), [_prefix(RAW_OUTPUTS, n) for n in sizes])
 
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -25,19 +24,31 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
 from dubito import __version__
 from dubito.models.errors import DubitoError
-from dubito.service.grpc.messages import most_bytes, parameters_in, reply_of, request_of, split, tensor_of
+from dubito.service.grpc.messages import (
+    CutMessage,
+    Layout,
+    layout_of,
+    most_bytes,
+    parameters_in,
+    reply_of,
+    request_of,
+    split,
+    tensor_of,
+)
 from dubito.service.grpc.protocol import POOL, SERVICE, message_class
 from dubito.service.problems import Problem, TooManyRequests
 from dubito.service.settings import Settings
 from dubito.service.web.app import PLAIN_ID, Server
 from dubito.service.web.decode import MOST_HEAD
 from dubito.service.web.http import Headers, Message
-from dubito.service.web.oip import check_control
+from dubito.service.web.oip import Values, check_control
 from dubito.service.web.predict import HEAVY, SHORT, InferRequest, Predictor, RequestContext, parameters_of
 from dubito.service.web.routes import EXTENSIONS, changeable, load_newest, metadata_of, repository_of
 
 log = logging.getLogger("dubito")
 Call = Any  # grpc.aio.ServicerContext, which ships no types
+Head = tuple[str, str | None, InferRequest]  # of a message: name and version of the model, and what is asked of it
+MOST_LAYOUTS = 256
 HEALTH, REFLECTION_V1 = "grpc.health.v1.Health", REFLECTION.replace("v1alpha", "v1")
 NAMES = (SERVICE, HEALTH, REFLECTION)
 INFER = f"/{SERVICE}/ModelInfer"
@@ -80,6 +91,7 @@ class GrpcServer:
     def __init__(self, server: Server) -> None:
         self.server, self.state, self.settings = server, server.state, server.state.settings
         self.cached = lru_cache(maxsize=256)(self._parse)  # clients repeat the same head
+        self.layouts: dict[int, tuple[Layout, Head]] = {}  # of messages, by their length
         self.reading: dict[Awaited, None] = {}  # the oldest first
         self.slow: Counter[str] = Counter()  # those of them that count as slow, by address
         self.unsent: Counter[str] = Counter()  # bytes of replies that clients have not taken, by address
@@ -157,6 +169,7 @@ class GrpcServer:
     async def _predict(self, call: Call, context: RequestContext, counted: str) -> bytes:
         predictor = self.server.predictor()
         message = await self._read(call, counted, context.began)
+        context.more = True  # a call and its message come in several turns of the loop, as do those beside it
         if context.trace is not None:
             context.trace.body_came()
         self.server.enter()
@@ -168,30 +181,47 @@ class GrpcServer:
             predictor.release(context)
 
     async def _answer(self, predictor: Predictor, context: RequestContext, message: bytes) -> bytes:
-        parts = split(message)
-        name, version, parsed = (self.cached if len(parts.head) <= SHORT else self._parse)(parts.head)
-        limits = predictor.check_room(context, name)
+        known = self.layouts.get(len(message))
+        if known is not None and message.startswith(known[0].prefix):
+            parts, head = None, known[1]
+        else:
+            parts = split(message)
+            head = (self.cached if len(parts.head) <= SHORT else self._parse)(parts.head)
+        name, version, parsed = head
+        limits, spec = predictor.check_room(context, name), parsed.header.input
         if len(message) > (most := most_bytes(limits, self.settings.body_bytes)):
             detail = f"the message has {len(message):,} bytes; for this model at most {most:,} are taken."
             raise Problem(413, detail, reason="body")
-        spec = parsed.header.input
-        elements = limits.max_rows * prod(limits.shape)
-        if limits.pictures and spec.kind in ("UINT8", "BYTES"):  # pictures of any size
-            elements = self.settings.body_bytes
+        sized = limits.pictures and spec.kind in ("UINT8", "BYTES")  # pictures have any size
+        elements = self.settings.body_bytes if sized else limits.numbers
         light = len(message) <= HEAVY
-        if light or (parts.raw and spec.kind != "BYTES"):  # raw numbers are used where they lie
-            values = tensor_of(parts, spec, elements)
-        else:
-            values = await asyncio.to_thread(tensor_of, parts, spec, elements)
+        values: Values
+        if parts is None and known is not None:
+            values, id_ = known[0].values(message, elements), known[0].id
+        elif parts is not None:
+            if light or (parts.raw and spec.kind != "BYTES"):  # raw numbers are used where they lie
+                values = tensor_of(parts, spec, elements)
+            else:
+                values = await asyncio.to_thread(tensor_of, parts, spec, elements)
+            self._remember(parts, head)
+            id_ = parts.id
         if isinstance(values, list):
             limits.check_rows(len(values))
         quick = light or (not isinstance(values, list) and values.dtype == np.float32)  # used uncopied
         served, result, outputs = await predictor.infer(context, name, version, parsed, values, quick)
-        reply = reply_of(served.name, served.version, parts.id, parsed.header, outputs, parameters_of(result))
+        reply = reply_of(served.name, served.version, id_, parsed.header, outputs, parameters_of(result))
         served.series.add(result, context.stages())
         return reply
 
-    def _parse(self, head: bytes) -> tuple[str, str | None, InferRequest]:
+    def _remember(self, parts: CutMessage, head: Head) -> None:
+        """Keep the layout of a message, by its length: clients repeat the same one."""
+        layout = layout_of(parts, head[2].header.input)
+        if layout is not None and len(layout.prefix) <= SHORT:
+            if len(self.layouts) >= MOST_LAYOUTS:
+                self.layouts.clear()
+            self.layouts[len(parts.message)] = layout, head
+
+    def _parse(self, head: bytes) -> Head:
         name, version, fields = request_of(head)
         return name, version, self.server.predictor().checked(fields)
 

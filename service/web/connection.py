@@ -42,8 +42,15 @@ def protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
     """The class of connections under these limits, for uvicorn's option `http`."""
 
     class LimitedConnection(HttpConnection):
-        def __init__(self, config: uvicorn.Config, server_state: Any, app_state: dict[str, Any], **_: object) -> None:
-            super().__init__(limits, config.loaded_app, server_state, app_state)
+        def __init__(
+            self,
+            config: uvicorn.Config,
+            server_state: Any,
+            app_state: dict[str, Any],
+            first: bytes = b"",
+            **_: object,
+        ) -> None:
+            super().__init__(limits, config.loaded_app, server_state, app_state, first)
 
     return LimitedConnection
 
@@ -51,8 +58,11 @@ def protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
 class HttpConnection(asyncio.Protocol):
     """One connection: reads requests, has the application answer them one after the other, and keeps deadlines."""
 
-    def __init__(self, limits: ConnectionLimits, app: Any, state: Any, app_state: dict[str, Any]) -> None:
-        self.limits, self.app, self.state, self.app_state = limits, app, state, app_state
+    def __init__(
+        self, limits: ConnectionLimits, app: Any, state: Any, app_state: dict[str, Any], first: bytes = b""
+    ) -> None:
+        """`first`: bytes of the client that were read before."""
+        self.limits, self.app, self.state, self.app_state, self.first = limits, app, state, app_state, first
         self.settings = limits.settings
         self.loop = asyncio.get_running_loop()
         self.parser: Any = self._new_parser()
@@ -96,6 +106,9 @@ class HttpConnection(asyncio.Protocol):
         self.state.connections.add(self)
         if limit := self.limits.enter(self):
             self._refuse((503, f"Too many connections: the limit is {limit}.", limit))
+        if self.first:
+            first, self.first = self.first, b""
+            self.data_received(first)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.state.connections.discard(self)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from ctypes import CDLL
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from traceback import format_exc
 from typing import Any
 
@@ -66,6 +67,11 @@ class RequestLimits:
     max_scans: int  # of a JPEG
     light: bool = False  # only pictures that cost little: of others, `Heavier` is raised
 
+    @cached_property
+    def numbers(self) -> int:
+        """Most numbers of the inputs."""
+        return self.max_rows * math.prod(self.shape)
+
     @property
     def elements(self) -> int:
         """Most commas and opening brackets of a body: those of `max_rows` inputs as nested lists, and some options."""
@@ -74,7 +80,7 @@ class RequestLimits:
 
     def body_bytes(self, most: int) -> int:
         """Largest body: the most inputs as JSON at its widest, or `most` where the body may hold pictures."""
-        widest = MOST_HEAD + oip.WIDEST * self.max_rows * math.prod(self.shape)
+        widest = MOST_HEAD + oip.WIDEST * self.numbers
         return most if self.pictures else min(most, widest)
 
     def check_rows(self, rows: int) -> None:
@@ -412,7 +418,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's business
     if sys.platform == "linux":
         CDLL(None).prctl(PARENT_DIES, signal.SIGKILL)
-    os.nice(NICE)
+    if sys.platform != "linux":  # there the thread that starts this process has given way already
+        os.nice(NICE)
     keep_nothing(1 << 20)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if (most := int(sys.argv[1])) > 0:

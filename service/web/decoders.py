@@ -26,7 +26,7 @@ from dubito.models.errors import DubitoError
 from dubito.service.fair import FairQueue
 from dubito.service.problems import FAILED, Gone, Late, Problem
 from dubito.service.settings import Settings
-from dubito.service.web.decode import receive, send
+from dubito.service.web.decode import NICE, receive, send
 from dubito.service.web.http import ClientGone, DisconnectWatch
 
 log = logging.getLogger("dubito")
@@ -164,6 +164,14 @@ class Decoders:
                     process.wait(1)
 
 
+def give_way() -> None:
+    """Lower the priority of this thread, which resizes pictures, and of the process that it starts, whose start alone
+    takes half a second of processor time. Only Linux has priorities of threads."""
+    if sys.platform == "linux":
+        usual = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), usual + NICE)
+
+
 def _cancel(future: "asyncio.Future[bytes]") -> None:
     future.cancel()
 
@@ -180,6 +188,7 @@ class Decoder(threading.Thread):
         self.lock = threading.Lock()  # of `current` and `process`: only the process of the current job may be ended
 
     def run(self) -> None:
+        give_way()
         if self.light:
             with suppress(OSError, EOFError):
                 self._connected(time.monotonic() + START)

@@ -83,6 +83,7 @@ class RequestContext:
     answered: float = 0.0  # time at which the model had answered
     waited: float = 0.0  # seconds in the queue
     passes: Mapping[str, float] = field(default_factory=dict)  # seconds on the device, by stage
+    more: bool = False  # others that came with it may follow some turns of the event loop later
     trace: "RequestTrace | None" = None  # where requests are traced
     also: Sequence[tuple[bytes, bytes]] = ()  # further headers of the reply
 
@@ -252,21 +253,28 @@ class Predictor:
         quick: bool,
     ) -> tuple[ServedModel, PredictResult, Columns]:
         """For another transport: the model that answers the values of its one input, its result, and the outputs."""
-        coded = Decode.pictures(values) if isinstance(values, list) else None
+        if quick and isinstance(values, np.ndarray):
+            context.served = served = self.repository.get(name, version)
+            x = Codec(served.declared, self._limits(served)).from_array(values)
+            context.rows = len(x)
+        else:
+            coded = Decode.pictures(values) if isinstance(values, list) else None
 
-        def read(codec: Codec) -> Inputs:
-            assert isinstance(values, np.ndarray)
-            return codec.from_array(values)
+            def read(codec: Codec) -> Inputs:
+                assert isinstance(values, np.ndarray)
+                return codec.from_array(values)
 
-        timeout = parsed.options.timeout_ms
-        served, x, _ = await self._inputs(context, name, version, timeout, coded, read, quick)
+            timeout = parsed.options.timeout_ms
+            served, x, _ = await self._inputs(context, name, version, timeout, coded, read, quick)
         return served, *await self._outputs(context, served, x, parsed)
 
     async def _outputs(
         self, context: RequestContext, served: ServedModel, x: Inputs, parsed: InferRequest
     ) -> tuple[PredictResult, Columns]:
         """The result, and the named outputs that the request asks for."""
-        declared, wanted = declared_outputs(served.model), parsed.header.outputs or ()
+        if served.outputs is None:
+            served.outputs = declared_outputs(served.model)
+        declared, wanted = served.outputs, parsed.header.outputs or ()
         for output in wanted:
             if output not in declared:
                 raise Problem(400, f"this model has no output {output[:40]!r}; it has {', '.join(declared)}.")
@@ -427,7 +435,7 @@ class Predictor:
         )
         left = min(context.began + options.timeout_ms / 1000, context.until) - context.parsed
         client = DisconnectWatch(context.receive)  # started only if the answer is slow: most are there before
-        tickets = served.batcher.put(request, left, client.start, context.client, context.trace)
+        tickets = served.batcher.put(request, left, client.start, context.client, context.trace, context.more)
         client.leave = lambda: served.batcher.drop(tickets)
         try:
             result = await served.batcher.result(tickets)

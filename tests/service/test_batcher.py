@@ -207,6 +207,21 @@ def test_an_idle_device_does_not_wait_for_more_than_half_of_what_it_takes(model:
     assert in_loop(body, model, Beside(model, BUCKETS, (8,), 0.05)) == [8, 8]
 
 
+def test_a_batch_waits_some_turns_of_the_loop_for_requests_that_may_follow(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        while not batcher.asleep:
+            await asyncio.sleep(0.001)
+        tickets = []
+        for i in range(3):
+            tickets.append(batcher.put(ask(rows(1, i), 8), 30, more=True))
+            await asyncio.sleep(0)  # the next one is queued some turns later
+            await asyncio.sleep(0)
+        found = [await batcher.result(t) for t in tickets]  # none comes any more: it is not waited for
+        assert all(same(f, rows(1, i), 8, model) for i, f in enumerate(found))
+
+    assert in_loop(body, model) == [3]
+
+
 def test_some_are_left_to_the_next_batch_where_others_fill_a_smaller_pass(model: Model) -> None:
     """Nine would take as long as sixteen, eight little more than half of that; fifteen are near enough.
 

@@ -30,7 +30,7 @@ from tritonclient.utils import InferenceServerException
 
 from dubito import __version__
 from dubito.models.embedded import embedded
-from dubito.service.grpc.messages import integers
+from dubito.service.grpc.messages import fields_of, integers
 from dubito.service.grpc.protocol import FILE, SERVICE, described, message_class
 from dubito.service.web.oip import DRAWS, DTYPES
 from dubito.service.web.security import hash_key
@@ -242,6 +242,35 @@ def test_elements_that_are_not_packed(bare: Bare, x: Array) -> None:
     loose = told.SerializeToString() + b"\x2a" + _length(inner) + inner
     expected = output_of(bare.infer(request(x[:1], samples=2, seed=1)), "probabilities")
     np.testing.assert_array_equal(output_of(bare.infer(loose), "probabilities"), expected)
+
+
+def test_messages_of_one_length_are_told_apart(bare: Bare, x: Array) -> None:
+    """The server remembers where the tensor of a message lies: another one of the same length must not be read so."""
+    numbers = np.zeros_like(x[:1])  # so that its bytes occur elsewhere, too
+    told = request(numbers, samples=2, seed=1)
+    told.id = "one"
+    usual = told.SerializeToString()
+    fields = [usual[start:stop] for start, _, _, stop in fields_of(usual, 0, len(usual), 100)]
+    raw_first = b"".join([fields[-1], *fields[:-1]])
+    told.id = "two"
+    other_id = told.SerializeToString()
+    told.parameters["seed"].int64_param = 2
+    other_seed = told.SerializeToString()
+    told.raw_input_contents[0] = x[:1].tobytes()
+    other_numbers = told.SerializeToString()
+    messages = [usual, raw_first, other_id, other_seed, other_numbers]
+    assert len(set(map(len, messages))) == 1
+    replies = [bare.infer(message) for message in (*messages, *messages, *reversed(messages))]
+    replies[10:] = reversed(replies[10:])
+    for turn in (0, 5, 10):
+        found = replies[turn : turn + 5]
+        assert [reply.id for reply in found] == ["one", "one", "two", "two", "two"]
+        assert [reply.parameters["seed"].string_param for reply in found] == ["1", "1", "1", "2", "2"]
+        for reply, numbers_, seed in zip(found, [numbers] * 4 + [x[:1]], (1, 1, 1, 2, 2), strict=True):
+            expected = bare.infer(request(numbers_, raw=False, samples=2, seed=seed))
+            np.testing.assert_array_equal(output_of(reply, "probabilities"), output_of(expected, "probabilities"))
+    cut = usual[:-1]  # one byte of the tensor is missing
+    assert refusal(lambda: bare.infer(cut))[0] is Code.INVALID_ARGUMENT
 
 
 def _length(value: bytes) -> bytes:

@@ -8,13 +8,17 @@ import re
 import select
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import httpx
+import numpy as np
+import psutil
 import pytest
 
 from dubito.models.embedded import embedded
@@ -140,6 +144,69 @@ def test_heads_without_end_are_refused_in_words(server: Live, head: bytes, statu
         found = said(plain)
         assert b"HTTP/1.1 %b " % status in found, found[:200]
     check_good(server)
+
+
+def test_connections_that_come_and_go_leave_nothing_behind(server: Live) -> None:
+    check_good(server)
+    process = psutil.Process(server.pid)
+    files = process.num_fds()
+    for i in range(600):
+        with connected(server) as plain:
+            if i % 3 == 1:  # a reset
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            elif i % 3 == 2:
+                plain.sendall(b"GET")
+    check_good(server)
+    until(lambda: process.num_fds() <= files + 2)
+    until(lambda: "dubito_connections 1.0" in httpx.get(f"{server.url}/metrics").text)
+
+
+@contextmanager
+def crowd(server: Live) -> Iterator[None]:
+    """More than half of the connections that an address may have."""
+    with ExitStack() as stack:
+        for _ in range(SMALL["connections_per_address"] * 2 // 3):
+            stack.enter_context(connected(server)).sendall(HOLDERS["an expectation"])
+        yield
+
+
+BODY = json.dumps(ZEROS).encode()
+CHUNKS = [(len(part), part) for part in (BODY[:50], BODY[50:], b"")]
+WHOLE = {
+    "at once": (post(ZEROS),),
+    "in two": (post(ZEROS)[:200], post(ZEROS)[200:]),
+    "byte by byte, its head": (*(bytes([byte]) for byte in post(ZEROS)[:120]), post(ZEROS)[120:]),
+    "in chunks": (POST + b"Transfer-Encoding: chunked\r\n\r\n", *(b"%x\r\n%b\r\n" % (n, b) for n, b in CHUNKS)),
+    "without a body": (b"GET /readyz HTTP/1.1\r\nHo", b"st: localhost\r\n\r\n"),
+    "of much text": (post({**ZEROS, "tolerance": 0.5}, *[f"X-{i}: {'a' * 80}" for i in range(30)]),),
+    "larger than is read ahead": (post({"inputs": np.zeros((100, 1, 8, 8)).tolist()}),),
+}
+
+
+@pytest.mark.parametrize("pieces", WHOLE.values(), ids=WHOLE)
+def test_whole_requests_of_a_crowded_address_are_answered(server: Live, pieces: tuple[bytes, ...]) -> None:
+    with crowd(server), connected(server) as plain:
+        replies = plain.makefile("rb")
+        for piece in pieces:
+            plain.sendall(piece)
+            time.sleep(0.002)
+        assert status_in(replies) == 200
+        plain.sendall(post(ZEROS))  # the connection is as good as any other
+        assert status_in(replies) == 200
+
+
+def status_in(replies: BinaryIO) -> int:
+    """The status of the next reply, which is read whole."""
+    status = int(replies.readline().split()[1])
+    headers = dict(line.lower().split(b": ", 1) for line in iter(lambda: replies.readline().strip(), b""))
+    replies.read(int(headers[b"content-length"]))
+    return status
+
+
+def test_half_a_request_of_a_crowded_address_is_told_that_it_is_late(server: Live) -> None:
+    with crowd(server), connected(server) as plain:
+        plain.sendall(HOLDERS["half a body"])
+        assert said(plain).startswith(b"HTTP/1.1 408 Request Timeout\r\n")
 
 
 def test_a_slow_loris_is_told_that_it_is_late(server: Live) -> None:

@@ -7,9 +7,11 @@ ten times as long.
 import asyncio
 import base64
 import json
+import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,6 +25,7 @@ import pytest
 
 from benchmarks import _hostile as hostile
 from dubito.models.embedded import embedded
+from dubito.service.web.decode import NICE
 
 Fixture = Any  # the types of conftest.py
 V1, V2 = "/v1/models/digits/predict", "/v2/models/digits/infer"
@@ -250,6 +253,19 @@ def end(processes: list[psutil.Process]) -> None:
     while any(map(runs, processes)):
         assert time.monotonic() < limit
         time.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_decoding_gives_way_to_predictions(server: Fixture, http: httpx.Client) -> None:
+    """The processes that decode, and the server's threads that resize what they have decoded."""
+    assert http.post(V1, content=hostile.picture(2000), headers=PNG).status_code == 200  # starts the second process
+    usual = os.getpriority(os.PRIO_PROCESS, server.pid)
+    lower = min(19, usual + NICE)
+    threads = [os.getpriority(os.PRIO_PROCESS, one.id) for one in psutil.Process(server.pid).threads()]
+    assert set(threads) == {usual, lower}
+    assert threads.count(lower) >= 2  # and those that torch starts for them
+    children = psutil.Process(server.pid).children()
+    assert [os.getpriority(os.PRIO_PROCESS, one.pid) for one in children] == [lower] * len(children) != []
 
 
 def test_a_process_that_dies_is_replaced(server: Fixture, http: httpx.Client) -> None:

@@ -1,0 +1,181 @@
+"""Accepts connections at little cost: a few in each turn of the event loop and, where many come, with a protocol only
+for those that speak.
+
+The servers of event loops accept all connections that wait at once, with a transport and a protocol for each, so that a
+flood of them would keep requests waiting.
+"""
+
+import asyncio
+import math
+import re
+import selectors
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from dubito.service.web.limits import ConnectionLimits
+
+ACCEPTS, READS = 16, 64  # connections that are accepted, and read from, in one turn of the event loop
+FEW, WINDOW = 4, 0.01  # connections that get a protocol at once, in so many seconds
+READ = 1 << 14  # bytes that are read before there is a protocol
+PAUSE = 0.05  # seconds without accepting, where the process has no more file descriptors
+LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
+LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+OTHER = re.compile(rb"\r\n(?:transfer-encoding|expect|upgrade):", re.IGNORECASE)
+
+Make = Callable[[bytes], asyncio.Protocol]  # a protocol whose client has sent these bytes
+
+
+class Acceptor:
+    """A listening socket, and its connections that have no protocol yet."""
+
+    def __init__(self, listener: socket.socket, backlog: int, limits: ConnectionLimits, make: Make) -> None:
+        self.listener, self.limits, self.make = listener, limits, make
+        self.loop = asyncio.get_running_loop()
+        self.arrivals: set[Arrival] = set()
+        self.selector = selectors.DefaultSelector()  # of those that wait: a fifth of what the event loop would take
+        self.tasks: set[asyncio.Task[None]] = set()  # that make protocols
+        self.until, self.came = 0.0, 0  # end of a window of time, and connections that came in it
+        self.open = True
+        listener.setblocking(False)
+        listener.listen(backlog)
+        self.loop.add_reader(listener, self._accept)
+        self.loop.add_reader(self.selector, self._read)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS):
+            try:
+                plain, (host, *_) = self.listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:
+                self.loop.remove_reader(self.listener)
+                self.loop.call_later(PAUSE, self._go_on)
+                return
+            plain.setblocking(False)
+            address = self.limits.address_of(host)
+            if self._few() and not self.crowded(address):
+                self.begin(plain, b"")
+                continue
+            arrival = Arrival(self, plain, address)
+            self.arrivals.add(arrival)
+            if self.limits.enter(arrival):
+                arrival.begin()  # which is refused then, with a reply
+            else:
+                arrival.read()
+
+    def _few(self) -> bool:
+        """Count a connection; whether they come so slowly that each gets a protocol at once."""
+        if (now := self.loop.time()) > self.until:
+            self.until, self.came = now + WINDOW, 0
+        self.came += 1
+        return self.came <= FEW
+
+    def _go_on(self) -> None:
+        if self.open:
+            self.loop.add_reader(self.listener, self._accept)
+
+    def _read(self) -> None:
+        for key, _ in self.selector.select(0)[:READS]:
+            key.data.read()
+
+    def crowded(self, address: str) -> bool:
+        """Whether an address has so many connections that only whole requests of it get a protocol."""
+        return address != "" and 2 * self.limits.by_address[address] > self.limits.settings.connections_per_address
+
+    def begin(self, plain: socket.socket, first: bytes) -> None:
+        task = self.loop.create_task(self._begin(plain, first))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _begin(self, plain: socket.socket, first: bytes) -> None:
+        try:
+            await self.loop.connect_accepted_socket(lambda: self.make(first), plain)
+        except OSError:  # its client has gone
+            plain.close()
+
+    async def close(self) -> None:
+        """Accept no more; those that were accepted get a protocol, and may still send a request."""
+        self.open = False
+        self.loop.remove_reader(self.listener)
+        self.listener.close()
+        for arrival in list(self.arrivals):
+            arrival.begin()
+        self.loop.remove_reader(self.selector)
+        self.selector.close()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+
+
+class Arrival:
+    """One of many connections. Its client has not sent anything or, where its address is crowded, no whole request."""
+
+    def __init__(self, acceptor: Acceptor, plain: socket.socket, address: str) -> None:
+        self.acceptor, self.plain, self.address = acceptor, plain, address
+        self.deadline = acceptor.loop.time() + acceptor.limits.settings.header_seconds
+        self.kind = "header_seconds"  # limit that the deadline comes from
+        self.unsent = 0
+        self.data = b""
+        self.waiting = False  # the acceptor reads when something comes
+
+    def read(self) -> None:
+        try:
+            more = self.plain.recv(READ)
+        except (BlockingIOError, InterruptedError):
+            self._wait()
+            return
+        except OSError:
+            more = b""
+        self.data += more
+        if not more:  # the client has gone
+            self._close()
+        elif not self.acceptor.crowded(self.address) or len(self.data) >= READ or _whole(self.data):
+            self.begin()
+        else:
+            if self.kind == "header_seconds" and b"\r\n\r\n" in self.data:
+                self.kind = "body_seconds"
+                self.deadline = self.acceptor.loop.time() + self.acceptor.limits.settings.body_seconds
+            self._wait()
+
+    def _wait(self) -> None:
+        if not self.waiting:
+            self.waiting = True
+            self.acceptor.selector.register(self.plain, selectors.EVENT_READ, self)
+
+    def begin(self) -> None:
+        """Hand the connection over to a protocol."""
+        self._leave()
+        self.acceptor.begin(self.plain, self.data)
+
+    def expire(self) -> None:
+        self.acceptor.limits.closed[self.kind] += 1
+        if self.data:
+            with suppress(OSError):
+                self.plain.send(LATE)
+        self._close()
+
+    def evict(self, reason: str) -> None:
+        self.acceptor.limits.closed[reason] += 1
+        self._close()
+
+    def _close(self) -> None:
+        self._leave()
+        self.plain.close()
+
+    def _leave(self) -> None:
+        self.deadline = math.inf
+        if self.waiting:
+            self.waiting = False
+            self.acceptor.selector.unregister(self.plain)
+        self.acceptor.limits.leave(self)
+        self.acceptor.arrivals.discard(self)
+
+
+def _whole(data: bytes) -> bool:
+    """Whether a request is there whole, or is one of which only a protocol can say so."""
+    end = data.find(b"\r\n\r\n")
+    if end < 0:
+        return False
+    head = data[: end + 2]
+    length = LENGTH.search(head)
+    return OTHER.search(head) is not None or length is None or len(data) >= end + 4 + int(length[1])
