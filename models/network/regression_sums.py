@@ -123,26 +123,30 @@ class _Rows:
 
     def beside(self, V: Tensor) -> Tensor:
         """Pseudo-outputs (M, places, d) in the order of the windows: (height, M · width, d) of the map."""
-        by_row = V.unflatten(1, (-1, *self.places)).flatten(0, 1)
+        by_row: Tensor = V.unflatten(1, (-1, *self.places)).flatten(0, 1)
         return by_row.transpose(0, 1).reshape(self.places[0], -1, V.shape[-1])
 
     def apart(self, V: Tensor, M: int) -> Tensor:
         """The inverse of `beside`."""
-        by_row = V.unflatten(1, (-1, self.places[1])).transpose(0, 1)
+        by_row: Tensor = V.unflatten(1, (-1, self.places[1])).transpose(0, 1)
         return by_row.reshape(M, -1, V.shape[-1])
 
     def in_order(self, columns: Tensor, axis: int) -> Tensor:
         """Columns (…, kernel rows · q, …) -> in the order of W's."""
         if self.geometry.taps_first:
             return columns
-        by_tap = columns.unflatten(axis, (self.geometry.kernel[0], self.geometry.inputs, self.geometry.kernel[1]))
+        by_tap: Tensor = columns.unflatten(
+            axis, (self.geometry.kernel[0], self.geometry.inputs, self.geometry.kernel[1])
+        )
         return by_tap.transpose(axis, axis + 1).flatten(axis, axis + 2)
 
     def by_rows(self, columns: Tensor, axis: int) -> Tensor:
         """The inverse of `in_order`."""
         if self.geometry.taps_first:
             return columns
-        by_tap = columns.unflatten(axis, (self.geometry.inputs, self.geometry.kernel[0], self.geometry.kernel[1]))
+        by_tap: Tensor = columns.unflatten(
+            axis, (self.geometry.inputs, self.geometry.kernel[0], self.geometry.kernel[1])
+        )
         return by_tap.transpose(axis, axis + 1).flatten(axis, axis + 2)
 
 

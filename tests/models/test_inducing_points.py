@@ -217,9 +217,8 @@ def test_sums_over_patches_are_those_of_explicit_patches(
         expected = Phi[k].T @ (weights[:, None] * V.flatten(0, 1).numpy())
         np.testing.assert_allclose(h[k].detach(), expected, rtol=1e-9, atol=1e-12)
     # gradients of ⟨A, G⟩ + ⟨B, h⟩: by Λ Φ (A + Aᵀ) + Λ V Bᵀ at the patches, which F.fold adds up, by Λ Φ B, and by λ
-    A, B = drawn(*G.shape, seed=3), drawn(*h.shape, seed=4)
-    ((A * G).sum() + (B * h).sum()).backward()
-    A, B = A.numpy(), B.numpy()
+    A, B = drawn(*G.shape, seed=3).numpy(), drawn(*h.shape, seed=4).numpy()
+    ((torch.tensor(A) * G).sum() + (torch.tensor(B) * h).sum()).backward()
     flat = V.flatten(0, 1).numpy()
     of_V = sum(weights[:, None] * Phi[k] @ B[k] for k in range(K))
     of_lam = sum((Phi[k] @ A[k] * Phi[k]).sum(1) + (Phi[k] @ B[k] * flat).sum(1) for k in range(K))
