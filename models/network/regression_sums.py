@@ -13,6 +13,8 @@ from dubito.models.network.geometry import Conv, Geometry, Linear
 
 PATCHES = 1 << 25  # numbers of patches that are formed at a time
 FEW = 8  # features for each column of W
+SMALL = 1 << 27  # multiplications of a linear layer's G
+JITTER = 1e-6  # of a G in float32, as a share of its mean diagonal: more than rounding can take off an eigenvalue
 
 
 def regression_sums(geometry: Geometry, x: Tensor, V: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,11 +25,21 @@ def regression_sums(geometry: Geometry, x: Tensor, V: Tensor, lam: Tensor) -> tu
     of x as the kernel has taps.
 
     In float64 where features are few, which costs no more than the factorisation of G to come: G has then eigenvalues
-    near 0 beside large ones, and rounded to float32 it would give wrong densities, or no Cholesky factor.
+    near 0 beside large ones, and rounded to float32 it would give wrong densities, or no Cholesky factor. In float64
+    for small linear layers too, for float32 may mean TF32 on a GPU.
     """
-    few = V.shape[0] * V.shape[1] < FEW * geometry.shape[1]
+    features, d_in = V.shape[0] * V.shape[1], geometry.shape[1]
+    few = features < FEW * d_in or (isinstance(geometry, Linear) and features * d_in**2 <= SMALL)
     x, V = (t.to(torch.double if few else torch.promote_types(t.dtype, torch.float32)) for t in (x, V))
-    x = x.unflatten(1, (len(lam), -1))  # (K, M, rows of the layer for each input, ...)
+    G, h = _regression_sums(geometry, x.unflatten(1, (len(lam), -1)), V, lam)
+    if G.dtype == torch.float32:
+        ridge = JITTER * G.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+        G = G + ridge * torch.eye(d_in, dtype=G.dtype, device=G.device)
+    return G, h
+
+
+def _regression_sums(geometry: Geometry, x: Tensor, V: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """Of inputs (K, M, rows of the layer for each input, ...)."""
     if isinstance(geometry, Linear):
         return _sums(geometry, x, V, lam)
     if geometry.dims == 2 and geometry.padding_mode == "zeros":
@@ -51,8 +63,9 @@ def _sums(geometry: Geometry, x: Tensor, V: Tensor, lam: Tensor) -> tuple[Tensor
     _check_places(Phi.shape[2], V)
     if geometry.bias:
         Phi = torch.cat([Phi, Phi.new_ones(*Phi.shape[:-1], 1)], -1)
-    weighted = (Phi * lam.to(Phi.dtype)[:, None, None]).flatten(1, 2).mT
-    return weighted @ Phi.flatten(1, 2), weighted @ V.flatten(0, 1)
+    root = lam.sqrt().to(Phi.dtype)[:, None, None]
+    weighted = (Phi * root).flatten(1, 2)  # √Λ on both sides keeps G positive semi-definite if products are rounded
+    return weighted.mT @ weighted, weighted.mT @ (V * root).flatten(0, 1)
 
 
 def _check_places(places: int, V: Tensor) -> None:
