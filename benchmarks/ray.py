@@ -1,7 +1,9 @@
-"""Ray Serve on two nodes under load: a replica killed, a setting rolled out, a node removed; and what the hop costs.
+"""Ray Serve on two nodes under load, with one client's request in flight on each connection all the time.
 
-Clients send one prediction after the other, with a fixed seed, and send a request that fails once more. Beside it, the
-same artifact in one process (`dubito serve`), asked by one client at a time. Needs the extra ray.
+Phases: replicas added by the autoscaler, one killed, a version rolled out, a node removed, replicas taken away by the
+autoscaler. Clients send a request that fails once more, after a second. Beside them: what the hop costs against one
+process (`dubito serve`) of the same artifacts, a burst beyond the queues, and what `/metrics` counts. Needs the extra
+ray.
 """
 
 import argparse
@@ -12,11 +14,15 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
@@ -27,9 +33,37 @@ from dubito.models import bayesianize, build, save
 from dubito.models.manifest import Card, Input
 from dubito.service.settings import Settings, read_settings
 
-BODY = json.dumps({"inputs": [[0.5] * 16], "samples": 8, "seed": 1}).encode()
+
+def body(rows: int, samples: int) -> bytes:
+    return json.dumps(
+        {"inputs": [[0.5] * 16] * rows, "samples": samples, "seed": 1, "return": ["probabilities"]}
+    ).encode()
+
+
+LONG_ROWS, PAUSE = 64, 1.0  # inputs of a long request; seconds before a request that failed is sent once more
+SHORT, LONG, LONGEST = body(1, 8), body(LONG_ROWS, 256), body(256, 512)  # the last asks for all that a request may
 HEADERS = {"content-type": "application/json"}
 REPLICA = f"ray::ServeReplica:{NAME}:{NAME}"
+MODEL = "small"
+AT_ONCE = 40  # requests of the burst
+SOON = {  # seconds
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",  # between two reports of a replica's load; Ray: 10
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # for which a replica that is to end lives on; Ray: 30
+}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one request got; without an answer, why."""
+
+    why: str = ""
+    version: str = ""
+    predictions: str = ""  # as JSON
+    retry_after: bool = False
+
+    @property
+    def answered(self) -> bool:
+        return not self.why
 
 
 @dataclass
@@ -41,165 +75,245 @@ class Tally:
     once: int = 0  # failed without a retry
     twice: int = 0  # failed with one
     why: set[str] = field(default_factory=set)
-    answers: set[str] = field(default_factory=set)  # predictions, as JSON
-    seconds: list[float] = field(default_factory=list)
+    answers: set[Reply] = field(default_factory=set)  # to short requests
+    seconds: list[float] = field(default_factory=list)  # of short requests
+    most: int = 0  # replicas that ran at one time
 
 
 class Clients:
-    """Threads that ask for predictions until they are stopped; `phase` collects what they see."""
+    """Threads that ask for predictions, every other one for long ones; `phase` collects what they see."""
 
-    def __init__(self, port: int, model: str, number: int) -> None:
-        self.port, self.path, self.phase, self.stopped = port, f"/v1/models/{model}/predict", Tally("warm-up"), False
-        self.lock = threading.Lock()
-        self.threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(number)]
+    def __init__(self, port: int) -> None:
+        self.port, self.phase, self.lock = port, Tally("warm-up"), threading.Lock()
+        self.threads: list[threading.Thread] = []
+        self.wanted = self.rows = 0  # clients, and inputs that were answered
 
-    def __enter__(self) -> "Clients":
-        for thread in self.threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stopped = True
-        for thread in self.threads:
+    def number(self, wanted: int) -> None:
+        """Let so many ask from now on."""
+        self.wanted = wanted
+        for i in range(len(self.threads), wanted):
+            self.threads.append(threading.Thread(target=self._ask, args=(i,), daemon=True))
+            self.threads[i].start()
+        for thread in self.threads[wanted:]:
             thread.join()
+        del self.threads[wanted:]
 
     def begin(self, name: str) -> Tally:
         with self.lock:
             self.phase = Tally(name)
         return self.phase
 
-    def _ask(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        while not self.stopped:
-            phase, failures = self.phase, list[str]()
+    def _ask(self, number: int) -> None:
+        connection, short = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60), number % 2 == 0
+        while number < self.wanted:
+            failures = list[str]()
             began = time.perf_counter()
-            for _ in range(2):
-                answer, why = ask(connection, self.path)
-                if not why:
-                    break
-                failures.append(why)
+            while not (reply := ask(connection, SHORT if short else LONG)).answered and not failures:
+                failures.append(reply.why)
                 connection.close()
+                time.sleep(PAUSE)
+            failures += [] if reply.answered else [reply.why]
             with self.lock:
+                phase = self.phase
                 phase.sent += 1
+                self.rows += (1 if short else LONG_ROWS) * reply.answered
                 phase.once += len(failures) > 0
                 phase.twice += len(failures) > 1
                 phase.why |= set(failures)
-                phase.seconds.append(time.perf_counter() - began)
-                phase.answers |= {answer} if answer else set()
+                if short:
+                    phase.seconds.append(time.perf_counter() - began)
+                    phase.answers |= {reply} if reply.answered else set()
 
 
-def ask(connection: http.client.HTTPConnection, path: str) -> tuple[str, str]:
-    """The predictions, or why there are none."""
+def ask(connection: http.client.HTTPConnection, content: bytes, model: str = MODEL) -> Reply:
     try:
-        connection.request("POST", path, BODY, HEADERS)
+        connection.request("POST", f"/v1/models/{model}/predict", content, HEADERS)
         reply = connection.getresponse()
         content = reply.read()
     except (OSError, http.client.HTTPException) as error:
-        return "", type(error).__name__
-    return (json.dumps(json.loads(content)["predictions"]), "") if reply.status == 200 else ("", str(reply.status))
+        return Reply(type(error).__name__)
+    if reply.status != 200:
+        return Reply(str(reply.status), retry_after="retry-after" in reply.headers)
+    known = json.loads(content)
+    return Reply("", known["version"], json.dumps(known["predictions"]))
 
 
-def alone(port: int, model: str, seconds: float) -> tuple[list[float], str]:
-    """Latencies of one client, and the answer."""
+def alone(port: int, seconds: float) -> tuple[list[float], int]:
+    """Latencies of one client, and how many inputs it sent."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    path, times, end = f"/v1/models/{model}/predict", list[float](), time.perf_counter() + seconds
+    times, end = list[float](), time.perf_counter() + seconds
     for _ in range(20):
-        answer, why = ask(connection, path)
-        assert not why, why
+        assert not (reply := ask(connection, SHORT)).why, reply
     while time.perf_counter() < end:
         began = time.perf_counter()
-        ask(connection, path)
+        ask(connection, SHORT)
         times.append(time.perf_counter() - began)
-    return times, answer
+    return times, 20 + len(times)
+
+
+def burst(port: int) -> Counter[str]:
+    """Statuses of many requests at once, of as much work as a request may ask for."""
+
+    def one() -> None:
+        reply = ask(http.client.HTTPConnection("127.0.0.1", port, timeout=120), LONGEST)
+        statuses.append(f"{reply.why or 200}{' with Retry-After' if reply.retry_after else ''}")
+
+    statuses: list[str] = []
+    threads = [threading.Thread(target=one) for _ in range(AT_ONCE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return Counter(statuses)
+
+
+def counted(port: int) -> tuple[int, int]:
+    """Of `/metrics`: how many replicas it has, and how many inputs they have answered together."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/metrics")
+    families = text_string_to_metric_families(connection.getresponse().read().decode())
+    samples = [sample for family in families for sample in family.samples if sample.name == "dubito_inputs_total"]
+    return len({sample.labels["replica"] for sample in samples}), int(sum(sample.value for sample in samples))
 
 
 def replicas() -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[0].startswith(REPLICA)]
 
 
-def wait_for(number: int, seconds: float = 120.0) -> None:
-    """Until so many replicas answer."""
+def wait_for(number: int, tally: Tally | None = None, seconds: float = 180.0) -> None:
+    """Until so many replicas run, and no others end; some may wait for a node."""
     from ray import serve
 
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        states = serve.status().applications[NAME].deployments[NAME].replica_states
-        if states == {"RUNNING": number} and len(replicas()) == number:
+        states = {str(k): v for k, v in serve.status().applications[NAME].deployments[NAME].replica_states.items()}
+        running = states.get("RUNNING", 0)
+        if tally is not None:
+            tally.most = max(tally.most, running)
+        if running == number and len(replicas()) == number:
             return
         time.sleep(0.5)
     raise TimeoutError(f"{number} replicas do not run: {states}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
     phases: list[Tally]
-    through_ray: list[float]  # seconds, one client
-    one_process: list[float]
-    answers: set[str]  # of both
+    one_process: list[float]  # seconds, one client
+    expected: set[Reply]  # what one process answers in each version
+    through_ray: list[float]
+    counted: tuple[int, int]  # by /metrics: replicas, inputs
+    sent: int  # inputs, before /metrics was read
+    burst: Counter[str]
+
+    @property
+    def wrong(self) -> int:
+        """Answers that one process does not give."""
+        return len({answer for phase in self.phases for answer in phase.answers} - self.expected)
+
+
+def artifact(file: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    net = build("mlp", inputs=16, hidden=[64], outputs=4)
+    save(bayesianize(net, "ffg-u", inducing=16), file, card=Card(input=Input(shape=(16,))))
+    return file
+
+
+def by_one_process(folder: Path, seconds: float) -> tuple[list[float], set[Reply]]:
+    """Latencies of one client of `dubito serve`, and the answers of both versions."""
+    times, answers = list[float](), set[Reply]()
+    for version in ("1", "2"):
+        command = ["dubito", "serve", str(folder / version), "--device", "cpu"]
+        command += ["--set", "plan_seconds=0", "--set", "log_level=error"]
+        with running(command, folder / "log", "/readyz") as server:
+            port = int(server.url.rpartition(":")[2])
+            answers.add(ask(http.client.HTTPConnection("127.0.0.1", port, timeout=60), SHORT))
+            times += alone(port, seconds)[0] if version == "1" else []
+    return times, answers
 
 
 def measure(seconds: float, clients: int) -> Outcome:
     prepare_environment()
-    import ray
-    from ray import serve
-    from ray.cluster_utils import Cluster
-
-    torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "small.safetensors"
-        net = build("mlp", inputs=16, hidden=[64], outputs=4)
-        save(bayesianize(net, "ffg-u", inducing=16), file, card=Card(input=Input(shape=(16,))))
-        command = [
-            "dubito",
-            "serve",
-            str(file),
-            "--device",
-            "cpu",
-            "--set",
-            "plan_seconds=0",
-            "--set",
-            "log_level=error",
-        ]
-        with running(command, Path(folder) / "log", "/readyz") as server:
-            plain, answer = alone(int(server.url.rpartition(":")[2]), "small", seconds)
+    os.environ |= SOON | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for version in (1, 2):
+            artifact(folder / str(version) / MODEL / str(version) / "model.safetensors", version)
+        one_process, expected = by_one_process(folder, seconds)
         port = free_port()
-        known = read_settings(None, models=[file], device="cpu", plan_seconds=0.0, port=port, log_level="error")
-        os.environ["OMP_NUM_THREADS"] = "1"
+        settings = read_settings(
+            None, models=[folder / "1"], device="cpu", plan_seconds=0.0, port=port, log_level="error"
+        )
+        with TwoNodes(port) as nodes:
+            phases, *seen = _phases(nodes, Clients(port), settings, folder, seconds, clients)
+    return Outcome(phases, one_process, expected, *seen)
+
+
+class TwoNodes:
+    """A cluster on this machine, with Serve's proxy on the first node."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def __enter__(self) -> "TwoNodes":
+        import ray
+        from ray import serve
+        from ray.cluster_utils import Cluster
+
         node = {"node_ip_address": "127.0.0.1", "num_cpus": 2}
-        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        second = cluster.add_node(**node)
-        try:
-            ray.init(address=cluster.address, namespace=NAME, log_to_driver=False)
-            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-            deploy(known)
-            wait_for(3)
-            hop, through = alone(port, "small", seconds)
-            phases = []
-            with Clients(port, "small", clients) as load:
-                time.sleep(1)
-                phases.append(load.begin("steady"))
-                time.sleep(seconds)
-                phases.append(load.begin("a replica killed (kill -9)"))
-                os.kill(replicas()[0], 9)
-                time.sleep(2)
-                wait_for(3)
-                phases.append(load.begin("a setting rolled out"))
-                deploy(known.model_copy(update={"deadline_ms": known.deadline_ms + 1}))
-                wait_for(3)
-                phases.append(load.begin("a node removed"))
-                cluster.remove_node(second)
-                time.sleep(seconds)
-            serve.shutdown()
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
-    return Outcome(phases, hop, plain, {answer, through, *(a for phase in phases for a in phase.answers)})
+        self.cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        self.second = self.cluster.add_node(**node)
+        ray.init(address=self.cluster.address, namespace=NAME, log_to_driver=False)
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": self.port})
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+        from ray import serve
+
+        serve.shutdown()
+        ray.shutdown()
+        self.cluster.shutdown()
+
+    def lose_one(self) -> None:
+        self.cluster.remove_node(self.second)
 
 
-def deploy(settings: Settings) -> None:
+def _phases(
+    nodes: TwoNodes, load: Clients, settings: Settings, folder: Path, seconds: float, clients: int
+) -> tuple[list[Tally], list[float], tuple[int, int], int, Counter[str]]:
+    """Phases, latencies of one client, what /metrics counted and what was sent by then, and statuses of the burst."""
+    phases, options = [], ReplicaOptions(least=1, most=3, target=2.0, up_seconds=1.0, down_seconds=2.0)
+
+    def phase(name: str, change: Callable[[], Any], until: int, after: float = 0.0) -> None:
+        phases.append(load.begin(name))
+        change()
+        time.sleep(after)
+        wait_for(until, phases[-1])
+
+    deploy(settings, options)
+    wait_for(1)
+    hop, sent = alone(nodes.port, seconds)
+    phase("load comes: the autoscaler adds replicas", lambda: load.number(clients), 3)
+    load.number(0)
+    time.sleep(3)  # replicas report every two
+    seen, sent = counted(nodes.port), sent + load.rows
+    load.number(clients)
+    phase("steady", lambda: time.sleep(seconds), 3)
+    phase("a replica ended by `kill -9`", lambda: os.kill(replicas()[0], 9), 3, 2)
+    second = settings.model_copy(update={"models": (folder / "2",)})
+    phase("version 2 rolled out in place of 1", lambda: deploy(second, options), 3)
+    phase("a node removed, with its replicas", nodes.lose_one, 2, max(seconds, 10.0))
+    phase("load goes: the autoscaler takes replicas away", lambda: load.number(2), 1)
+    load.number(0)
+    return phases, hop, seen, sent, burst(nodes.port)
+
+
+def deploy(settings: Settings, options: ReplicaOptions) -> None:
     from ray import serve
 
-    serve.run(application_of(settings, ReplicaOptions(least=3, most=3)), name=NAME, route_prefix="/")
+    serve.run(application_of(settings, options), name=NAME, route_prefix="/")
 
 
 def quantiles(seconds: list[float]) -> tuple[float, float]:
@@ -211,27 +325,41 @@ def quantiles(seconds: list[float]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each phase that does not end by itself")
-    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--json", action="store_true", help="print counts as one JSON object instead")
     args = parser.parse_args()
     outcome = measure(args.seconds, args.clients)
     if args.json:
-        phases = {phase.name: [phase.sent, phase.once, phase.twice] for phase in outcome.phases}
-        print(json.dumps({"phases": phases, "answers": len(outcome.answers)}))
+        print(json.dumps(_counts(outcome)))
         return
-    table = Table(title=f"{machine()}, 2 nodes, 3 replicas, {args.clients} clients")
-    for name in ("phase", "sent", "failed", "failed with one retry", "p50 ms", "p99 ms", "why"):
+    table = Table(title=f"{machine()}, 2 nodes, {args.clients} clients, every other one with long requests")
+    for name in ("phase", "sent", "failed", "failed with one retry", "p50 ms", "p99 ms", "most replicas", "why"):
         table.add_column(name)
     for phase in outcome.phases:
         p50, p99 = quantiles(phase.seconds)
-        cells = (phase.sent, phase.once, phase.twice, f"{p50:.2f}", f"{p99:.2f}", ", ".join(sorted(phase.why)))
+        cells = (phase.sent, phase.once, phase.twice, f"{p50:.2f}", f"{p99:.2f}", phase.most, ", ".join(phase.why))
         table.add_row(phase.name, *map(str, cells))
     console = Console()
     console.print(table)
     for name, times in (("one process", outcome.one_process), ("through Ray", outcome.through_ray)):
         p50, p99 = quantiles(times)
         console.print(f"{name}, one client: p50 {p50:.2f} ms, p99 {p99:.2f} ms, {len(times):,} requests")
-    console.print(f"different answers to the one request with its seed: {len(outcome.answers)}")
+    console.print(f"answers to a request with a seed that one process does not give: {outcome.wrong}")
+    console.print(f"/metrics: {outcome.counted[0]} replicas, {outcome.counted[1]} inputs; sent: {outcome.sent}")
+    said = ", ".join(f"{number} × {status}" for status, number in sorted(outcome.burst.items()))
+    console.print(f"{AT_ONCE} requests at once, of {256 * 512:,} rows × draws each: {said}")
+
+
+def _counts(outcome: Outcome) -> dict[str, Any]:
+    names = ("sent", "once", "twice", "most")
+    return {
+        "phases": [{name: getattr(phase, name) for name in names} for phase in outcome.phases],
+        "versions": [sorted({answer.version for answer in phase.answers}) for phase in outcome.phases],
+        "wrong": outcome.wrong,
+        "counted": outcome.counted,
+        "sent": outcome.sent,
+        "burst": outcome.burst,
+    }
 
 
 if __name__ == "__main__":

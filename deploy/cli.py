@@ -119,6 +119,8 @@ def ray(
             help=f"Artifacts, model repositories, or addresses of them ({ADDRESSES}). Without: the embedded models.",
         ),
     ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.", show_default="8000")] = None,
     replicas: Annotated[int, typer.Option(help="Replicas, or the fewest of them.", min=1)] = 1,
     max_replicas: Annotated[
         int | None, typer.Option(help="Most replicas: then Ray chooses by --target.", show_default="as --replicas")
@@ -147,7 +149,7 @@ def ray(
     from dubito.deploy.ray.application import RayError, ReplicaOptions, run
     from dubito.service.settings import settings_of_command
 
-    effective = settings_of_command(settings, {"models": paths or None}, change or [])
+    effective = settings_of_command(settings, {"models": paths or None, "host": host, "port": port}, change or [])
     most = replicas if max_replicas is None else max_replicas
     if most < replicas:
         raise RayError(f"--max-replicas is {most}, below --replicas {replicas}; expected at least as many.")
@@ -159,7 +161,7 @@ def ray(
 def ray_score(
     file: Artifact,
     rows: Annotated[str, typer.Argument(metavar="INPUT", help="What to score, as for dubito score.")],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The Parquet file to write.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="The Parquet file to write.")],
     workers: Annotated[int, typer.Option(help="Processes on the cluster.", min=1)] = 2,
     cpus: Annotated[float, typer.Option(help="CPUs that Ray reserves for each.")] = 1.0,
     gpus: Annotated[float, typer.Option(help="GPUs of each.")] = 0.0,
@@ -170,7 +172,7 @@ def ray_score(
 ) -> None:
     """Score a file as dubito score does, by processes on the nodes of a Ray cluster. Needs the extras ray and score.
 
-    Input and output must be on storage that all nodes see under the same path.
+    The output must be on storage that all nodes see under the same path; so must model and input, or be addresses.
 
     Try: dubito ray-score model.safetensors rows.parquet scores.parquet --workers 8 --gpus 1
     """
@@ -178,12 +180,17 @@ def ray_score(
     need("score", "pyarrow")
     from functools import partial
 
-    from dubito.deploy.ray.application import connect
-    from dubito.models.remote.cache import fetched
+    from dubito.deploy.ray.application import RayError, connect
+    from dubito.models.remote.address import Address, place_of
     from dubito.models.terminal import bar
+    from dubito.service.scoring.rows import input_place
     from dubito.service.scoring.score import Scoring, score
 
-    asked = Scoring(fetched(file).resolve(), str(Path(rows).resolve()), output.resolve(), chosen_samples(samples), seed)
+    input_place(rows)
+    if isinstance(target := place_of(output), Address):
+        raise RayError(f"OUTPUT is {target}; expected a path, under which all nodes see the parts of the output.")
+    model, source = (text if "://" in text else str(Path(text).resolve()) for text in (file, rows))
+    asked = Scoring(model, source, target.resolve(), chosen_samples(samples), seed)
     connect(address, logs=False)
     from dubito.deploy.ray.data import score_parts
 

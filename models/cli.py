@@ -186,9 +186,11 @@ def inspect(file: Artifact, network: Network = None, as_json: AsJson = False) ->
 def predict(
     file: Artifact,
     inputs: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
-            metavar="INPUT", help="Image files, or .npy files: uint8 pixels, or numbers in the model's own input space."
+            metavar="INPUT",
+            help="Image files, or .npy files: uint8 pixels, or numbers in the model's own input space. Or addresses of "
+            "them.",
         ),
     ],
     samples: Samples = None,
@@ -215,7 +217,7 @@ def predict(
     permit_network(network)
     model = load(file)
     check_group(model.card.calibration, group)
-    named = [(name, x) for path in inputs for name, x in _read(path, model)]
+    named = [row for where in inputs for row in _read(where, model)]
     prediction = model.predict(torch.stack([x for _, x in named]), chosen_samples(samples), seed, method=way)
     answer_rows = answers(prediction, model.card, group)
     rows = [{"input": name, **row} for (name, _), row in zip(named, answer_rows, strict=True)]
@@ -262,8 +264,16 @@ def push(
     print(f"Next: dubito serve {result.address}")
 
 
-def _read(path: Path, model: "Model") -> list[tuple[str, "Tensor"]]:
+def _read(where: str, model: "Model") -> list[tuple[str, "Tensor"]]:
     """The inputs that one file holds, by name."""
+    from dubito.models.remote.address import place_of
+    from dubito.models.remote.cache import local_copy
+
+    with local_copy(where) as path:
+        return _inputs(path, str(place_of(where)), model)
+
+
+def _inputs(path: Path, name: str, model: "Model") -> list[tuple[str, "Tensor"]]:
     import numpy as np
     import torch
 
@@ -274,7 +284,7 @@ def _read(path: Path, model: "Model") -> list[tuple[str, "Tensor"]]:
     if declared is None:
         raise InputError("this artifact does not say what its inputs look like; save it with a card that does.")
     if path.suffix.lower() != ".npy":
-        return [(str(path), prepare(torch.from_numpy(_pixels(path, declared)), declared))]
+        return [(name, prepare(torch.from_numpy(_pixels(path, declared)), declared))]
     array = _numbers(path)
     pictures = array.dtype == np.uint8 and declared.image is not None
     if pictures:
@@ -286,7 +296,7 @@ def _read(path: Path, model: "Model") -> list[tuple[str, "Tensor"]]:
         raise InputError(
             f"{path} has shape {array.shape}; expected inputs of shape {declared.shape}, or a batch of them."
         )
-    names = [str(path)] if single else [f"{path}[{i}]" for i in range(len(batch))]
+    names = [name] if single else [f"{name}[{i}]" for i in range(len(batch))]
     if pictures:
         return [(n, prepare(torch.from_numpy(np.array(a)), declared)) for n, a in zip(names, batch, strict=True)]
     with np.errstate(over="ignore"):  # a number too large for float32 becomes infinite, which has an error of its own

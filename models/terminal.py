@@ -1,5 +1,6 @@
-"""Messages and progress bars on stderr."""
+"""Messages and progress bars on stderr; of a server, lines of its log."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 BETWEEN = 10.0  # seconds between two lines of progress
+log = logging.getLogger("dubito")  # has handlers in a server, whose stderr is a log
 
 
 def remark(text: str) -> None:
@@ -17,11 +19,13 @@ def remark(text: str) -> None:
 
 @contextmanager
 def bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress and time left, on stderr: a bar, or if that is no terminal, a line now and then.
+    """Progress and time left, on stderr: a bar, or if that is no terminal or a log, a line now and then.
 
     The yielded function advances it by n.
     """
     console = Console(stderr=True)
+    live = console.is_terminal and not log.handlers
+    say = log.info if log.handlers else remark
     began = said = time.monotonic()
     done = 0
 
@@ -30,11 +34,11 @@ def bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
         done += n
         shown.advance(task, n)
         now = time.monotonic()
-        if not console.is_terminal and now - said >= BETWEEN and done < total:
+        if not live and now - said >= BETWEEN and 0 < done < total:
             said, left = now, (now - began) / done * (total - done)
-            remark(f"{title}: {done / total:.0%}, {duration(left)} left")
+            say(f"{title}: {done / total:.0%}, {duration(left)} left")
 
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
+    with Progress(console=console, transient=True, disable=not live) as shown:
         task = shown.add_task(title, total=total)
         yield advance
 

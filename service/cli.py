@@ -79,10 +79,14 @@ def score(
         str,
         typer.Argument(
             metavar="INPUT",
-            help="What to score: a Parquet, CSV, .npy or .npz file, a folder of pictures, or a pattern in quotes.",
+            help="What to score: a Parquet, CSV, .npy or .npz file or the address of one, a folder of pictures, or a "
+            "pattern in quotes.",
         ),
     ],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The Parquet file to write.")],
+    output: Annotated[
+        str,
+        typer.Argument(metavar="OUTPUT", help="The Parquet file to write; or its address (s3://, gs://, az://)."),
+    ],
     samples: Samples = None,
     seed: Annotated[int, typer.Option(help="Fixes the draws, which are the same for all rows.", min=0)] = 0,
     method: Method = None,
@@ -111,19 +115,22 @@ def score(
     """
     from dubito.models.cli import chosen_method, chosen_samples
     from dubito.models.extras import need
-    from dubito.models.remote.cache import fetched
+    from dubito.models.remote.address import place_of
+    from dubito.models.remote.cache import local_copy
     from dubito.models.terminal import bar
 
     need("score", "pyarrow")
+    from dubito.service.scoring.delivery import delivered
+    from dubito.service.scoring.rows import input_place
     from dubito.service.scoring.score import Scoring, devices_of
     from dubito.service.scoring.score import score as run
 
-    asked = Scoring(
-        fetched(file), rows, output, chosen_samples(samples), seed, chosen_method(method), group, network, on_bad, batch
-    )
-    scored = run(asked, devices_of(device), fresh, lambda left: bar("scoring", left))
+    devices, options = devices_of(device), (chosen_method(method), group, network, on_bad, batch)
+    with local_copy(input_place(rows)) as source, delivered(output, fresh=fresh) as target:
+        asked = Scoring(file, str(source), target, chosen_samples(samples), seed, *options)
+        scored = run(asked, devices, fresh, lambda left: bar("scoring", left))
     earlier = f", {scored.before:,} of them by earlier runs" if scored.before else ""
-    print(f"wrote {output}: {scored.rows:,} rows{earlier}")
+    print(f"wrote {place_of(output)}: {scored.rows:,} rows{earlier}")
 
 
 @app.command()

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ from dubito.service.settings import Settings
 from dubito.service.sources import FILE, Key, Scan, Source, find
 
 PATHS = re.compile(r"(?<![\w.-])/\w")  # of the server's own files: a reply must not show them
+LOOKED = 2.0  # seconds for which a look at the repositories is good
+PATIENCE = 10.0  # seconds that the index waits for a store
 LONG = 5.0  # slices of a batch while nobody else waits
 log = logging.getLogger("dubito")
 
@@ -71,6 +74,9 @@ class Repository:
         self.sources: dict[Key, Source] = {}
         self.refused: dict[Key, str] = {}  # folders that cannot be served, and why
         self.unread: set[Place] = set()  # addresses that could not be looked up last time
+        self.faults: set[str] = set()  # of the paths given
+        self.looked = 0.0  # when that was
+        self.looking: asyncio.Task[None] | None = None
         self._scanned(find(settings.models).checked())
         self.expected = set(settings.expected) or {name for name, _ in self.sources}
         if unknown := self.expected - {name for name, _ in self.sources}:
@@ -110,10 +116,12 @@ class Repository:
             if (name, version) not in self.refused:
                 log.error("cannot serve a folder", extra={"model": name, "version": version, "error": reason})
         for fault in scan.faults:
-            log.error("cannot serve a path", extra={"error": fault})
+            if fault not in self.faults:
+                log.error("cannot serve a path", extra={"error": fault})
         # what a store held when it last answered
         kept = {key: source for key, source in self.sources.items() if source.root in scan.unread}
         self.sources, self.refused, self.unread = kept | scan.sources, scan.refused, scan.unread
+        self.faults, self.looked = set(scan.faults), time.monotonic()
 
     def _versions(self, name: str) -> list[str]:
         """On disk, the newest first."""
@@ -316,6 +324,24 @@ class Repository:
         """Answer the accepted requests; memory is freed with the process."""
         for served in list(self.served.values()):
             await self._drain(served)
+
+    async def look(self) -> None:
+        """Look up which versions there are now, unless that was done a moment ago.
+
+        A store is not waited for long: until it answers, its versions are those of the last time.
+        """
+        if self.looking is None and time.monotonic() - self.looked > LOOKED:
+            self.looking = asyncio.create_task(self._look())
+        if self.looking is not None:
+            await asyncio.wait([self.looking], timeout=PATIENCE)
+
+    async def _look(self) -> None:
+        try:
+            self._scanned(await asyncio.to_thread(find, self.settings.models))
+        except Exception:
+            log.exception("cannot look up the repositories")
+        finally:
+            self.looking = None
 
     def index(self, *, ready_only: bool = False) -> list[dict[str, str]]:
         """Every version on disk and every served one with its state, as the model repository extension lists them."""

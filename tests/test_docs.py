@@ -206,9 +206,12 @@ def test_targets_of_make_and_benchmarks_are_there(page: Path) -> None:
 
 
 def test_names_in_code_are_names_of_the_program() -> None:
-    """snake_case words in inline code: settings, fields, options, functions; and paths of files."""
+    """snake_case words in inline code: settings, fields, options, functions, tests; and paths of files."""
     files = [file for room in ROOMS for pattern in SOURCES for file in (REPO / room).rglob(pattern)]
     known = {file.stem for file in files} | {word for file in files for word in re.findall(r"\w+", file.read_text())}
+    known |= {
+        name for file in (REPO / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
+    }
     for page in PAGES:
         for code in inline_code(page.read_text()):
             for word in re.findall(r"(?<![\w/.-])[a-z]+(?:_[a-z0-9]+)+(?![\w/-])", code):

@@ -28,7 +28,7 @@ from dubito.models.remote.cache import fetched
 from dubito.models.terminal import duration
 from dubito.training.calibrate import FEWEST
 from dubito.training.config import Recipe, RecipeError, read_recipe
-from dubito.training.data.sources import count_pictures, read_data
+from dubito.training.data.sources import count_pictures, own_place, read_data
 from dubito.training.fit.checkpoint import write_whole
 from dubito.training.fit.fit import VALIDATION_SAMPLES
 from dubito.training.fit.ranks import Ranks
@@ -276,7 +276,7 @@ def look(request: Request, root: Path | None, download: bool) -> Facts:
     recipe = request.recipe()
     d, regression = recipe.data, recipe.task == "regression"
     if d.name.startswith("folder:"):
-        examples, tested, size, classes = count_pictures(Path(d.name.partition(":")[2]).expanduser())
+        examples, tested, size, classes = count_pictures(fetched(own_place("folder", d.name.partition(":")[2])))
         resized = d.size is None and recipe.network.weights is None
         height, width = d.size or _made_for(recipe) or size
         return Facts(examples, tested, (d.channels or 3, height, width), classes, pictures=True, resized=resized)

@@ -14,6 +14,7 @@ from torch import Tensor
 from dubito.models.errors import InputError
 from dubito.models.images import pictures_in, prepare
 from dubito.models.predictions.model import Model
+from dubito.models.remote.cache import local_copy
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,12 @@ class LabelledData:
 
 
 def read(name: str, model: Model) -> LabelledData:
-    """Read `npz:PATH`, or a path, of a file with `x` and `y`."""
-    path = name.removeprefix("npz:")
+    """Read `npz:PATH`, or a path, of a file with `x` and `y`; in place of the path, an address."""
+    with local_copy(name.removeprefix("npz:")) as path:
+        return _read(str(path), model)
+
+
+def _read(path: str, model: Model) -> LabelledData:
     try:
         with open(path, "rb") as opened:
             if opened.read(2) != b"PK":

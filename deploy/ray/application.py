@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from dubito.models.errors import DubitoError
-from dubito.models.remote.cache import fetched, hash_of
 from dubito.service.settings import Settings
 from dubito.service.sources import find
 
@@ -56,7 +55,7 @@ def connect(address: str | None, *, logs: bool) -> None:
 
 
 def application_of(settings: Settings, options: ReplicaOptions) -> Any:
-    """The application to hand to `serve.run`; the same models and settings give the same one."""
+    """The application to hand to `serve.run`, which replaces the replicas that run."""
     if settings.grpc_port is not None:
         raise RayError("grpc_port is set, but replicas of Ray answer HTTP only; leave it out, or use `dubito serve`.")
     if settings.repository_api:
@@ -74,10 +73,7 @@ def application_of(settings: Settings, options: ReplicaOptions) -> Any:
             "models": tuple(p.resolve() if isinstance(p, Path) else p for p in settings.models),
         }
     )
-    hashes = {
-        f"{name}/{version}": hash_of(fetched(source.path))
-        for (name, version), source in find(settings.models).checked().sources.items()
-    }
+    find(settings.models).checked()
     scaling: dict[str, Any] = {"num_replicas": options.least}
     if options.most > options.least:
         scaling = {
@@ -98,7 +94,7 @@ def application_of(settings: Settings, options: ReplicaOptions) -> Any:
         health_check_period_s=5.0,
         **scaling,
     )
-    return deployment.bind(settings.model_dump(mode="json"), hashes, options.gpus)
+    return deployment.bind(settings.model_dump(mode="json"), options.gpus)
 
 
 def run(settings: Settings, options: ReplicaOptions, address: str | None, say: Callable[[str], None]) -> None:

@@ -26,8 +26,7 @@ log = logging.getLogger("dubito")
 class ServedReplica:
     """One replica of the application. Ray makes it, asks whether it is well, and ends it once it is idle."""
 
-    async def __init__(self, settings: dict[str, Any], artifacts: dict[str, str], gpus: float) -> None:  # type: ignore[misc]
-        """`artifacts`: their hashes; Ray replaces the replicas where these or the settings have changed."""
+    async def __init__(self, settings: dict[str, Any], gpus: float) -> None:  # type: ignore[misc]
         self.settings = Settings(**settings)
         if 0 < gpus < 1 and not self.settings.memory_bytes and torch.cuda.is_available():
             share = int(SHARE * gpus * torch.cuda.get_device_properties(0).total_memory)

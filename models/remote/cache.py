@@ -69,6 +69,18 @@ def fetched(where: str | Place) -> Path:
         ) from None
 
 
+@contextmanager
+def local_copy(where: str | Place) -> Iterator[Path]:
+    """The file, or a verified copy, to read inside: errors that name the copy name its address instead."""
+    place, path = place_of(where), fetched(where)
+    try:
+        yield path
+    except DubitoError as error:
+        if isinstance(place, Path) or str(path) not in str(error):
+            raise
+        raise type(error)(str(error).replace(str(path), str(place))) from None
+
+
 def _fetch(cache: Path, key: str, address: Address) -> Path:
     entry = cache / "addresses" / f"{key}.json"
     for _ in range(TRIES):

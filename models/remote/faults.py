@@ -40,6 +40,10 @@ class MissingError(RemoteError):
     """There is no such file, or no such bucket."""
 
 
+class NoRootError(MissingError):
+    """There is no such bucket, container or repository."""
+
+
 class DeniedError(RemoteError):
     """The credentials do not allow it, or there are none."""
 
@@ -101,7 +105,7 @@ def explain(address: Address, error: BaseException, verb: str = "read") -> Remot
 def no_root(address: Address, verb: str = "read") -> RemoteError:
     what, said = ROOTS[address.scheme], "read" if verb == "read" else "written"
     may = f", or credentials that may see it ({CREDENTIALS['hf']})" if address.scheme == "hf" else ""
-    return MissingError(f"{address} cannot be {said}: there is no {what} {address.root}; expected one{may}.")
+    return NoRootError(f"{address} cannot be {said}: there is no {what} {address.root}; expected one{may}.")
 
 
 def _expected(address: Address) -> str:

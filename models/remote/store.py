@@ -4,7 +4,8 @@ Credentials are those that each store's own library finds in the environment.
 """
 
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 from dubito.models.extras import need
 from dubito.models.remote.address import DIGITS, Address
 from dubito.models.remote.faults import DeniedError, MissingError, RemoteError, explained, no_root
+from dubito.models.terminal import bar
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "https": "aiohttp", "hf": "huggingface_hub"}
 LOUD = ("gcsfs", "azure", "huggingface_hub")  # libraries that log what they raise too
 SILENCE = 60.0  # seconds without a byte, after which a server has no answer
 CONNECT = 15.0
+SHOWN = 1 << 24  # bytes of a download from which on its progress is shown
 LARGEST = 1 << 38  # bytes of a file whose size no store states
 SIDE = ".sha256"  # ending of the file with the hash, as `sha256sum` writes it
 SIDE_BYTES = 4096
@@ -107,8 +110,8 @@ def download(address: Address, size: int | None, to: Path) -> None:
     """Copy the whole file; what a failure leaves of it is the caller's to remove."""
     with explained(address):
         fs, path = _open(address)
-        # a size that is known is compared afterwards: a library that tries again counts bytes twice
-        fs.get_file(path, str(to), **({"callback": _bounded(address)} if size is None else {}))
+        with _watched(address, size) as callback:
+            fs.get_file(path, str(to), callback=callback)
     came = to.stat().st_size
     if size is not None and came != size:
         raise RemoteError(
@@ -117,15 +120,32 @@ def download(address: Address, size: int | None, to: Path) -> None:
         )
 
 
-def _bounded(address: Address) -> Any:
-    """Ends a download whose size the server did not state, once it is larger than any artifact."""
+@contextmanager
+def _watched(address: Address, size: int | None) -> Iterator[Any]:
+    """Shows the progress of a large download; ends one whose size the server did not state if it exceeds any artifact.
+
+    A size that is known is compared afterwards: a library that tries again counts bytes twice.
+    """
     from fsspec.callbacks import Callback
 
     def check(size: int | None, value: int, **_: object) -> None:
         if value > LARGEST:
             raise RemoteError(f"{address} cannot be read: more than {LARGEST:,} bytes came; expected no more.")
 
-    return Callback(hooks={"most": check})
+    if size is None:
+        yield Callback(hooks={"most": check})
+    elif size < SHOWN:
+        yield Callback()
+    else:
+        with bar(f"downloading {address.name}", size) as advance:
+            came = 0
+
+            def show(size: int | None, value: int, **_: object) -> None:
+                nonlocal came
+                advance(value - came)
+                came = value
+
+            yield Callback(hooks={"bar": show})
 
 
 def stated_hash(address: Address) -> str | None:

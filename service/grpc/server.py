@@ -318,7 +318,9 @@ class GrpcServer:
         return message_class("ModelMetadataResponse")(**metadata_of(served))
 
     async def _index(self, request: Any) -> Any:
-        rows = repository_of(self.state).index(ready_only=request.ready)
+        repository = repository_of(self.state)
+        await repository.look()
+        rows = repository.index(ready_only=request.ready)
         return message_class("RepositoryIndexResponse")(models=rows)
 
     async def _load(self, request: Any) -> Any:

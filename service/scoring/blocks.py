@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dubito.models.remote.cache import cache_folder
+
 SAMPLED, BLOCK = 16, 1 << 16  # blocks of a file that its fingerprint covers, and their bytes
 WRONG = "it holds NaN, infinity or a number too large for float32"
 
@@ -35,7 +37,12 @@ class ScoredRows(Protocol):
 
 
 def fingerprint_of(path: Path) -> str:
-    """A hash of a file's size, its time of change, and blocks spread over it: files may be too large to hash whole."""
+    """A hash of a file's size, its time of change, and blocks spread over it: files may be too large to hash whole.
+
+    A copy from an address is named after its hash, so that it has the same fingerprint when it is fetched again.
+    """
+    if path.parent == cache_folder() / "files":
+        return path.stem
     stat = path.stat()
     digest = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode())
     with path.open("rb") as file:

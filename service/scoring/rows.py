@@ -17,26 +17,40 @@ from numpy.typing import NDArray
 from dubito.models.errors import InputError
 from dubito.models.images import pictures_in, prepare, read_pixels
 from dubito.models.manifest import Input
+from dubito.models.remote.address import Address, Place, place_of
+from dubito.models.remote.cache import local_copy
 from dubito.service.scoring.blocks import Block, ScoredRows, checked, fingerprint_of
 from dubito.service.scoring.tables import CsvRows, ParquetRows
 
+FILES = (".parquet", ".pq", ".csv", ".npy", ".npz")
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 
 def rows_of_input(given: str, declared: Input) -> ScoredRows:
-    """The rows of a file, of a folder of pictures, or of all files that match a pattern, in the order of their names.
+    """The rows of a file (a path or an address), of a folder of pictures, or of all files that match a pattern.
 
-    Raises InputError where they cannot be inputs of the model.
+    Pictures and files come in the order of their names. Raises InputError where they cannot be inputs of the model.
     """
-    path = Path(given)
-    if path.is_dir():
-        return PictureRows(path, declared)
-    if path.exists():
-        return _of_file(path, declared)
+    with local_copy(input_place(given)) as path:
+        if path.is_dir():
+            return PictureRows(path, declared)
+        if path.exists():
+            return _of_file(path, declared)
     names = sorted(glob.glob(given, recursive=True))
     if not names:
         raise InputError(f"there is no {given}; expected a file, a folder of pictures, or a pattern like 'day-*.csv'.")
     return SeveralRows([(name, _of_file(Path(name), declared)) for name in names])
+
+
+def input_place(given: str) -> Place:
+    """The path, or the address of one file."""
+    place = place_of(given)
+    if isinstance(place, Address) and place.suffix.lower() not in FILES:
+        raise InputError(
+            f"{place} came; expected the address of one file ({', '.join(FILES)}). Copy a folder of pictures, or the "
+            "files of a pattern, to a folder here and score that."
+        )
+    return place
 
 
 def _of_file(path: Path, declared: Input) -> ScoredRows:

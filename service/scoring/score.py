@@ -32,7 +32,8 @@ from dubito.models.predictions.adaptive import AT_MOST, TOLERANCE
 from dubito.models.predictions.answers import check_group
 from dubito.models.predictions.model import USUAL, Model
 from dubito.models.predictions.resident import reside
-from dubito.models.remote.cache import hash_of
+from dubito.models.remote.address import place_of
+from dubito.models.remote.cache import hash_of, local_copy
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.device import dtype_of, trusted
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
@@ -53,7 +54,7 @@ T = TypeVar("T")
 class Scoring:
     """What is asked for."""
 
-    file: Path
+    file: str | Path  # path or address, as is the input
     input: str
     output: Path
     samples: int | Literal["auto"] | None = None
@@ -94,7 +95,8 @@ class Scorer:
     def __init__(self, asked: Scoring, device: str, workers: int = 1) -> None:
         permit_network(asked.network)
         self.asked, self.folder = asked, PartsFolder(asked.output)
-        self.model = load(asked.file)
+        with local_copy(asked.file) as self.file:
+            self.model = load(self.file)
         check_group(self.model.card.calibration, asked.group)
         if self.model.card.input is None:
             raise InputError(f"{asked.file} does not say what its inputs look like; save it with a card that does.")
@@ -120,7 +122,7 @@ class Scorer:
         if self.device.type == "cuda":
             where["gpu"] = torch.cuda.get_device_name()
         return {
-            "artifact": hash_of(asked.file),
+            "artifact": hash_of(self.file),
             "input": self.rows.fingerprint,
             **options,
             "on-bad": asked.on_bad,
@@ -235,7 +237,7 @@ class Scorer:
         """What a reply says once for all of its predictions."""
         asked = self.asked
         drawn = 0 if self.predictive == "probit" else asked.drawn
-        return {"model": asked.file.stem, "samples": drawn, "seed": asked.seed, "method": self.predictive}
+        return {"model": place_of(asked.file).stem, "samples": drawn, "seed": asked.seed, "method": self.predictive}
 
 
 def results(engine: Engine, requests: Iterable[PredictRequest]) -> Iterator[PredictResult | Exception]:

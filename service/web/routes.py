@@ -193,7 +193,9 @@ def _of_repository(app: FastAPI, state: State) -> None:
         ready = (await _json_body(request, state)).get("ready", False)
         if not isinstance(ready, bool):
             raise Problem(400, "ready is no boolean.")
-        return _json(repository_of(state).index(ready_only=ready))
+        repository = repository_of(state)
+        await repository.look()
+        return _json(repository.index(ready_only=ready))
 
     changed: Any = answer(ANY, "Done.", (400, 403, 404, 408, 413, 415, *OF_ANY), v2=True)
     nothing: Any = {"nothing": {"value": {}}}

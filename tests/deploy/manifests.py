@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import warnings
@@ -15,8 +16,11 @@ import jsonschema
 import pytest
 import yaml
 
+from dubito.service.settings import PREFIX
+
 REPO = Path(__file__).parents[2]
 FOLDER = REPO / "deploy" / "kubernetes"
+DOCKERFILE = (REPO / "Dockerfile").read_text()
 VERSIONS = ("1.35", "1.36", "1.37")  # of Kubernetes: those that get fixes at the same time
 Manifest = dict[str, Any]
 
@@ -71,6 +75,24 @@ def pods_of(manifests: Sequence[Manifest]) -> Iterator[tuple[str, Manifest]]:
 
 
 # schemas
+
+
+def environment(container: Manifest) -> dict[str, str]:
+    """The settings among the variables of a container: those of the image, and its own."""
+    (block,) = re.findall(r"^ENV (PATH=.*?[^\\])$", DOCKERFILE, re.S | re.M)
+    pairs = dict(word.split("=", 1) for word in block.replace("\\\n", " ").split())
+    pairs |= {one["name"]: one["value"] for one in container.get("env", []) if "value" in one}
+    return {name: value for name, value in pairs.items() if name.startswith(PREFIX)}
+
+
+def kserves_command(models: Path) -> tuple[list[str], dict[str, str]]:
+    """The command line of KServe's runtime on a repository here, without its ports, and its settings."""
+    (container,) = of_kind(built("kserve"), "ServingRuntime")["spec"]["containers"]
+    ports = {"--port=8080", "--grpc-port=9000"}
+    words: list[str] = container["command"] + container["args"]
+    assert {"/mnt/models"} | ports <= set(words)
+    ours = [word.replace("/mnt/models", str(models)) for word in words if word not in ports]
+    return ours, environment(container)
 
 
 def strict(schema: Any) -> Any:

@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 
 from dubito.cli import app
 from dubito.models.embedded import embedded
-from dubito.service.settings import NAMES_FILE, PREFIX, SettingError, Settings, read_settings
+from dubito.service.settings import NAMES_FILE, SettingError, Settings, read_settings
 from dubito.service.web.app import Server
 from dubito.service.web.security import OPEN
 from dubito.service.web.state import State
 from tests.deploy.manifests import (
+    DOCKERFILE,
     FOLDER,
     REPO,
     VERSIONS,
@@ -33,6 +34,8 @@ from tests.deploy.manifests import (
     built,
     changed,
     complaint,
+    environment,
+    kserves_command,
     kubectl,
     kustomize,
     of_kind,
@@ -40,11 +43,10 @@ from tests.deploy.manifests import (
     with_components,
 )
 from tests.deploy.test_prometheus import complaints, exposed, promtool
-from tests.service.conftest import Live, Starter
+from tests.service.conftest import SOON, Live, Starter
 
 OVERLAYS = ("overlays/cpu", "overlays/gpu", "overlays/replicas", "overlays/canary", "kserve")
 COMPONENTS = ("model-volume", "model-remote", "monitoring", "tracing")
-DOCKERFILE = (REPO / "Dockerfile").read_text()
 ENDS = 2  # seconds, at least, between the end of draining and the end of the grace period
 
 pytestmark = kubectl
@@ -132,14 +134,6 @@ def test_kustomize_sees_what_is_wrong(tmp_path: Path, file: str, old: str, new: 
 
 
 # the command line, by the program's own reading of it
-
-
-def environment(container: Manifest) -> dict[str, str]:
-    """The settings among the variables of a container: those of the image, and its own."""
-    (block,) = re.findall(r"^ENV (PATH=.*?[^\\])$", DOCKERFILE, re.S | re.M)
-    pairs = dict(word.split("=", 1) for word in block.replace("\\\n", " ").split())
-    pairs |= {one["name"]: one["value"] for one in container.get("env", []) if "value" in one}
-    return {name: value for name, value in pairs.items() if name.startswith(PREFIX)}
 
 
 def settings_of(pod: Manifest, manifests: list[Manifest], folder: Path) -> tuple[int, str]:
@@ -463,16 +457,10 @@ def kserve(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("kserve")
     (folder / "models/digits/1").mkdir(parents=True)
     shutil.copy(embedded("digits"), folder / "models/digits/1/model.safetensors")
-    (container,) = of_kind(built("kserve"), "ServingRuntime")["spec"]["containers"]
-    assert container["command"] == ["dubito", "serve"]
-    words = container["args"]
-    assert {"/mnt/models", "--port=8080", "--grpc-port=9000"} <= set(words)
-    words = [
-        word.replace("/mnt/models", str(folder / "models")).replace("=9000", "=0").replace("=8080", "=0")
-        for word in words
-    ]
-    starter = Starter(folder, usual={})
-    yield starter(*words, **environment(container) | {"DUBITO_HOST": "127.0.0.1"})
+    (*command, models, device), settings = kserves_command(folder / "models")
+    assert command == ["dubito", "serve"]
+    starter = Starter(folder, usual=SOON)  # plans that are measured may differ, and then sums by a rounding
+    yield starter(models, device, "--port=0", "--grpc-port=0", **settings | {"DUBITO_HOST": "127.0.0.1"})
     starter.close()
 
 

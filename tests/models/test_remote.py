@@ -129,6 +129,17 @@ def test_an_artifact_is_read_once_and_again_when_it_changes(store: Store, tmp_pa
         assert json.loads(third.stdout)["bytes"] == len(other)
 
 
+def test_the_progress_of_a_large_download_is_shown(store: Store, tmp_path: Path) -> None:
+    """Lines on stderr, which is no terminal here."""
+    store.put("large.bin", bytes(1 << (26 if store.scheme == "az" else 24)))  # Azure's library fetches 32 MB at once
+    code = "import sys, dubito.models.terminal as t; t.BETWEEN = 0\n"
+    code += "from dubito.models.remote.cache import fetched; fetched(sys.argv[1])"
+    known = store.environment(store.port) | {"DUBITO_CACHE": str(tmp_path)}
+    ended = forked.run(store.address("large.bin"), code=code, environment=known)
+    assert ended.returncode == 0, ended.stderr
+    assert re.match(r"downloading large\.bin: \d+%, .* left", ended.stderr), ended.stderr
+
+
 # what fails
 
 

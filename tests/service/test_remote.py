@@ -1,6 +1,7 @@
 """A server of remote artifacts and repositories: versions are looked up on demand, and a store that fails changes
 nothing of what is served."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,14 @@ def bucket() -> Iterator[tuple[int, Any]]:
 def rows(url: str) -> dict[tuple[str, str], tuple[str, str]]:
     found = httpx.post(f"{url}/v2/repository/index").json()
     return {(row["name"], row["version"]): (row["state"], row["reason"]) for row in found}
+
+
+def rows_in_time(url: str, name: str, version: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """The index once it has looked again, which it does every two seconds at most."""
+    end = time.monotonic() + 60
+    while (name, version) not in (index := rows(url)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return index
 
 
 def load(url: str, name: str) -> httpx.Response:
@@ -62,6 +71,8 @@ def test_a_repository_in_a_bucket_is_looked_up_on_demand(
         assert first["predictions"] == ask(local.url, "1")["predictions"]
 
         fs.put_file(str(two), "bucket/models/tab/2/model.safetensors")
+        assert ("tab", "2") in rows_in_time(server.url, "tab", "2")
+        assert rows(server.url)["tab", "2"] == ("UNAVAILABLE", "")
         assert ask(server.url, "tab")["version"] == "1"
         assert load(server.url, "tab").status_code == 200
         second = ask(server.url, "tab")

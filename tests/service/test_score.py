@@ -76,17 +76,19 @@ def numbers(count: int) -> Any:
 
 
 def kill_and_go_on(command: list[str | Path], folder: Path, output: Path, code: str, rng: np.random.Generator) -> int:
-    """Kill the command when a random number of parts is there; returns how many there were."""
+    """Kill the command at a random moment of the first third of what is left; returns how many parts there are then."""
     logs = folder / f"logs{time.monotonic_ns()}"
     logs.mkdir()
     process = forked.begin(code + forked.DUBITO, command, folder, logs)
     parts = output.with_name(output.name + ".parts")
-    before = len(list(parts.glob("part-*"))) if parts.exists() else 0
-    target, end = before + int(rng.integers(0, 4)), time.monotonic() + 300
+    before, share, end = len(list(parts.glob("part-*"))), float(rng.uniform(0, 1 / 3)), time.monotonic() + 300
     while process.runs and time.monotonic() < end:
-        if parts.exists() and (parts / "job.json").exists() and len(list(parts.glob("part-*"))) >= target:
-            time.sleep(float(rng.uniform(0, 0.03)))
-            break
+        if (parts / "job.json").exists():
+            job = json.loads((parts / "job.json").read_text())
+            left = -(-job["rows"] // job["part"]) - before
+            if len(list(parts.glob("part-*"))) >= before + int(share * left):
+                time.sleep(float(rng.uniform(0, 0.02)))
+                break
         time.sleep(0.001)
     process.send(signal.SIGKILL)
     ended = process.end()

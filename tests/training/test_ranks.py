@@ -165,6 +165,43 @@ def test_the_command_under_torchrun_writes_once(tmp_path: Path, monkeypatch: pyt
     assert two.stderr.count("posterior: epoch 2/2") == 1
 
 
+@pytest.mark.slow
+def test_two_nodes_train_as_one_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torchrun for each node, here on one machine with a folder each; the first node writes, the other nothing."""
+    few = ["network.architecture=cnn", "network.arguments={width=4, hidden=8}", "posterior.options={inducing=4}"]
+    few += ["fit.pretrain_epochs=1", "fit.epochs=2", "fit.warmup_epochs=1", "fit.batch=101", "data.calibration=0.05"]
+    command = ["train", "digits", "--json", "--device=cpu", *(f"--set={c}" for c in few)]
+    for name in ("one", "0", "1"):
+        (tmp_path / name).mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nodes = []
+    for rank in ("0", "1"):
+        where = ["--nnodes", "2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        line = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *where,
+            "--nproc-per-node",
+            "1",
+            "-m",
+            "dubito",
+            *command,
+        ]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        nodes.append(subprocess.Popen(line, cwd=tmp_path / rank, env=ONE_THREAD, **pipes))
+    said = [node.communicate(timeout=300) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert files_in(tmp_path / "0") == {"digits.safetensors", "digits.log.csv", "digits.plain.log.csv"}
+    assert files_in(tmp_path / "1") == set()
+    monkeypatch.chdir(tmp_path / "one")
+    one = CliRunner().invoke(app, command)
+    assert one.exit_code == 0, one.exception
+    a, b = json.loads(one.stdout), json.loads(said[0][0])
+    assert a["nll"] == pytest.approx(b["nll"], rel=1e-3)
+
+
 def test_without_torchrun_there_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")  # as some schedulers set, with nobody to meet
     assert Ranks.here() == Ranks(1, 0)

@@ -17,6 +17,8 @@ from torch import Tensor
 from dubito.models.errors import InputError
 from dubito.models.images import fitted, read_pixels
 from dubito.models.manifest import Fitting, Manifest
+from dubito.models.remote.address import Address, Place, place_of
+from dubito.models.remote.cache import local_copy
 from dubito.training.data.data import DataError, DataSet, Examples, data_recipe
 from dubito.training.names import DATA, OWN_DATA, TORCHVISION
 
@@ -131,14 +133,34 @@ def read_data(
         return _uci(name, root, split)
     if not colon or kind not in OWN_DATA:
         raise DataError(f"no data set {name!r}; there are: {', '.join(DATA)}.")
-    path = Path(os.path.expanduser(place))  # Path.expanduser and .exists raise where these do not
-    if not place or not os.path.exists(path):
-        raise DataError(f"{name}: there is no file or folder {place!r}; expected {kind}:PATH.")
+    with local_copy(own_place(kind, place)) as path:
+        if kind == "folder":
+            return _folder(path, size, channels or 3, fitting or Fitting())
+        if kind == "npz":
+            return _brought(_npz(path, regression), size, channels, fitting)
+        return _csv(path, regression, target, group, grouped)
+
+
+def own_place(kind: str, text: str) -> Place:
+    """The path of one's own data, which must exist, or its address."""
+    if "://" not in text:
+        path = Path(os.path.expanduser(text))  # Path.expanduser and .exists raise where these do not
+        if not text or not os.path.exists(path):
+            raise DataError(f"{kind}:{text}: there is no file or folder {text!r}; expected {kind}:PATH.")
+        return path
+    address = place_of(text)
+    assert isinstance(address, Address)
     if kind == "folder":
-        return _folder(path, size, channels or 3, fitting or Fitting())
-    if kind == "npz":
-        return _brought(_npz(path, regression), size, channels, fitting)
-    return _csv(path, regression, target, group, grouped)
+        raise DataError(
+            f"folder:{address} is an address; expected a folder here. Copy it first, or save its pictures as one .npz "
+            "file and name that as npz:ADDRESS."
+        )
+    if address.signed:
+        raise DataError(
+            f"{kind}:{address} has a query, which the artifact would record with the data's name; expected an address "
+            f"without one. Download the file and name it as {kind}:PATH."
+        )
+    return address
 
 
 def _brought(data: DataSet, size: tuple[int, int] | None, channels: int | None, fitting: Fitting | None) -> DataSet:
