@@ -36,10 +36,10 @@ Toy = Literal["line", "moons"]
 TOYS: tuple[Toy, ...] = ("line", "moons")
 METHODS: dict[str, dict[str, Any]] = {  # without caps that bind, and narrow at the start
     "ffg-w": {"sigma_max": 10.0, "spread": 0.02},
-    "ffg-u": {"inducing": 50, "lam_max": 0, "sigma_max": 10.0, "spread": 0.05},
+    "ffg-u": {"inducing": 50, "lam_max": 0, "sigma_max": 10.0, "spread": 0.2},  # in units of the prior
     "whvi": {"spread": 0.05},
 }
-RATES = {"whvi": 2e-2}  # others: 5e-3
+RATES = {"ffg-u": 2e-2, "whvi": 2e-2}  # others: 5e-3
 N = 200
 NOISE = 0.1  # of the line's targets
 ROUNDS = 10  # epochs of a run, each of many steps

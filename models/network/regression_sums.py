@@ -13,6 +13,8 @@ from dubito.models.network.geometry import Conv, Geometry, Linear
 
 PATCHES = 1 << 25  # numbers of patches that are formed at a time
 FEW = 8  # features for each column of W
+SMALL = 1 << 27  # multiplications of a linear layer's G
+JITTER = 1e-6  # of a G in float32, as a share of its mean diagonal: more than rounding can take off an eigenvalue
 
 
 def regression_sums(geometry: Geometry, x: Tensor, V: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,11 +25,21 @@ def regression_sums(geometry: Geometry, x: Tensor, V: Tensor, lam: Tensor) -> tu
     of x as the kernel has taps.
 
     In float64 where features are few, which costs no more than the factorisation of G to come: G has then eigenvalues
-    near 0 beside large ones, and rounded to float32 it would give wrong densities, or no Cholesky factor.
+    near 0 beside large ones, and rounded to float32 it would give wrong densities, or no Cholesky factor. In float64
+    for small linear layers too, for float32 may mean TF32 on a GPU.
     """
-    few = V.shape[0] * V.shape[1] < FEW * geometry.shape[1]
+    features, d_in = V.shape[0] * V.shape[1], geometry.shape[1]
+    few = features < FEW * d_in or (isinstance(geometry, Linear) and features * d_in**2 <= SMALL)
     x, V = (t.to(torch.double if few else torch.promote_types(t.dtype, torch.float32)) for t in (x, V))
-    x = x.unflatten(1, (len(lam), -1))  # (K, M, rows of the layer for each input, ...)
+    G, h = _regression_sums(geometry, x.unflatten(1, (len(lam), -1)), V, lam)
+    if G.dtype == torch.float32:
+        ridge = JITTER * G.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+        G = G + ridge * torch.eye(d_in, dtype=G.dtype, device=G.device)
+    return G, h
+
+
+def _regression_sums(geometry: Geometry, x: Tensor, V: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """Of inputs (K, M, rows of the layer for each input, ...)."""
     if isinstance(geometry, Linear):
         return _sums(geometry, x, V, lam)
     if geometry.dims == 2 and geometry.padding_mode == "zeros":
@@ -51,8 +63,9 @@ def _sums(geometry: Geometry, x: Tensor, V: Tensor, lam: Tensor) -> tuple[Tensor
     _check_places(Phi.shape[2], V)
     if geometry.bias:
         Phi = torch.cat([Phi, Phi.new_ones(*Phi.shape[:-1], 1)], -1)
-    weighted = (Phi * lam.to(Phi.dtype)[:, None, None]).flatten(1, 2).mT
-    return weighted @ Phi.flatten(1, 2), weighted @ V.flatten(0, 1)
+    root = lam.sqrt().to(Phi.dtype)[:, None, None]
+    weighted = (Phi * root).flatten(1, 2)  # √Λ on both sides keeps G positive semi-definite if products are rounded
+    return weighted.mT @ weighted, weighted.mT @ (V * root).flatten(0, 1)
 
 
 def _check_places(places: int, V: Tensor) -> None:
@@ -123,26 +136,30 @@ class _Rows:
 
     def beside(self, V: Tensor) -> Tensor:
         """Pseudo-outputs (M, places, d) in the order of the windows: (height, M · width, d) of the map."""
-        by_row = V.unflatten(1, (-1, *self.places)).flatten(0, 1)
+        by_row: Tensor = V.unflatten(1, (-1, *self.places)).flatten(0, 1)
         return by_row.transpose(0, 1).reshape(self.places[0], -1, V.shape[-1])
 
     def apart(self, V: Tensor, M: int) -> Tensor:
         """The inverse of `beside`."""
-        by_row = V.unflatten(1, (-1, self.places[1])).transpose(0, 1)
+        by_row: Tensor = V.unflatten(1, (-1, self.places[1])).transpose(0, 1)
         return by_row.reshape(M, -1, V.shape[-1])
 
     def in_order(self, columns: Tensor, axis: int) -> Tensor:
         """Columns (…, kernel rows · q, …) -> in the order of W's."""
         if self.geometry.taps_first:
             return columns
-        by_tap = columns.unflatten(axis, (self.geometry.kernel[0], self.geometry.inputs, self.geometry.kernel[1]))
+        by_tap: Tensor = columns.unflatten(
+            axis, (self.geometry.kernel[0], self.geometry.inputs, self.geometry.kernel[1])
+        )
         return by_tap.transpose(axis, axis + 1).flatten(axis, axis + 2)
 
     def by_rows(self, columns: Tensor, axis: int) -> Tensor:
         """The inverse of `in_order`."""
         if self.geometry.taps_first:
             return columns
-        by_tap = columns.unflatten(axis, (self.geometry.inputs, self.geometry.kernel[0], self.geometry.kernel[1]))
+        by_tap: Tensor = columns.unflatten(
+            axis, (self.geometry.inputs, self.geometry.kernel[0], self.geometry.kernel[1])
+        )
         return by_tap.transpose(axis, axis + 1).flatten(axis, axis + 2)
 
 

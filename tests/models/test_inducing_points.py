@@ -217,9 +217,8 @@ def test_sums_over_patches_are_those_of_explicit_patches(
         expected = Phi[k].T @ (weights[:, None] * V.flatten(0, 1).numpy())
         np.testing.assert_allclose(h[k].detach(), expected, rtol=1e-9, atol=1e-12)
     # gradients of ⟨A, G⟩ + ⟨B, h⟩: by Λ Φ (A + Aᵀ) + Λ V Bᵀ at the patches, which F.fold adds up, by Λ Φ B, and by λ
-    A, B = drawn(*G.shape, seed=3), drawn(*h.shape, seed=4)
-    ((A * G).sum() + (B * h).sum()).backward()
-    A, B = A.numpy(), B.numpy()
+    A, B = drawn(*G.shape, seed=3).numpy(), drawn(*h.shape, seed=4).numpy()
+    ((torch.tensor(A) * G).sum() + (torch.tensor(B) * h).sum()).backward()
     flat = V.flatten(0, 1).numpy()
     of_V = sum(weights[:, None] * Phi[k] @ B[k] for k in range(K))
     of_lam = sum((Phi[k] @ A[k] * Phi[k]).sum(1) + (Phi[k] @ B[k] * flat).sum(1) for k in range(K))
@@ -229,6 +228,26 @@ def test_sums_over_patches_are_those_of_explicit_patches(
     expected_gradients = (of_x.view_as(x), torch.tensor(of_V).view_as(V), torch.tensor(of_lam).view(M, -1).sum(1))
     for leaf, gradient in zip(leaves, expected_gradients, strict=True):
         torch.testing.assert_close(leaf.grad, gradient, rtol=1e-9, atol=1e-9)
+
+
+def test_large_features_that_are_nearly_equal_give_the_density_of_float64() -> None:
+    """Of a top layer behind pooling: in float32, rounding of G would outweigh the precision of the prior."""
+    M, d_in = 500, 33
+    x = 1e4 * (1 + 1e-4 * drawn(1, M, d_in - 1))
+    V, lam = drawn(M, 1, 3, seed=1), drawn(M, seed=2).exp()
+    P = Precision(torch.tensor([33.0], dtype=torch.double))
+    x = x.float()  # what arrives is exact in float32
+    G, h = regression_sums(geometry_of(nn.Linear(d_in - 1, 3)), x, V.float(), lam.float())
+    _, ratio = regress(G, h, P, noise := drawn(1, 3 * d_in, seed=3))
+    Phi = np.concatenate([x[0].double().numpy(), np.ones((M, 1))], 1)
+    weighted = Phi.T * lam.float().double().numpy()
+    A, b = 33 * np.eye(d_in) + weighted @ Phi, weighted @ V.float().double().numpy()[:, 0]
+    root = np.linalg.cholesky(A)
+    eps = noise.view(3, d_in).numpy().T
+    W = np.linalg.solve(root.T, np.linalg.solve(root, b) + eps[0:d_in])
+    log_Q = 3 * np.log(root.diagonal()).sum() - (eps**2).sum() / 2
+    log_P = 3 * d_in * np.log(33) / 2 - 33 * (W**2).sum() / 2
+    assert float(ratio) == pytest.approx(log_Q - log_P, rel=1e-4)
 
 
 def test_sums_in_parts_have_the_same_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_a_captured_step_of_inducing_points_is_the_same_step(method: str) -> Non
     assert captured.graphs.graph is not None
     assert captured.log[0].nll == pytest.approx(plain.log[0].nll, rel=1e-2)
     assert captured.log[0].kl == pytest.approx(plain.log[0].kl, rel=1e-2)
-    assert captured.log[-1].loss < captured.log[0].loss
+    assert captured.log[-1].loss == pytest.approx(plain.log[-1].loss, rel=0.1)
 
 
 @pytest.mark.parametrize("amp", [False, True])
