@@ -7,13 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dubito.models.numerics.normals_native import NativeGenerator, generator
+
 
 class Normals:
     """The normals of one seed on one device. They do not depend on how K is divided into calls: a row is one call of
     the generator or, on a GPU with triton, a function of its index.
 
     On a CPU the generator is numpy's SFC64, more than twice as fast as torch's own: with the exact law of the λ-noise,
-    a prediction spends most of its time on drawing normals.
+    a prediction spends most of its time on drawing normals. A server computes the same numbers by compiled code.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -23,6 +25,10 @@ class Normals:
     @cached_property
     def _numpy(self) -> np.random.Generator:
         return np.random.Generator(np.random.SFC64(self.seed))
+
+    @cached_property
+    def _native(self) -> NativeGenerator | None:
+        return generator(self.seed)
 
     @cached_property
     def _torch(self) -> torch.Generator:
@@ -40,11 +46,15 @@ class Normals:
             key = torch.tensor([self.seed, self._given], device=self.device)
             self.skip(K)
             return fill(noise, key)
-        for row in noise:
-            if self.device.type == "cpu":
-                self._numpy.standard_normal(out=row.numpy(), dtype=np.float32)
+        if self.device.type == "cpu":
+            array = noise.numpy()
+            if self._native is not None:
+                self._native.fill(array)
             else:
-                row.normal_(generator=self._torch)
+                self._numpy.standard_normal(out=array, dtype=np.float32)
+            return noise
+        for row in noise:
+            row.normal_(generator=self._torch)
         return noise
 
 

@@ -39,14 +39,19 @@ from dubito.models.predictions.uncertainty import (
 Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K draws fits the device's memory
 
 
-class CudaGraph(Protocol):
-    """The graph of a pass of K draws, which sums over its draws. It takes up to B inputs, from any device."""
+class WholePass(Protocol):
+    """A pass of K draws that was prepared as a whole, with the sums over its draws: captured on a GPU, compiled on a
+    CPU. It takes up to B inputs, from any device."""
 
-    def sums(self, x: Tensor, seed: int, start: int) -> Reals:
-        """`sums_of` the outputs of the seed's draws from `start` on."""
+    @property
+    def makes_normals(self) -> bool:
+        """Whether it makes the normals itself, from the seed; else it takes those of the draws."""
+
+    def sums(self, x: Tensor, draws: Draws) -> Reals:
+        """`sums_of` the outputs of these draws."""
 
 
-GraphFor = Callable[[int, int], CudaGraph | None]  # the graph for B inputs and K draws, if it was captured
+GraphFor = Callable[[int, int], WholePass | None]  # the pass for B inputs and K draws, if it was prepared
 
 MAX_SAMPLES = 1 << 16
 SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
@@ -241,11 +246,13 @@ class Job:
         """
         if self.stock is not None:
             return Draws(k, None, self.seed, start, stock=self.stock)
-        if self.graph_for(self._bucket(rows), k) is not None:
+        graph = self.graph_for(self._bucket(rows), k)
+        if graph is not None and graph.makes_normals:
             self.normals.skip(k)
             return Draws(k, None, self.seed, start, by_graph=True)
         try:
-            return Draws(k, self.normals.rows(k, self.factors.normals), self.seed, start)
+            normals = self.normals.rows(k, self.factors.normals)
+            return Draws(k, normals, self.seed, start, by_graph=graph is not None)
         except torch.OutOfMemoryError:  # nothing was drawn yet
             if k == 1:
                 raise
@@ -305,7 +312,7 @@ class Job:
             x = self.given if rows is None else self.given[rows.to(self.given.device)]
             graph = self.graph_for(self._bucket(len(x)), draws.K)
             assert graph is not None
-            return graph.sums(x, self.seed, draws.start)
+            return graph.sums(x, draws)
         sums: Reals = sums_of(self.network, self.factors.read)(self.outputs(draws, rows)).cpu().double().numpy()
         return sums
 

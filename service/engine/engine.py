@@ -36,6 +36,7 @@ from dubito.models.predictions.stopwatch import Stopwatch
 from dubito.models.predictions.uncertainty import Reals
 from dubito.service.engine.bank import Bank
 from dubito.service.engine.budget import TRIED, Budget, MemoryShare, peak_of
+from dubito.service.engine.compiled import CompiledPasses, PassCache
 from dubito.service.engine.graphs import PassGraph, PassGraphs, for_gpu
 from dubito.service.engine.pace import Pace
 from dubito.service.engine.plans import PlanCache, Plans
@@ -107,16 +108,21 @@ class Engine:
         plan_seconds: float = 0.0,
         bank: Bank | None = None,
         share: MemoryShare | None = None,
+        pass_cache: PassCache | None = None,
     ) -> None:
         """Executions that `plan_cache` does not hold are measured for about `plan_seconds`.
 
-        With a bank, requests without a seed get its draws. `share` limits the device memory; None: no limit.
+        With a bank, requests without a seed get its draws. `share` limits the device memory; None: no limit. With a
+        `pass_cache`, passes on a CPU are compiled, for about `plan_seconds` beyond those that it holds.
         """
         self.bank = bank
         self.graphs: PassGraphs | None = None
+        self.compiled: CompiledPasses | None = None
         if model.device.type == "cuda":
             model = for_gpu(model)
             self.graphs = PassGraphs(model.network, model.factors, buckets[-1])
+        elif pass_cache is not None:
+            self.compiled = CompiledPasses(model.network, model.factors, pass_cache, plan_seconds)
         self.share = Budget(None).share() if share is None else share
         self.draws = 0  # of the largest pass so far
         self.timed: list[tuple[int, float]] = []  # work (rows × draws) and seconds of batches, at the start
@@ -237,6 +243,12 @@ class Engine:
                             self.graphs.capture(job, k)
                     self.plans.bytes += max(0, torch.cuda.memory_reserved(self.model.device) - before)
                     self._time(requests[0])  # with the graph
+                if self.compiled is not None and samples:
+                    before = self.compiled.bytes
+                    for k in {min(samples, once), samples % once, min(CHUNK, once)} - {0}:
+                        self.compiled.compile(job, k, self.share)
+                    self.plans.bytes += self.compiled.bytes - before
+                    self._time(requests[0])
         self.plans.cache.save()
         if slices is not None:
             pace = Pace()
@@ -408,7 +420,8 @@ class Engine:
     def _job(
         self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1, stock: Stock | None = None
     ) -> Job:
-        graph_for = None if self.graphs is None else self.graphs.at
+        graphs = self.compiled if self.graphs is None else self.graphs
+        graph_for = None if graphs is None else graphs.at
         more = self._passes(watch, seed)
         network, factors = self.model.network, self.model.factors
         job = Job.of(network, factors, x, seed, most=most, stock=stock, graph_for=graph_for, finite=True, **more)
@@ -469,8 +482,9 @@ class HostResults:
     """Results already copied to the host, in place of a graph."""
 
     known: Reals
+    makes_normals = True
 
-    def sums(self, x: Tensor, seed: int, start: int) -> Reals:
+    def sums(self, x: Tensor, draws: Draws) -> Reals:
         return self.known
 
 

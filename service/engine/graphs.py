@@ -106,6 +106,8 @@ class PinnedInputs:
 class PassGraph:
     """The graph of one pass: B inputs and K draws. A seed gives the same draws as it does without a graph."""
 
+    makes_normals = True
+
     def __init__(
         self,
         network: BayesianNetwork,
@@ -152,9 +154,9 @@ class PassGraph:
         self.port.wait()
         return time.perf_counter() - began
 
-    def sums(self, x: Tensor, seed: int, start: int) -> Reals:
+    def sums(self, x: Tensor, draws: Draws) -> Reals:
         self.port.hold(x, self.B)
-        self.go(seed, start)
+        self.go(draws.seed, draws.start)
         return self.fetch()[: len(x)]
 
     def put(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
