@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.numerics.normals_native import NativeGenerator, generator
@@ -39,6 +40,8 @@ class Normals:
         self._given += K
 
     def rows(self, K: int, n: int) -> Tensor:
+        if self.device.type == "cpu":
+            return self.parts(K, np.array([n])).view(K, n)
         noise = torch.empty(K, n, device=self.device)
         if counted(self.device):
             from dubito.models.numerics.normals_kernel import fill
@@ -46,15 +49,26 @@ class Normals:
             key = torch.tensor([self.seed, self._given], device=self.device)
             self.skip(K)
             return fill(noise, key)
-        if self.device.type == "cpu":
-            array = noise.numpy()
-            if self._native is not None:
-                self._native.fill(array)
-            else:
-                self._numpy.standard_normal(out=array, dtype=np.float32)
-            return noise
         for row in noise:
             row.normal_(generator=self._torch)
+        return noise
+
+    def parts(self, K: int, sizes: NDArray[np.int64]) -> Tensor:
+        """The same numbers on a CPU, a row in parts of these sizes: (K, size) of the first part, then of the second."""
+        noise = torch.empty(K * int(sizes.sum()))
+        array = noise.numpy()
+        if self._native is not None:
+            self._native.fill(array, K, sizes)
+        elif len(sizes) == 1:
+            self._numpy.standard_normal(out=array, dtype=np.float32)
+        else:
+            ends = np.cumsum(sizes)
+            views = [array[K * (end - n) : K * end].reshape(K, n) for n, end in zip(sizes, ends, strict=True)]
+            row = np.empty(int(ends[-1]), np.float32)
+            for k in range(K):
+                self._numpy.standard_normal(out=row, dtype=np.float32)
+                for view, n, end in zip(views, sizes, ends, strict=True):
+                    view[k] = row[end - n : end]
         return noise
 
 

@@ -77,7 +77,7 @@ static float one(State *g) {
     }
 }
 
-void fill(State *g, float *out, int64_t n) {
+static void fill_one(State *g, float *out, int64_t n) {
     int64_t done = 0;
     while (done < n) {
         if (n - done >= TOGETHER && g->at + TOGETHER <= WORDS) {
@@ -97,6 +97,16 @@ void fill(State *g, float *out, int64_t n) {
         out[done++] = one(g);
     }
 }
+
+void fill(State *g, float *out, int64_t rows, const int64_t *sizes, int64_t parts) {
+    for (int64_t row = 0; row < rows; row++) {
+        float *part = out;
+        for (int64_t i = 0; i < parts; i++) {
+            fill_one(g, part + row * sizes[i], sizes[i]);
+            part += rows * sizes[i];
+        }
+    }
+}
 """
 
 
@@ -112,9 +122,10 @@ class NativeGenerator:
         self._state = _State((ctypes.c_uint64 * 4)(*state.tolist()), 512)
         self._at = ctypes.addressof(self._state)
 
-    def fill(self, out: NDArray[np.float32]) -> None:
-        """Fill a contiguous array with the next normals."""
-        self._fill(self._at, out.ctypes.data, out.size)
+    def fill(self, out: NDArray[np.float32], rows: int, parts: NDArray[np.int64]) -> None:
+        """Fill a contiguous array with the next normals of so many rows, whose parts have these sizes: (rows, size) of
+        the first part, then of the second, and so on."""
+        self._fill(self._at, out.ctypes.data, rows, parts.ctypes.data, len(parts))
 
 
 _fill: Callable[..., None] | None = None
@@ -175,12 +186,13 @@ def _cpuinfo() -> list[str]:
 def _checked(path: Path) -> Callable[..., None]:
     """The function of the library, after its numbers were compared with numpy's."""
     library: Any = ctypes.CDLL(str(path))
-    library.fill.argtypes, library.fill.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.fill.argtypes, library.fill.restype = (pointer, pointer, number, pointer, number), None
     for seed, sizes in ((0, (1, 15, 16, 17, 200_000)), (1, (500, 511, 512, 513, 100_000))):
         ours, theirs = NativeGenerator(seed, library.fill), np.random.Generator(np.random.SFC64(seed))
         for n in sizes:
             out = np.empty(n, np.float32)
-            ours.fill(out)
+            ours.fill(out, 1, np.array([n]))
             if not np.array_equal(out, theirs.standard_normal(n, np.float32)):
                 raise RuntimeError("the compiled generator does not give numpy's numbers")
     function: Callable[..., None] = library.fill
@@ -205,5 +217,7 @@ def _source() -> str:
     }
     source = SOURCE
     for name, text in numbers.items():
-        source = source.replace(f"{{{name}}}" if name in ("KI", "WI", "FI") else name, f"{{{text}}}" if "," in text else text)
+        source = source.replace(
+            f"{{{name}}}" if name in ("KI", "WI", "FI") else name, f"{{{text}}}" if "," in text else text
+        )
     return source

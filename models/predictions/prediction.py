@@ -43,12 +43,8 @@ class WholePass(Protocol):
     """A pass of K draws that was prepared as a whole, with the sums over its draws: captured on a GPU, compiled on a
     CPU. It takes up to B inputs, from any device."""
 
-    @property
-    def makes_normals(self) -> bool:
-        """Whether it makes the normals itself, from the seed; else it takes those of the draws."""
-
-    def sums(self, x: Tensor, draws: Draws) -> Reals:
-        """`sums_of` the outputs of these draws."""
+    def sums(self, x: Tensor, draws: Draws, normals: Normals) -> Reals:
+        """`sums_of` the outputs of these draws, whose normals are the next of the seed."""
 
 
 GraphFor = Callable[[int, int], WholePass | None]  # the pass for B inputs and K draws, if it was prepared
@@ -246,13 +242,10 @@ class Job:
         """
         if self.stock is not None:
             return Draws(k, None, self.seed, start, stock=self.stock)
-        graph = self.graph_for(self._bucket(rows), k)
-        if graph is not None and graph.makes_normals:
-            self.normals.skip(k)
+        if self.graph_for(self._bucket(rows), k) is not None:
             return Draws(k, None, self.seed, start, by_graph=True)
         try:
-            normals = self.normals.rows(k, self.factors.normals)
-            return Draws(k, normals, self.seed, start, by_graph=graph is not None)
+            return Draws(k, self.normals.rows(k, self.factors.normals), self.seed, start)
         except torch.OutOfMemoryError:  # nothing was drawn yet
             if k == 1:
                 raise
@@ -312,7 +305,7 @@ class Job:
             x = self.given if rows is None else self.given[rows.to(self.given.device)]
             graph = self.graph_for(self._bucket(len(x)), draws.K)
             assert graph is not None
-            return graph.sums(x, draws)
+            return graph.sums(x, draws, self.normals)
         sums: Reals = sums_of(self.network, self.factors.read)(self.outputs(draws, rows)).cpu().double().numpy()
         return sums
 

@@ -10,10 +10,13 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan
+from dubito.models.numerics.normals import Normals
 from dubito.models.predictions.prediction import Job, evaluating, sums_of, tempered
 from dubito.models.predictions.resident import tensors_of
-from dubito.models.predictions.uncertainty import Reals, on_host
+from dubito.models.predictions.uncertainty import Reals, on_host, value_sums_of_both
 from dubito.service.engine.budget import MemoryShare
 from dubito.service.engine.plans import plan_file
 from dubito.service.engine.recording import NotRecorded, record
 
 log = logging.getLogger("dubito")
-INPUTS, OUTPUT = ("x", "normals"), "sums"
+INPUT, COLUMNS, OUTPUT = "x", "columns_", "sums"
 RUNS, WARM = 9, 2  # timed runs of a pass, of which the fastest counts, and runs before them
 FASTER = 0.95  # of torch's time: a session that takes longer is not used
 AGREES = 1e-3  # largest difference of the means over draws, of 1 or of the mean where that is larger
@@ -39,12 +43,19 @@ LARGEST = 1 << 29  # bytes of the folder of compiled passes
 CHECKED = 2  # seeds with which a pass is compared with torch's
 
 
-class CompiledPass:
-    """The pass of B inputs and K draws, whose normals are handed in."""
+@dataclass(frozen=True)
+class Written:
+    """A pass of K draws as a serialised ONNX model, whose inputs are x and the parts of the normals, by columns."""
 
-    makes_normals = False
+    K: int
+    sizes: tuple[int, ...]  # of all parts of the normals of a draw, in order
+    model: bytes
 
-    def __init__(self, model: bytes, B: int, threads: int) -> None:
+
+class Session:
+    """A written pass, ready to run."""
+
+    def __init__(self, written: Written, threads: int) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -52,17 +63,48 @@ class CompiledPass:
         options.inter_op_num_threads = 1
         options.log_severity_level = 3  # errors
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch's threads need the cores, too
-        self._run = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]).run
-        self.B, self.threads, self.bytes = B, threads, 2 * len(model)  # the constants, and as products pack them
+        session = onnxruntime.InferenceSession(written.model, options, providers=["CPUExecutionProvider"])
+        self.run, self.K, self.sizes = session.run, written.K, np.array(written.sizes)
+        taken = {given.name for given in session.get_inputs()}
+        starts = [0, *np.cumsum(self.sizes).tolist()]
+        self._parts = [
+            (name, self.K * start, self.K * end, (self.K, end - start))
+            for start, end in pairwise(starts)
+            if (name := f"{COLUMNS}{start}") in taken
+        ]
 
-    def sums(self, x: Tensor, draws: Draws) -> Reals:
-        """`sums_of` the outputs of these draws."""
-        assert draws.noise is not None
+    def __call__(self, x: NDArray[Any], normals: NDArray[np.float32]) -> Reals:
+        inputs = {name: normals[start:end].reshape(shape) for name, start, end, shape in self._parts}
+        sums: Reals = self.run(None, {INPUT: x, **inputs})[0]
+        return sums
+
+
+class CompiledPass:
+    """The pass of B inputs and K draws, in one session, or half of its draws in each of two threads."""
+
+    def __init__(self, written: Sequence[Written], threads: int, network: BayesianNetwork, B: int, pool: Executor):
+        """`threads` of each session."""
+        by_model = {one.model: Session(one, threads) for one in written}
+        self.sessions = [by_model[one.model] for one in written]
+        self.written, self.threads, self.B, self._pool = written, threads, B, pool
+        self.bytes = sum(2 * len(model) for model in by_model)  # the constants, and as products pack them
+        self._D = network.task.outputs if network.task.kind == "regression" else None
+
+    def sums(self, x: Tensor, draws: Draws, normals: Normals) -> Reals:
         rows: NDArray[Any] = on_host(x)
         if len(rows) < self.B:
             rows = np.concatenate([rows, np.broadcast_to(rows[:1], (self.B - len(rows), *rows.shape[1:]))])
-        sums: Reals = self._run(None, {"x": rows, "normals": draws.noise.numpy()})[0]
-        return sums[: len(x)]
+        first, *rest = self.sessions
+        noise = normals.parts(first.K, first.sizes).numpy()
+        if not rest:
+            return first(rows, noise)[: len(x)]
+        (second,) = rest
+        begun = self._pool.submit(first, rows, noise)
+        others = second(rows, normals.parts(second.K, second.sizes).numpy())
+        sums = begun.result()
+        if self._D is not None:
+            return value_sums_of_both(sums, first.K, others, second.K, self._D)[: len(x)]
+        return (sums + others)[: len(x)]
 
 
 class CompiledPasses:
@@ -74,6 +116,7 @@ class CompiledPasses:
         self.known: dict[tuple[int, int], CompiledPass] = {}
         self.bytes = 0
         self._key: str | None = None
+        self._pool = ThreadPoolExecutor(1, "half a pass")
 
     def at(self, B: int, K: int) -> CompiledPass | None:
         return self.known.get((B, K))
@@ -106,15 +149,15 @@ class CompiledPasses:
         self.bytes += found.bytes + (int(share.need(*size)) if share.limited else 0)
 
     def _compiled(self, job: Job, K: int) -> CompiledPass | None:
-        """The fastest session, from the cache or anew; None where torch is as fast."""
+        """The fastest way, from the cache or anew; None where torch is as fast."""
         check, key = _Check(job, K), self._key_of(job, K)
         kept = self.cache.read(key)
         if kept is not None:
             try:
-                threads, model = _unpacked(kept)
+                threads, written = _unpacked(kept)
                 if not threads:
                     return None
-                found = CompiledPass(model, job.B, threads)
+                found = CompiledPass(written, threads, self.network, job.B, self._pool)
                 check.compare(found)
                 return found
             except Exception as error:
@@ -122,19 +165,28 @@ class CompiledPasses:
         if self.left <= 0:
             return None
         began = time.perf_counter()
-        times: dict[tuple[bytes, int], float] = {}
-        for plan in _plans(job.plan(job.B, K)):
-            model = write_pass(job, K, plan)
-            for threads in sorted({1, torch.get_num_threads()}):
-                found = CompiledPass(model, job.B, threads)
-                check.compare(found)
-                times[model, threads] = _seconds(partial(check.run, found))
+        times: dict[CompiledPass, float] = {}
+        for written, threads in self._ways(job, K):
+            found = CompiledPass(written, threads, self.network, job.B, self._pool)
+            check.compare(found)
+            times[found] = _seconds(partial(check.run, found))
         best = min(times, key=times.__getitem__)
-        plain = _seconds(check.plain)
-        faster = times[best] < FASTER * plain
-        self.cache.write(key, _packed(best[1] if faster else 0, best[0] if faster else b""))
+        faster = times[best] < FASTER * _seconds(check.plain)
+        self.cache.write(key, _packed(best.threads, best.written) if faster else _packed(0, ()))
         self.left -= time.perf_counter() - began
-        return CompiledPass(best[0], job.B, best[1]) if faster else None
+        return best if faster else None
+
+    def _ways(self, job: Job, K: int) -> Iterator[tuple[list[Written], int]]:
+        """Ways to compute the pass, with the threads of a session."""
+        cores = torch.get_num_threads()
+        for plan in _plans(job.plan(job.B, K)):
+            whole = write_pass(job, K, plan)
+            yield [whole], 1
+            if cores > 1:
+                yield [whole], cores
+            if cores > 1 and K > 1:
+                first = write_pass(job, K - K // 2, plan)
+                yield [first, first if K % 2 == 0 else write_pass(job, K // 2, plan)], 1
 
     def _key_of(self, job: Job, K: int) -> str:
         """What decides how a pass is computed and how fast it is, the weights included."""
@@ -154,9 +206,9 @@ def available() -> bool:
     return find_spec("onnxruntime") is not None and find_spec("onnx") is not None
 
 
-def write_pass(job: Job, K: int, plan: Plan) -> bytes:
-    """The pass of K draws of the job's inputs as an ONNX model of the inputs and the normals."""
-    from dubito.service.engine.lowering import OPERATORS, write
+def write_pass(job: Job, K: int, plan: Plan) -> Written:
+    """The pass of K draws of the job's inputs."""
+    from dubito.service.engine.lowering import OPERATORS, Writer
 
     network, factors = job.network, job.factors
 
@@ -165,36 +217,38 @@ def write_pass(job: Job, K: int, plan: Plan) -> bytes:
         return sums_of(network, factors.read)(tempered(outputs, job.temperature, factors.read))
 
     recording = record(sums, (job.x, torch.zeros(K, factors.normals)), frozenset(OPERATORS))
-    return write(recording, INPUTS, OUTPUT)
+    model, sizes = Writer().write(recording, (INPUT, "normals"), OUTPUT, apart="normals", columns=COLUMNS)
+    return Written(K, tuple(sizes), model)
 
 
 class _Check:
     """Compares a compiled pass with torch's on random inputs."""
 
     def __init__(self, job: Job, K: int) -> None:
-        self.K, n = K, job.factors.normals
-        rng = torch.Generator().manual_seed(1)
-        self.x = torch.randn(job.given.shape, generator=rng)
-        self.draws = [Draws(K, torch.randn(K, n, generator=rng), 0, by_graph=True) for _ in range(CHECKED)]
-        self.job, self.network = job, job.network
-        self.expected = [self._plain(draws) for draws in self.draws]
+        self.job, self.network, self.K = job, job.network, K
+        self.x = torch.randn(job.given.shape, generator=torch.Generator().manual_seed(1))
+        self.draws = Draws(K, None, 0, by_graph=True)
+        self.expected = [self._plain(seed) for seed in range(CHECKED)]
 
-    def _plain(self, draws: Draws) -> Reals:
-        plan = self.job.plan(self.job.B, self.K)
+    def _plain(self, seed: int) -> Reals:
+        draws = Draws(self.K, self._normals(seed).rows(self.K, self.job.factors.normals), 0)
+        plan, read = self.job.plan(self.job.B, self.K), self.job.factors.read
         outputs = self.network.go(self.x, self.network.arrange(self.job.factors, draws, plan))
-        read = self.job.factors.read
         sums: Reals = sums_of(self.network, read)(tempered(outputs, self.job.temperature, read)).double().numpy()
         return sums
 
-    def plain(self) -> Reals:
-        return self._plain(self.draws[0])
+    def _normals(self, seed: int) -> Normals:
+        return Normals(seed, torch.device("cpu"))
 
-    def run(self, compiled: CompiledPass) -> Reals:
-        return compiled.sums(self.x, self.draws[0])
+    def plain(self) -> Reals:
+        return self._plain(0)
+
+    def run(self, compiled: CompiledPass, seed: int = 0) -> Reals:
+        return compiled.sums(self.x, self.draws, self._normals(seed))
 
     def compare(self, compiled: CompiledPass) -> None:
-        for draws, expected in zip(self.draws, self.expected, strict=True):
-            sums = compiled.sums(self.x, draws)
+        for seed, expected in enumerate(self.expected):
+            sums = self.run(compiled, seed)
             if sums.shape != expected.shape or sums.dtype != np.float64:
                 raise NotRecorded(f"its sums are {sums.dtype} {sums.shape}, torch's float64 {expected.shape}")
             error = np.abs(sums - expected) / np.maximum(self.K, np.abs(expected))
@@ -219,13 +273,21 @@ def _seconds(run: Callable[[], object]) -> float:
     return min(times)
 
 
-def _packed(threads: int, model: bytes) -> bytes:
-    return json.dumps({"threads": threads}).encode() + b"\n" + model
+def _packed(threads: int, written: Sequence[Written]) -> bytes:
+    """For the cache: a line of JSON, then the models."""
+    models = list(dict.fromkeys(one.model for one in written))
+    passes = [{"K": one.K, "sizes": one.sizes, "model": models.index(one.model)} for one in written]
+    head = {"threads": threads, "passes": passes, "lengths": [len(model) for model in models]}
+    return json.dumps(head).encode() + b"\n" + b"".join(models)
 
 
-def _unpacked(kept: bytes) -> tuple[int, bytes]:
-    head, _, model = kept.partition(b"\n")
-    return int(json.loads(head)["threads"]), model
+def _unpacked(kept: bytes) -> tuple[int, list[Written]]:
+    line, _, rest = kept.partition(b"\n")
+    head = json.loads(line)
+    ends = [0, *accumulate(head["lengths"])]
+    models = [rest[start:end] for start, end in pairwise(ends)]
+    passes = [Written(one["K"], tuple(one["sizes"]), models[one["model"]]) for one in head["passes"]]
+    return int(head["threads"]), passes
 
 
 class PassCache:

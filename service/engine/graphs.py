@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dubito.models.network.geometry import Conv
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan
-from dubito.models.numerics.normals import counted
+from dubito.models.numerics.normals import Normals, counted
 from dubito.models.numerics.streams import stream
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import Job, evaluating, sums_of, tempered
@@ -106,8 +106,6 @@ class PinnedInputs:
 class PassGraph:
     """The graph of one pass: B inputs and K draws. A seed gives the same draws as it does without a graph."""
 
-    makes_normals = True
-
     def __init__(
         self,
         network: BayesianNetwork,
@@ -154,7 +152,8 @@ class PassGraph:
         self.port.wait()
         return time.perf_counter() - began
 
-    def sums(self, x: Tensor, draws: Draws) -> Reals:
+    def sums(self, x: Tensor, draws: Draws, normals: Normals) -> Reals:
+        normals.skip(draws.K)
         self.port.hold(x, self.B)
         self.go(draws.seed, draws.start)
         return self.fetch()[: len(x)]

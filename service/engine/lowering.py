@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,12 @@ class Writer:
         self.constants: list[TensorProto] = []
         self.made_by: dict[str, tuple[str, tuple[str, ...]]] = {}  # operator and inputs of each value
         self._names: dict[int, str] = {}  # of recorded values
+        self.parts: dict[
+            int, int
+        ] = {}  # columns of that input that the graph takes: the first, and the one after the last
+        self.prefix = ""
+        self._columns: dict[int, tuple[int, int]] = {}  # values that are columns of the input which is taken apart
+        self.matrices: dict[str, tuple[int, int]] = {}  # shapes of constants with two axes
         self._known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._next = 0
 
@@ -52,12 +59,16 @@ class Writer:
         if key not in self._known:
             self._known[key] = self._name()
             self.constants.append(numpy_helper.from_array(np.ascontiguousarray(array), self._known[key]))
+            if array.ndim == 2:
+                self.matrices[self._known[key]] = array.shape
         return self._known[key]
 
     def __call__(self, x: Any, dtype: torch.dtype | None = None, broadcast: bool = False) -> str:
         """Name of a value, a constant or a number, cast to the dtype; a constant that repeats itself is stored once
         where it will be broadcast."""
         if isinstance(x, Value):
+            if x.number in self._columns:
+                self._names[x.number] = self._part(*self._columns[x.number])
             name = self._names[x.number]
             return name if dtype in (None, x.dtype) else self.op("Cast", name, to=self.type(dtype))
         if isinstance(x, Tensor):
@@ -81,10 +92,46 @@ class Writer:
             x = inputs[0]
         return self.op("Reshape", x, self.constant(np.array(shape, np.int64)))
 
-    def write(self, recording: Recording, names: Sequence[str], output: str) -> bytes:
+    def _part(self, start: int, end: int) -> str:
+        self.parts[start] = end
+        return f"{self.prefix}{start}"
+
+    def _took_apart(self, call: Call) -> bool:
+        """Whether a call only takes columns of the input that is taken apart."""
+        x = call.args[0] if call.args else None
+        if not isinstance(x, Value) or x.number not in self._columns or call.name not in TAKE_APART:
+            return False
+        start, end = self._columns[x.number]
+        axis = _arg(call, 2 if call.name.startswith("split") else 1, "dim", 0)
+        if axis % 2 != 1 or _arg(call, 4, "step", 1) != 1:
+            return False
+        if call.name == "slice":
+            first, last, _ = slice(_arg(call, 2, "start"), _arg(call, 3, "end")).indices(end - start)
+            self._columns[_result(call).number] = start + first, start + last
+            return True
+        for value in call.results:
+            assert value is not None
+            self._columns[value.number] = start, start + value.shape[1]
+            start += value.shape[1]
+        return True
+
+    def write(
+        self, recording: Recording, names: Sequence[str], output: str, apart: str, columns: str
+    ) -> tuple[bytes, list[int]]:
+        """The model, and the sizes of the parts that are its inputs in place of the input `apart` (rows, columns).
+
+        Those that it uses are named `columns` with the number of their first column.
+        """
+        self.prefix = columns
         for name, value in zip(names, recording.inputs, strict=True):
-            self._names[value.number] = name
+            if name == apart:
+                self._columns[value.number] = 0, value.shape[1]
+                rows, width = value.shape
+            else:
+                self._names[value.number] = name
         for call in recording.calls:
+            if self._took_apart(call):
+                continue
             if call.name not in OPERATORS:
                 raise NotRecorded(f"no operator of ONNX is known for {call.name}")
             written = OPERATORS[call.name](self, call)
@@ -95,18 +142,35 @@ class Writer:
         inputs = [
             helper.make_tensor_value_info(name, self.type(value.dtype), value.shape)
             for name, value in zip(names, recording.inputs, strict=True)
+            if name != apart
+        ]
+        edges = sorted({0, width, *self.parts, *self.parts.values()})
+        sizes = [end - start for start, end in pairwise(edges)]
+        if any(self.parts.get(start, end) != end for start, end in pairwise(edges)):
+            raise NotRecorded("layers share normals")
+        inputs += [
+            helper.make_tensor_value_info(f"{self.prefix}{start}", TensorProto.FLOAT, (rows, self.parts[start] - start))
+            for start in sorted(self.parts)
         ]
         result = recording.output
         outputs = [helper.make_tensor_value_info(output, self.type(result.dtype), result.shape)]
-        graph = helper.make_graph(self.nodes, "pass", inputs, outputs, self.constants)
+        nodes, constants = self._used(output)
+        graph = helper.make_graph(nodes, "pass", inputs, outputs, constants)
         opset = [helper.make_opsetid("", OPSET)]
         model: bytes = helper.make_model(graph, opset_imports=opset, ir_version=IR).SerializeToString()
-        return model
+        return model, sizes
+
+    def _used(self, output: str) -> tuple[list[onnx.NodeProto], list[TensorProto]]:
+        """Nodes and constants that the output depends on: some nodes were replaced by others."""
+        used, nodes = {output}, list[onnx.NodeProto]()
+        for node in reversed(self.nodes):
+            if used & set(node.output):
+                used |= set(node.input)
+                nodes.append(node)
+        return nodes[::-1], [constant for constant in self.constants if constant.name in used]
 
 
-def write(recording: Recording, names: Sequence[str], output: str) -> bytes:
-    """The recorded function as a serialised ONNX model; raises NotRecorded where an operator is not known."""
-    return Writer().write(recording, names, output)
+TAKE_APART = ("slice", "split", "split_with_sizes")
 
 
 def _result(call: Call) -> Value:
@@ -222,10 +286,19 @@ def _rsqrt(g: Writer, call: Call) -> str:
 def _addcmul(g: Writer, call: Call) -> str:
     a, b, c = call.args[:3]
     dtype, value = _result(call).dtype, call.options.get("value", 1)
+    if value == 1 and isinstance(b, Value) and all(isinstance(t, Tensor) and _by_channel(t, b) for t in (a, c)):
+        one, zero = (g.constant(np.full(b.shape[1], v, np.float32)) for v in (1, 0))  # of variance and mean
+        scale, shift = g(c.reshape(-1), dtype), g(a.reshape(-1), dtype)
+        return str(g.op("BatchNormalization", g(b, dtype), scale, shift, zero, one, epsilon=0.0))
     product = g.op("Mul", g(b, dtype, True), g(c, dtype, True))
     if value != 1:
         product = g.op("Mul", product, g(value, dtype))
     return str(g.op("Add", g(a, dtype, True), product))
+
+
+def _by_channel(t: Tensor, x: Value) -> bool:
+    """Whether a constant holds a number for each channel of x."""
+    return x.dtype == torch.float32 and tuple(t.shape) == (1, x.shape[1], *[1] * (len(x.shape) - 2))
 
 
 def _where(g: Writer, call: Call) -> str:
@@ -482,23 +555,39 @@ def _matmul(g: Writer, call: Call) -> str:
 
 
 def _product(g: Writer, a: Any, b: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """a b. A constant b that is the same for all is a matrix, so that the rows of all a meet it in one product."""
+    """a b. A constant b that is the same for all is a matrix, so that the rows of all a meet it in one product.
+
+    (c a) b of constants c and b is c (a b) where that takes fewer multiplications.
+    """
+    if isinstance(a, Value) and isinstance(b, Tensor) and b.dim() == 2:
+        kind, inputs = g.made_by.get(g(a), ("", ()))
+        c = g.matrices.get(inputs[0]) if kind == "MatMul" else None
+        if c is not None:
+            (m, p), (n, q) = c, b.shape
+            if p * n * q + m * p * q < m * p * n + m * n * q:
+                return str(g.op("MatMul", inputs[0], g.op("MatMul", inputs[1], g(b, dtype))))
     right = g(b, dtype, True)
-    if isinstance(b, Tensor) and len(b.shape) > 2 and all(s == 0 or n == 1 for s, n in _outer(b)):
+    if isinstance(b, Tensor) and b.dim() > 2 and _one_matrix(b):
         right = g(b[(0,) * (b.dim() - 2)], dtype)
-    elif isinstance(b, Value) and len(b.shape) > 2 and isinstance(a, Tensor):
-        a = a[(0,) * (a.dim() - 2)] if a.dim() > 2 and all(s == 0 or n == 1 for s, n in _outer(a)) else a
+    elif isinstance(b, Value) and isinstance(a, Tensor):
+        a = a[(0,) * (a.dim() - 2)] if _one_matrix(a) else a
     return str(g.op("MatMul", g(a, dtype, True), right))
 
 
-def _outer(t: Tensor) -> list[tuple[int, int]]:
-    return list(zip(t.stride()[:-2], t.shape[:-2], strict=True))
+def _one_matrix(t: Tensor) -> bool:
+    """Whether a constant repeats one matrix."""
+    return t.dim() >= 2 and all(s == 0 or n == 1 for s, n in zip(t.stride()[:-2], t.shape[:-2], strict=True))
 
 
 def _addmm(g: Writer, call: Call) -> str:
     """beta · c + alpha · a b."""
     c, a, b = call.args[:3]
     result, beta, alpha = _result(call), call.options.get("beta", 1), call.options.get("alpha", 1)
+    if isinstance(b, Tensor) and _one_matrix(b) and _shape_of(c) == result.shape and len(result.shape) > 2:
+        rows, (n, q) = math.prod(result.shape[:-1]), b.shape[-2:]
+        flat = g.reshape(g(a, result.dtype), (rows, n)), g(b[(0,) * (b.dim() - 2)], result.dtype)
+        sums = g.op("Gemm", *flat, g.reshape(g(c, result.dtype), (rows, q)), alpha=float(alpha), beta=float(beta))
+        return g.reshape(sums, result.shape)
     product = _product(g, a, b, result.dtype, result.shape)
     if alpha != 1:
         product = g.op("Mul", product, g(alpha, result.dtype))
@@ -659,34 +748,78 @@ OPERATORS: dict[str, Callable[[Writer, Call], str | list[str]]] = {
     **{name.lower(): _unary(name) for name in ("Abs", "Cos", "Erf", "Exp", "Floor", "Log", "Neg", "Relu", "Round")},
     **{name.lower(): _unary(name) for name in ("Reciprocal", "Sigmoid", "Sign", "Sin", "Softplus", "Sqrt", "Tanh")},
     "hardswish": _unary("HardSwish"),
-    **{"add": _add("Add"), "sub": _add("Sub"), "rsub": _rsub, "mul": _binary("Mul"), "div": _div, "pow": _pow},
-    **{"maximum": _binary("Max"), "minimum": _binary("Min"), "square": _square, "rsqrt": _rsqrt},
-    **{"lt": _binary("Less"), "le": _binary("LessOrEqual"), "eq": _binary("Equal")},
-    **{"gt": _binary("Greater"), "ge": _binary("GreaterOrEqual")},
-    **{"addcmul": _addcmul, "where": _where, "clamp": _clamp, "clamp_min": _clamp, "clamp_max": _clamp_max},
-    **{"hardtanh": _hardtanh, "relu6": _relu6, "special_entr": _entr, "gelu": _gelu, "silu": _silu},
-    **{"leaky_relu": _leaky_relu, "elu": _elu},
+    "add": _add("Add"),
+    "sub": _add("Sub"),
+    "rsub": _rsub,
+    "mul": _binary("Mul"),
+    "div": _div,
+    "pow": _pow,
+    "maximum": _binary("Max"),
+    "minimum": _binary("Min"),
+    "square": _square,
+    "rsqrt": _rsqrt,
+    "lt": _binary("Less"),
+    "le": _binary("LessOrEqual"),
+    "eq": _binary("Equal"),
+    "gt": _binary("Greater"),
+    "ge": _binary("GreaterOrEqual"),
+    "addcmul": _addcmul,
+    "where": _where,
+    "clamp": _clamp,
+    "clamp_min": _clamp,
+    "clamp_max": _clamp_max,
+    "hardtanh": _hardtanh,
+    "relu6": _relu6,
+    "special_entr": _entr,
+    "gelu": _gelu,
+    "silu": _silu,
+    "leaky_relu": _leaky_relu,
+    "elu": _elu,
     **dict.fromkeys(("clone", "contiguous", "detach", "alias", "dropout", "lift_fresh"), _same),
     **dict.fromkeys(("to", "_to_copy", "type_as", "float", "double"), _cast),
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten"), _reshape),
     **dict.fromkeys(("unsqueeze", "squeeze", "view_as"), _reshape),
-    **{"expand": _expand, "permute": _permute, "transpose": _transpose, "t": _t, "select": _select, "slice": _slice},
-    **{"narrow": _narrow, "split": _split, "split_with_sizes": _split, "chunk": _split, "unbind": _unbind},
-    **{"cat": _cat, "stack": _stack, "repeat": _repeat, "unfold": _unfold, "index_select": _index_select},
+    "expand": _expand,
+    "permute": _permute,
+    "transpose": _transpose,
+    "t": _t,
+    "select": _select,
+    "slice": _slice,
+    "narrow": _narrow,
+    "split": _split,
+    "split_with_sizes": _split,
+    "chunk": _split,
+    "unbind": _unbind,
+    "cat": _cat,
+    "stack": _stack,
+    "repeat": _repeat,
+    "unfold": _unfold,
+    "index_select": _index_select,
     "embedding": _embedding,
     **dict.fromkeys(("constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d"), _pad),
     **dict.fromkeys(("replication_pad1d", "replication_pad2d", "replication_pad3d"), _pad),
-    **{"sum": _reduce("ReduceSum"), "mean": _reduce("ReduceMean"), "amax": _reduce("ReduceMax")},
-    **{"amin": _reduce("ReduceMin"), "logsumexp": _reduce("ReduceLogSumExp"), "linalg_vector_norm": _vector_norm},
-    **{"softmax": _softmax("Softmax"), "_softmax": _softmax("Softmax")},
-    **{"log_softmax": _softmax("LogSoftmax"), "_log_softmax": _softmax("LogSoftmax")},
+    "sum": _reduce("ReduceSum"),
+    "mean": _reduce("ReduceMean"),
+    "amax": _reduce("ReduceMax"),
+    "amin": _reduce("ReduceMin"),
+    "logsumexp": _reduce("ReduceLogSumExp"),
+    "linalg_vector_norm": _vector_norm,
+    "softmax": _softmax("Softmax"),
+    "_softmax": _softmax("Softmax"),
+    "log_softmax": _softmax("LogSoftmax"),
+    "_log_softmax": _softmax("LogSoftmax"),
     **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
-    **{"addmm": _addmm, "baddbmm": _addmm, "linear": _linear, "col2im": _col2im},
+    "addmm": _addmm,
+    "baddbmm": _addmm,
+    "linear": _linear,
+    "col2im": _col2im,
     **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), _convolution),
     **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), _max_pool),
     **dict.fromkeys(("max_pool2d_with_indices", "max_pool3d_with_indices"), _max_pool),
     **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), _avg_pool),
     **dict.fromkeys(("adaptive_avg_pool2d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"), _adaptive_avg_pool),
-    **{"layer_norm": _layer_norm, "native_layer_norm": _layer_norm, "group_norm": _group_norm},
+    "layer_norm": _layer_norm,
+    "native_layer_norm": _layer_norm,
+    "group_norm": _group_norm,
     "scaled_dot_product_attention": _attention,
 }

@@ -1,4 +1,4 @@
-"""Records the operators of a torch function as it runs once: a list of calls whose arguments are values or constants."""
+"""Records the operators of a torch function as it runs once: calls whose arguments are values or constants."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
