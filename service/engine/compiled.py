@@ -10,10 +10,10 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan
 from dubito.models.numerics.normals import Normals
+from dubito.models.numerics.normals_native import prepare
 from dubito.models.predictions.prediction import Job, evaluating, sums_of, tempered
-from dubito.models.predictions.resident import tensors_of
 from dubito.models.predictions.uncertainty import Reals, on_host, value_sums_of_both
 from dubito.service.engine.budget import MemoryShare
 from dubito.service.engine.plans import plan_file
@@ -52,6 +52,15 @@ class Written:
     model: bytes
 
 
+@cache
+def _share_memory() -> None:
+    """One pool of memory for the values of all sessions, of which one or two run at a time."""
+    import onnxruntime as ort
+
+    place = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    ort.create_and_register_allocator(place, ort.OrtArenaCfg({"arena_extend_strategy": 1}))  # as requested
+
+
 class Session:
     """A written pass, ready to run."""
 
@@ -63,6 +72,8 @@ class Session:
         options.inter_op_num_threads = 1
         options.log_severity_level = 3  # errors
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # torch's threads need the cores, too
+        _share_memory()
+        options.add_session_config_entry("session.use_env_allocators", "1")
         session = onnxruntime.InferenceSession(written.model, options, providers=["CPUExecutionProvider"])
         self.run, self.K, self.sizes = session.run, written.K, np.array(written.sizes)
         taken = {given.name for given in session.get_inputs()}
@@ -114,9 +125,10 @@ class CompiledPasses:
         """Compiling and timing take about `seconds` in all; passes that the cache holds are only compared."""
         self.network, self.factors, self.cache, self.left = network, factors, cache, seconds
         self.known: dict[tuple[int, int], CompiledPass] = {}
-        self.bytes = 0
+        self.bytes = self._largest = 0
         self._key: str | None = None
         self._pool = ThreadPoolExecutor(1, "half a pass")
+        prepare(cache.folder)
 
     def at(self, B: int, K: int) -> CompiledPass | None:
         return self.known.get((B, K))
@@ -125,7 +137,7 @@ class CompiledPasses:
         """Compile the pass of K draws of the job's inputs, where it is one pass and the memory allows it."""
         size, factors = (job.B, K), self.factors
         possible = factors.capturable and factors.folds and job.dtype == torch.float32 == job.given.dtype
-        if not possible or size in self.known or job.max_rows < job.B * K or not available():
+        if not K or not possible or size in self.known or job.max_rows < job.B * K or not available():
             return
         if K > 1 and not self.network.learned.folds:
             return
@@ -145,8 +157,8 @@ class CompiledPasses:
             log.info("a compiled pass does not fit the memory", extra={"inputs": job.B, "samples": K})
             return
         self.known[size] = found
-        # the session keeps the memory of its values
-        self.bytes += found.bytes + (int(share.need(*size)) if share.limited else 0)
+        self._largest = max(self._largest, int(share.need(*size)))
+        self.bytes = self._largest + sum(one.bytes for one in self.known.values())  # values share one pool
 
     def _compiled(self, job: Job, K: int) -> CompiledPass | None:
         """The fastest way, from the cache or anew; None where torch is as fast."""
@@ -191,15 +203,33 @@ class CompiledPasses:
     def _key_of(self, job: Job, K: int) -> str:
         """What decides how a pass is computed and how fast it is, the weights included."""
         if self._key is None:
-            digest = hashlib.sha256(repr((self.network.net, self.network.task, platform.machine())).encode())
-            for name in ("torch", "onnxruntime", "dubito"):
-                digest.update(metadata.version(name).encode())
-            for tensor in tensors_of([self.network, self.factors]):
-                digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-                digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+            versions = [metadata.version(name) for name in ("torch", "onnxruntime", "dubito")]
+            factors = self.factors
+            digest = hashlib.sha256()
+            parts = (*versions, platform.machine(), self.network.task, factors.layers, factors.hierarchy, factors.read)
+            for part in _leaves((*parts, self.network)):
+                digest.update(part)
             self._key = digest.hexdigest()
         shape = (tuple(job.given.shape), K, job.temperature, torch.get_num_threads())
         return hashlib.sha256(repr((self._key, shape)).encode()).hexdigest()
+
+
+def _leaves(value: object) -> Iterator[bytes | memoryview]:
+    """All that a value holds, as bytes, in a fixed order."""
+    if isinstance(value, Tensor):
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield value.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+    elif isinstance(value, nn.Module):
+        yield repr(value).encode()
+        yield from (leaf for t in (*value.parameters(), *value.buffers()) for leaf in _leaves(t))
+    elif isinstance(value, Mapping):
+        yield from (leaf for pair in value.items() for leaf in _leaves(pair))
+    elif isinstance(value, list | tuple):
+        yield from (leaf for part in value for leaf in _leaves(part))
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from _leaves([type(value).__name__, vars(value)])
+    else:
+        yield repr(value).encode()
 
 
 def available() -> bool:

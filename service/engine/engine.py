@@ -246,7 +246,7 @@ class Engine:
                     self._time(requests[0])  # with the graph
                 if self.compiled is not None and samples:
                     before = self.compiled.bytes
-                    for k in {min(samples, once), samples % once, min(CHUNK, once)} - {0}:
+                    for k in dict.fromkeys((min(samples, once), samples % once, min(CHUNK, once))):
                         self.compiled.compile(job, k, self.share)
                     self.plans.bytes += self.compiled.bytes - before
                     self._time(requests[0])

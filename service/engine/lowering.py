@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from dubito.service.engine.recording import Call, NotRecorded, Recording, Value
+from dubito.service.engine.recording import NotRecorded, OperatorCall, Recorded, Recording
 
 OPSET, IR = 18, 9
 TYPES = {
@@ -22,7 +22,7 @@ TYPES = {
     torch.int32: TensorProto.INT32,
     torch.bool: TensorProto.BOOL,
 }
-Node = Callable[["Writer", Call], str]
+Node = Callable[["Writer", OperatorCall], str]
 
 
 class Writer:
@@ -66,7 +66,7 @@ class Writer:
     def __call__(self, x: Any, dtype: torch.dtype | None = None, broadcast: bool = False) -> str:
         """Name of a value, a constant or a number, cast to the dtype; a constant that repeats itself is stored once
         where it will be broadcast."""
-        if isinstance(x, Value):
+        if isinstance(x, Recorded):
             if x.number in self._columns:
                 self._names[x.number] = self._part(*self._columns[x.number])
             name = self._names[x.number]
@@ -96,10 +96,10 @@ class Writer:
         self.parts[start] = end
         return f"{self.prefix}{start}"
 
-    def _took_apart(self, call: Call) -> bool:
+    def _took_apart(self, call: OperatorCall) -> bool:
         """Whether a call only takes columns of the input that is taken apart."""
         x = call.args[0] if call.args else None
-        if not isinstance(x, Value) or x.number not in self._columns or call.name not in TAKE_APART:
+        if not isinstance(x, Recorded) or x.number not in self._columns or call.name not in TAKE_APART:
             return False
         start, end = self._columns[x.number]
         axis = _arg(call, 2 if call.name.startswith("split") else 1, "dim", 0)
@@ -173,13 +173,13 @@ class Writer:
 TAKE_APART = ("slice", "split", "split_with_sizes")
 
 
-def _result(call: Call) -> Value:
+def _result(call: OperatorCall) -> Recorded:
     value = call.results[0]
     assert value is not None
     return value
 
 
-def _arg(call: Call, i: int, name: str, default: Any = None) -> Any:
+def _arg(call: OperatorCall, i: int, name: str, default: Any = None) -> Any:
     return call.args[i] if len(call.args) > i else call.options.get(name, default)
 
 
@@ -190,13 +190,13 @@ def _axes(axes: int | Sequence[int] | None, rank: int) -> list[int]:
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:
-    return tuple(x.shape) if isinstance(x, Value | Tensor) else ()
+    return tuple(x.shape) if isinstance(x, Recorded | Tensor) else ()
 
 
 def _common(*given: Any) -> torch.dtype:
     """The dtype in which torch computes: numbers do not widen tensors of their kind."""
-    dtypes = [x.dtype for x in given if isinstance(x, Value | Tensor) and _shape_of(x)]
-    dtypes = dtypes or [x.dtype for x in given if isinstance(x, Value | Tensor)]
+    dtypes = [x.dtype for x in given if isinstance(x, Recorded | Tensor) and _shape_of(x)]
+    dtypes = dtypes or [x.dtype for x in given if isinstance(x, Recorded | Tensor)]
     dtype = dtypes[0]
     for other in dtypes[1:]:
         dtype = torch.promote_types(dtype, other)
@@ -213,7 +213,7 @@ def _unary(kind: str) -> Node:
 
 
 def _binary(kind: str) -> Node:
-    def node(g: Writer, call: Call) -> str:
+    def node(g: Writer, call: OperatorCall) -> str:
         a, b = call.args[:2]
         dtype = _common(a, b)
         name: str = g.op(kind, g(a, dtype, True), g(b, dtype, True))
@@ -232,7 +232,7 @@ def _to(g: Writer, name: str, dtype: torch.dtype, wanted: torch.dtype, compares:
 def _add(kind: str) -> Node:
     """a + alpha · b, or a − alpha · b."""
 
-    def node(g: Writer, call: Call) -> str:
+    def node(g: Writer, call: OperatorCall) -> str:
         a, b = call.args[:2]
         alpha, dtype = _arg(call, 2, "alpha", 1), _result(call).dtype
         second = g(b, dtype, True)
@@ -244,7 +244,7 @@ def _add(kind: str) -> Node:
     return node
 
 
-def _rsub(g: Writer, call: Call) -> str:
+def _rsub(g: Writer, call: OperatorCall) -> str:
     a, b, dtype = *call.args[:2], _result(call).dtype
     alpha = _arg(call, 2, "alpha", 1)
     first = g(a, dtype, True)
@@ -254,7 +254,7 @@ def _rsub(g: Writer, call: Call) -> str:
     return name
 
 
-def _div(g: Writer, call: Call) -> str:
+def _div(g: Writer, call: OperatorCall) -> str:
     if call.options.get("rounding_mode") is not None:
         raise NotRecorded("no operator of ONNX is known for a division that rounds")
     dtype = _result(call).dtype
@@ -262,7 +262,7 @@ def _div(g: Writer, call: Call) -> str:
     return name
 
 
-def _pow(g: Writer, call: Call) -> str:
+def _pow(g: Writer, call: OperatorCall) -> str:
     x, power, dtype = *call.args[:2], _result(call).dtype
     name = g(x, dtype, True)
     if power == 2:
@@ -274,19 +274,19 @@ def _pow(g: Writer, call: Call) -> str:
     return str(g.op("Pow", name, g(power, dtype, True)))
 
 
-def _square(g: Writer, call: Call) -> str:
-    return _pow(g, Call("pow", (call.args[0], 2), {}, call.results))
+def _square(g: Writer, call: OperatorCall) -> str:
+    return _pow(g, OperatorCall("pow", (call.args[0], 2), {}, call.results))
 
 
-def _rsqrt(g: Writer, call: Call) -> str:
+def _rsqrt(g: Writer, call: OperatorCall) -> str:
     name: str = g.op("Reciprocal", g.op("Sqrt", g(call.args[0])))
     return name
 
 
-def _addcmul(g: Writer, call: Call) -> str:
+def _addcmul(g: Writer, call: OperatorCall) -> str:
     a, b, c = call.args[:3]
     dtype, value = _result(call).dtype, call.options.get("value", 1)
-    if value == 1 and isinstance(b, Value) and all(isinstance(t, Tensor) and _by_channel(t, b) for t in (a, c)):
+    if value == 1 and isinstance(b, Recorded) and all(isinstance(t, Tensor) and _by_channel(t, b) for t in (a, c)):
         one, zero = (g.constant(np.full(b.shape[1], v, np.float32)) for v in (1, 0))  # of variance and mean
         scale, shift = g(c.reshape(-1), dtype), g(a.reshape(-1), dtype)
         return str(g.op("BatchNormalization", g(b, dtype), scale, shift, zero, one, epsilon=0.0))
@@ -296,18 +296,18 @@ def _addcmul(g: Writer, call: Call) -> str:
     return str(g.op("Add", g(a, dtype, True), product))
 
 
-def _by_channel(t: Tensor, x: Value) -> bool:
+def _by_channel(t: Tensor, x: Recorded) -> bool:
     """Whether a constant holds a number for each channel of x."""
     return x.dtype == torch.float32 and tuple(t.shape) == (1, x.shape[1], *[1] * (len(x.shape) - 2))
 
 
-def _where(g: Writer, call: Call) -> str:
+def _where(g: Writer, call: OperatorCall) -> str:
     condition, a, b = call.args
     dtype = _result(call).dtype
     return str(g.op("Where", g(condition, torch.bool, True), g(a, dtype, True), g(b, dtype, True)))
 
 
-def _clamp(g: Writer, call: Call) -> str:
+def _clamp(g: Writer, call: OperatorCall) -> str:
     x, low, high = call.args[0], _arg(call, 1, "min"), _arg(call, 2, "max")
     dtype, name = _result(call).dtype, g(x, _result(call).dtype)
     if low is not None:
@@ -315,20 +315,20 @@ def _clamp(g: Writer, call: Call) -> str:
     return name if high is None else str(g.op("Min", name, g(high, dtype)))
 
 
-def _clamp_max(g: Writer, call: Call) -> str:
-    return _clamp(g, Call("clamp", (call.args[0], None, call.args[1]), {}, call.results))
+def _clamp_max(g: Writer, call: OperatorCall) -> str:
+    return _clamp(g, OperatorCall("clamp", (call.args[0], None, call.args[1]), {}, call.results))
 
 
-def _hardtanh(g: Writer, call: Call) -> str:
+def _hardtanh(g: Writer, call: OperatorCall) -> str:
     low, high = _arg(call, 1, "min_val", -1.0), _arg(call, 2, "max_val", 1.0)
-    return _clamp(g, Call("clamp", (call.args[0], low, high), {}, call.results))
+    return _clamp(g, OperatorCall("clamp", (call.args[0], low, high), {}, call.results))
 
 
-def _relu6(g: Writer, call: Call) -> str:
-    return _clamp(g, Call("clamp", (call.args[0], 0.0, 6.0), {}, call.results))
+def _relu6(g: Writer, call: OperatorCall) -> str:
+    return _clamp(g, OperatorCall("clamp", (call.args[0], 0.0, 6.0), {}, call.results))
 
 
-def _entr(g: Writer, call: Call) -> str:
+def _entr(g: Writer, call: OperatorCall) -> str:
     """−p log p, and 0 where p is 0; a NaN stays one."""
     p, dtype = g(call.args[0]), _result(call).dtype
     if g.made_by.get(p, ("",))[0] == "Exp":  # of log p, which is finite or −∞
@@ -340,7 +340,7 @@ def _entr(g: Writer, call: Call) -> str:
     return str(g.op("Neg", g.op("Mul", p, log_p)))
 
 
-def _gelu(g: Writer, call: Call) -> str:
+def _gelu(g: Writer, call: OperatorCall) -> str:
     x, dtype = g(call.args[0]), _result(call).dtype
     if call.options.get("approximate", "none") == "tanh":
         cube = g.op("Mul", g.op("Mul", x, x), x)
@@ -351,47 +351,47 @@ def _gelu(g: Writer, call: Call) -> str:
     return str(g.op("Mul", g.op("Mul", x, g.op("Add", bent, g(1.0, dtype))), g(0.5, dtype)))
 
 
-def _silu(g: Writer, call: Call) -> str:
+def _silu(g: Writer, call: OperatorCall) -> str:
     x = g(call.args[0])
     return str(g.op("Mul", x, g.op("Sigmoid", x)))
 
 
-def _leaky_relu(g: Writer, call: Call) -> str:
+def _leaky_relu(g: Writer, call: OperatorCall) -> str:
     return str(g.op("LeakyRelu", g(call.args[0]), alpha=float(_arg(call, 1, "negative_slope", 0.01))))
 
 
-def _elu(g: Writer, call: Call) -> str:
+def _elu(g: Writer, call: OperatorCall) -> str:
     if _arg(call, 2, "scale", 1) != 1 or _arg(call, 3, "input_scale", 1) != 1:
         raise NotRecorded("no operator of ONNX is known for a scaled elu")
     return str(g.op("Elu", g(call.args[0]), alpha=float(_arg(call, 1, "alpha", 1.0))))
 
 
-def _same(g: Writer, call: Call) -> str:
+def _same(g: Writer, call: OperatorCall) -> str:
     return g(call.args[0])
 
 
-def _cast(g: Writer, call: Call) -> str:
+def _cast(g: Writer, call: OperatorCall) -> str:
     return g(call.args[0], _result(call).dtype)
 
 
 # shapes
 
 
-def _reshape(g: Writer, call: Call) -> str:
+def _reshape(g: Writer, call: OperatorCall) -> str:
     return g.reshape(g(call.args[0]), _result(call).shape)
 
 
-def _expand(g: Writer, call: Call) -> str:
+def _expand(g: Writer, call: OperatorCall) -> str:
     x, shape = call.args[0], _result(call).shape
     return g(x) if _shape_of(x) == shape else str(g.op("Expand", g(x), g.constant(np.array(shape, np.int64))))
 
 
-def _permute(g: Writer, call: Call) -> str:
+def _permute(g: Writer, call: OperatorCall) -> str:
     rank = len(_shape_of(call.args[0]))
     return _transposed(g, g(call.args[0]), [axis % rank for axis in call.args[1]], _shape_of(call.args[0]))
 
 
-def _transpose(g: Writer, call: Call) -> str:
+def _transpose(g: Writer, call: OperatorCall) -> str:
     shape = _shape_of(call.args[0])
     order = list(range(len(shape)))
     a, b = (axis % len(shape) for axis in (call.args[1:3] if call.name == "transpose" else (-1, -2)))
@@ -399,7 +399,7 @@ def _transpose(g: Writer, call: Call) -> str:
     return _transposed(g, g(call.args[0]), order, shape)
 
 
-def _t(g: Writer, call: Call) -> str:
+def _t(g: Writer, call: OperatorCall) -> str:
     shape = _shape_of(call.args[0])
     return _transposed(g, g(call.args[0]), list(range(len(shape)))[::-1], shape)
 
@@ -413,7 +413,7 @@ def _transposed(g: Writer, x: str, order: list[int], shape: tuple[int, ...]) -> 
     return str(g.op("Transpose", x, perm=order))
 
 
-def _select(g: Writer, call: Call) -> str:
+def _select(g: Writer, call: OperatorCall) -> str:
     x, axis, index = call.args
     shape = _shape_of(x)
     start = index % shape[axis]
@@ -421,7 +421,7 @@ def _select(g: Writer, call: Call) -> str:
     return g.reshape(part, _result(call).shape)
 
 
-def _slice(g: Writer, call: Call) -> str:
+def _slice(g: Writer, call: OperatorCall) -> str:
     x, axis = call.args[0], _arg(call, 1, "dim", 0)
     start, end, step = _arg(call, 2, "start"), _arg(call, 3, "end"), _arg(call, 4, "step", 1)
     if _shape_of(x) == _result(call).shape and step == 1:
@@ -431,7 +431,7 @@ def _slice(g: Writer, call: Call) -> str:
     return _sliced(g, g(x), axis % len(_shape_of(x)), first, last, step)
 
 
-def _narrow(g: Writer, call: Call) -> str:
+def _narrow(g: Writer, call: OperatorCall) -> str:
     x, axis, start, length = call.args
     start = start % _shape_of(x)[axis]
     return _sliced(g, g(x), axis % len(_shape_of(x)), start, start + length, 1)
@@ -441,7 +441,7 @@ def _sliced(g: Writer, x: str, axis: int, start: int, end: int, step: int) -> st
     return str(g.op("Slice", x, *(g.constant(np.array([i], np.int64)) for i in (start, end, axis, step))))
 
 
-def _split(g: Writer, call: Call) -> list[str]:
+def _split(g: Writer, call: OperatorCall) -> list[str]:
     x = call.args[0]
     axis = _arg(call, 2, "dim", 0) % len(_shape_of(x))
     sizes = [0 if value is None else value.shape[axis] for value in call.results]
@@ -451,13 +451,13 @@ def _split(g: Writer, call: Call) -> list[str]:
     return names
 
 
-def _unbind(g: Writer, call: Call) -> list[str]:
+def _unbind(g: Writer, call: OperatorCall) -> list[str]:
     x = call.args[0]
     axis, shape = _arg(call, 1, "dim", 0) % len(_shape_of(x)), _result(call).shape
     return [g.reshape(_sliced(g, g(x), axis, i, i + 1, 1), shape) for i in range(len(call.results))]
 
 
-def _cat(g: Writer, call: Call) -> str:
+def _cat(g: Writer, call: OperatorCall) -> str:
     parts = [part for part in call.args[0] if math.prod(_shape_of(part))]
     dtype, axis = _result(call).dtype, _arg(call, 1, "dim", 0) % len(_result(call).shape)
     if len(parts) == 1:
@@ -465,13 +465,13 @@ def _cat(g: Writer, call: Call) -> str:
     return str(g.op("Concat", *(g(part, dtype) for part in parts), axis=axis))
 
 
-def _stack(g: Writer, call: Call) -> str:
+def _stack(g: Writer, call: OperatorCall) -> str:
     dtype, axis = _result(call).dtype, _arg(call, 1, "dim", 0) % len(_result(call).shape)
     at = g.constant(np.array([axis], np.int64))
     return str(g.op("Concat", *(g.op("Unsqueeze", g(part, dtype), at) for part in call.args[0]), axis=axis))
 
 
-def _repeat(g: Writer, call: Call) -> str:
+def _repeat(g: Writer, call: OperatorCall) -> str:
     x, times = call.args
     shape = (1,) * (len(times) - len(_shape_of(x))) + _shape_of(x)
     name = g(x) if shape == _shape_of(x) else g.reshape(g(x), shape)
@@ -482,7 +482,7 @@ def _repeat(g: Writer, call: Call) -> str:
     return str(g.op("Tile", name, g.constant(np.array(times, np.int64))))
 
 
-def _unfold(g: Writer, call: Call) -> str:
+def _unfold(g: Writer, call: OperatorCall) -> str:
     """Windows along an axis, their entries along a new last axis."""
     x, axis, size, step = call.args
     rank = len(_shape_of(x))
@@ -493,16 +493,16 @@ def _unfold(g: Writer, call: Call) -> str:
     return str(g.op("Transpose", windows, perm=order))
 
 
-def _index_select(g: Writer, call: Call) -> str:
+def _index_select(g: Writer, call: OperatorCall) -> str:
     x, axis, index = call.args
     return str(g.op("Gather", g(x), g(index), axis=axis % len(_shape_of(x))))
 
 
-def _embedding(g: Writer, call: Call) -> str:
+def _embedding(g: Writer, call: OperatorCall) -> str:
     return str(g.op("Gather", g(call.args[0]), g(call.args[1]), axis=0))
 
 
-def _pad(g: Writer, call: Call) -> str:
+def _pad(g: Writer, call: OperatorCall) -> str:
     x, sides, value = call.args[0], call.args[1], _arg(call, 2, "value", 0)
     rank = len(_shape_of(x))
     before, after = [0] * rank, [0] * rank
@@ -520,7 +520,7 @@ def _pad(g: Writer, call: Call) -> str:
 
 
 def _reduce(kind: str) -> Node:
-    def node(g: Writer, call: Call) -> str:
+    def node(g: Writer, call: OperatorCall) -> str:
         x = call.args[0]
         axes, keep = _axes(_arg(call, 1, "dim"), len(_shape_of(x))), bool(_arg(call, 2, "keepdim", False))
         return str(g.op(kind, g(x, _result(call).dtype), g.constant(np.array(axes, np.int64)), keepdims=int(keep)))
@@ -528,7 +528,7 @@ def _reduce(kind: str) -> Node:
     return node
 
 
-def _vector_norm(g: Writer, call: Call) -> str:
+def _vector_norm(g: Writer, call: OperatorCall) -> str:
     x, order = call.args[0], _arg(call, 1, "ord", 2)
     if order != 2:
         raise NotRecorded(f"no operator of ONNX is known for a norm of order {order}")
@@ -538,7 +538,7 @@ def _vector_norm(g: Writer, call: Call) -> str:
 
 
 def _softmax(kind: str) -> Node:
-    def node(g: Writer, call: Call) -> str:
+    def node(g: Writer, call: OperatorCall) -> str:
         x = call.args[0]
         return str(g.op(kind, g(x, _result(call).dtype), axis=call.args[1] % len(_shape_of(x))))
 
@@ -548,7 +548,7 @@ def _softmax(kind: str) -> Node:
 # products
 
 
-def _matmul(g: Writer, call: Call) -> str:
+def _matmul(g: Writer, call: OperatorCall) -> str:
     a, b = call.args[:2]
     dtype = _result(call).dtype
     return _product(g, a, b, dtype, _result(call).shape)
@@ -559,7 +559,7 @@ def _product(g: Writer, a: Any, b: Any, dtype: torch.dtype, shape: tuple[int, ..
 
     (c a) b of constants c and b is c (a b) where that takes fewer multiplications.
     """
-    if isinstance(a, Value) and isinstance(b, Tensor) and b.dim() == 2:
+    if isinstance(a, Recorded) and isinstance(b, Tensor) and b.dim() == 2:
         kind, inputs = g.made_by.get(g(a), ("", ()))
         c = g.matrices.get(inputs[0]) if kind == "MatMul" else None
         if c is not None:
@@ -569,7 +569,7 @@ def _product(g: Writer, a: Any, b: Any, dtype: torch.dtype, shape: tuple[int, ..
     right = g(b, dtype, True)
     if isinstance(b, Tensor) and b.dim() > 2 and _one_matrix(b):
         right = g(b[(0,) * (b.dim() - 2)], dtype)
-    elif isinstance(b, Value) and isinstance(a, Tensor):
+    elif isinstance(b, Recorded) and isinstance(a, Tensor):
         a = a[(0,) * (a.dim() - 2)] if _one_matrix(a) else a
     return str(g.op("MatMul", g(a, dtype, True), right))
 
@@ -579,7 +579,7 @@ def _one_matrix(t: Tensor) -> bool:
     return t.dim() >= 2 and all(s == 0 or n == 1 for s, n in zip(t.stride()[:-2], t.shape[:-2], strict=True))
 
 
-def _addmm(g: Writer, call: Call) -> str:
+def _addmm(g: Writer, call: OperatorCall) -> str:
     """beta · c + alpha · a b."""
     c, a, b = call.args[:3]
     result, beta, alpha = _result(call), call.options.get("beta", 1), call.options.get("alpha", 1)
@@ -598,7 +598,7 @@ def _addmm(g: Writer, call: Call) -> str:
     return str(g.op("Add", product, first))
 
 
-def _linear(g: Writer, call: Call) -> str:
+def _linear(g: Writer, call: OperatorCall) -> str:
     x, W, b = call.args[0], call.args[1], _arg(call, 2, "bias")
     dtype = _result(call).dtype
     if isinstance(W, Tensor):
@@ -609,7 +609,7 @@ def _linear(g: Writer, call: Call) -> str:
     return product if b is None else str(g.op("Add", product, g(b, dtype)))
 
 
-def _convolution(g: Writer, call: Call) -> str:
+def _convolution(g: Writer, call: OperatorCall) -> str:
     if call.name == "convolution":
         x, W, b, stride, padding, dilation, transposed, _, groups = call.args[:9]
         if transposed:
@@ -646,7 +646,7 @@ def _each(value: int | Sequence[int], dims: int) -> list[int]:
     return values * dims if len(values) == 1 else values
 
 
-def _col2im(g: Writer, call: Call) -> str:
+def _col2im(g: Writer, call: OperatorCall) -> str:
     x, size, kernel, dilation, padding, stride = call.args
     rank = len(kernel)
     return str(
@@ -662,7 +662,7 @@ def _col2im(g: Writer, call: Call) -> str:
     )
 
 
-def _max_pool(g: Writer, call: Call) -> list[str]:
+def _max_pool(g: Writer, call: OperatorCall) -> list[str]:
     x, kernel = call.args[:2]
     rank = len(_shape_of(x)) - 2
     sizes = _each(kernel, rank)
@@ -680,7 +680,7 @@ def _max_pool(g: Writer, call: Call) -> list[str]:
     return [pooled]  # and not the indices
 
 
-def _avg_pool(g: Writer, call: Call) -> str:
+def _avg_pool(g: Writer, call: OperatorCall) -> str:
     x, kernel = call.args[:2]
     rank = len(_shape_of(x)) - 2
     sizes, stride = _each(kernel, rank), _arg(call, 2, "stride", [])
@@ -698,7 +698,7 @@ def _avg_pool(g: Writer, call: Call) -> str:
     )
 
 
-def _adaptive_avg_pool(g: Writer, call: Call) -> str:
+def _adaptive_avg_pool(g: Writer, call: OperatorCall) -> str:
     x = call.args[0]
     before, after = _shape_of(x)[2:], _result(call).shape[2:]
     if any(n % m for n, m in zip(before, after, strict=True)):
@@ -710,7 +710,7 @@ def _adaptive_avg_pool(g: Writer, call: Call) -> str:
 # normalisation and attention
 
 
-def _layer_norm(g: Writer, call: Call) -> str:
+def _layer_norm(g: Writer, call: OperatorCall) -> str:
     x, shape, weight, bias = call.args[:4]
     axis = len(_shape_of(x)) - len(shape)
     scale = torch.ones(*shape) if weight is None else weight
@@ -718,7 +718,7 @@ def _layer_norm(g: Writer, call: Call) -> str:
     return str(g.op("LayerNormalization", g(x), g(scale), *more, axis=axis, epsilon=float(call.args[4])))
 
 
-def _group_norm(g: Writer, call: Call) -> str:
+def _group_norm(g: Writer, call: OperatorCall) -> str:
     x, groups, weight, bias = (*call.args, None, None)[:4]
     shape, eps = _shape_of(x), float(_arg(call, 4, "eps", 1e-5))
     rows = g.reshape(g(x), (shape[0], groups, -1))
@@ -729,7 +729,7 @@ def _group_norm(g: Writer, call: Call) -> str:
     return out if bias is None else str(g.op("Add", out, g(bias.reshape(by_channel))))
 
 
-def _attention(g: Writer, call: Call) -> str:
+def _attention(g: Writer, call: OperatorCall) -> str:
     """softmax(q kᵀ scale + mask) v."""
     q, k, v = call.args[:3]
     mask, causal = _arg(call, 3, "attn_mask"), _arg(call, 5, "is_causal", False)
@@ -744,7 +744,7 @@ def _attention(g: Writer, call: Call) -> str:
     return str(g.op("MatMul", g.op("Softmax", scores, axis=-1), g(v)))
 
 
-OPERATORS: dict[str, Callable[[Writer, Call], str | list[str]]] = {
+OPERATORS: dict[str, Callable[[Writer, OperatorCall], str | list[str]]] = {
     **{name.lower(): _unary(name) for name in ("Abs", "Cos", "Erf", "Exp", "Floor", "Log", "Neg", "Relu", "Round")},
     **{name.lower(): _unary(name) for name in ("Reciprocal", "Sigmoid", "Sign", "Sin", "Softplus", "Sqrt", "Tanh")},
     "hardswish": _unary("HardSwish"),

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+BY_SHAPE = {"new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like"}
 LARGEST = 1 << 30  # bytes of all values of a recorded function, which are kept until it ends
 
 
@@ -17,7 +18,7 @@ class NotRecorded(Exception):
 
 
 @dataclass(frozen=True)
-class Value:
+class Recorded:
     """A result of an earlier call, or an input."""
 
     number: int
@@ -26,25 +27,25 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """One operator. Tensors among the arguments are constants: they do not depend on the inputs."""
 
     name: str  # without the overload: "add"
     args: tuple[Any, ...]
     options: dict[str, Any]
-    results: tuple[Value | None, ...]  # None: a result that is no tensor
+    results: tuple[Recorded | None, ...]  # None: a result that is no tensor
 
 
 @dataclass(frozen=True)
 class Recording:
-    inputs: tuple[Value, ...]
-    calls: tuple[Call, ...]
-    output: Value
+    inputs: tuple[Recorded, ...]
+    calls: tuple[OperatorCall, ...]
+    output: Recorded
 
 
 @dataclass
 class _Known:
-    value: Value
+    value: Recorded
     tensor: Tensor  # kept, so that its id stays its own
     valid: bool = True  # False: an operator in place has changed its memory under another name
 
@@ -53,7 +54,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, kept_whole: frozenset[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept_whole = kept_whole
-        self.calls: list[Call] = []
+        self.calls: list[OperatorCall] = []
         self.known: dict[int, _Known] = {}  # by the id of its tensor
         self.bytes = self.values = 0
 
@@ -62,8 +63,8 @@ class _Recorder(TorchDispatchMode):
         """False: otherwise torch imports its compiler, which takes seconds, and nothing is compiled here."""
         return False
 
-    def add(self, tensor: Tensor) -> Value:
-        value = Value(self.values, tuple(tensor.shape), tensor.dtype)
+    def add(self, tensor: Tensor) -> Recorded:
+        value = Recorded(self.values, tuple(tensor.shape), tensor.dtype)
         self.values += 1
         self.known[id(tensor)] = _Known(value, tensor)
         return value
@@ -90,7 +91,7 @@ class _Recorder(TorchDispatchMode):
         given = tree_map(self.value, (args, kwargs))
         out = func(*args, **kwargs)
         outputs = list(out) if isinstance(out, list | tuple) else [out]
-        if not any(id(t) in self.known for t in tensors):
+        if name in BY_SHAPE or not any(id(t) in self.known for t in tensors):
             return out
         if not all(isinstance(t, Tensor) for t in outputs):
             raise NotRecorded(f"the network reads numbers by {name}, and may decide by them")
@@ -101,7 +102,7 @@ class _Recorder(TorchDispatchMode):
         self.bytes += sum(t.nbytes for t in outputs)
         if self.bytes > LARGEST:
             raise NotRecorded(f"its values take more than {LARGEST:,} bytes")
-        self.calls.append(Call(name.removesuffix("_"), *given, tuple(self.add(t) for t in outputs)))
+        self.calls.append(OperatorCall(name.removesuffix("_"), *given, tuple(self.add(t) for t in outputs)))
         return out
 
     def _change(self, name: str, outputs: Sequence[Tensor]) -> None:
@@ -131,17 +132,17 @@ def record(function: Callable[..., Tensor], inputs: Sequence[Tensor], kept_whole
     with recorder:
         first = tuple(recorder.add(t) for t in inputs)
         output = recorder.value(function(*inputs))
-    if not isinstance(output, Value):
+    if not isinstance(output, Recorded):
         raise NotRecorded("its result does not depend on its inputs")
     return Recording(first, tuple(_needed(recorder.calls, output)), output)
 
 
-def _needed(calls: Sequence[Call], output: Value) -> list[Call]:
+def _needed(calls: Sequence[OperatorCall], output: Recorded) -> list[OperatorCall]:
     """Calls whose results are used."""
-    wanted, kept = {output.number}, list[Call]()
+    wanted, kept = {output.number}, list[OperatorCall]()
     for call in reversed(calls):
         if any(value is not None and value.number in wanted for value in call.results):
             kept.append(call)
             leaves = tree_flatten((call.args, call.options))[0]
-            wanted |= {leaf.number for leaf in leaves if isinstance(leaf, Value)}
+            wanted |= {leaf.number for leaf in leaves if isinstance(leaf, Recorded)}
     return kept[::-1]
