@@ -1,7 +1,7 @@
-"""The normals of a seed on a CPU by a few lines of C: numpy's numbers, bit for bit, in a third of the time or less.
+"""The normals of a seed on a CPU by a few lines of C: numpy's numbers, bit for bit, in a quarter of the time.
 
 numpy calls its bit generator through a pointer for each number. Here the words of SFC64 come in blocks, and sixteen of
-them at a time go through the ziggurat of [Marsaglia00b]: 98.8 % end there, and the rest take numpy's slower steps.
+them at a time go through its ziggurat: 98.8 % end there, and the rest take numpy's slower steps.
 The code is compiled when a server starts, where there is a C compiler, and is kept in the user's cache folder.
 """
 

@@ -711,11 +711,11 @@ def _adaptive_avg_pool(g: Writer, call: OperatorCall) -> str:
 
 
 def _layer_norm(g: Writer, call: OperatorCall) -> str:
-    x, shape, weight, bias = call.args[:4]
-    axis = len(_shape_of(x)) - len(shape)
+    x, shape, weight, bias = (*call.args, None, None)[:4]
+    axis, eps = len(_shape_of(x)) - len(shape), float(_arg(call, 4, "eps", 1e-5))
     scale = torch.ones(*shape) if weight is None else weight
     more = [] if bias is None else [g(bias)]
-    return str(g.op("LayerNormalization", g(x), g(scale), *more, axis=axis, epsilon=float(call.args[4])))
+    return str(g.op("LayerNormalization", g(x), g(scale), *more, axis=axis, epsilon=eps))
 
 
 def _group_norm(g: Writer, call: OperatorCall) -> str:
