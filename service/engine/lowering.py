@@ -90,7 +90,7 @@ class Writer:
         kind, inputs = self.made_by.get(x, ("", ()))
         if kind == "Reshape":  # of a reshaped value
             x = inputs[0]
-        return self.op("Reshape", x, self.constant(np.array(shape, np.int64)))
+        return str(self.op("Reshape", x, self.constant(np.array(shape, np.int64))))
 
     def _part(self, start: int, end: int) -> str:
         self.parts[start] = end
@@ -110,7 +110,6 @@ class Writer:
             self._columns[_result(call).number] = start + first, start + last
             return True
         for value in call.results:
-            assert value is not None
             self._columns[value.number] = start, start + value.shape[1]
             start += value.shape[1]
         return True
@@ -135,9 +134,8 @@ class Writer:
             if call.name not in OPERATORS:
                 raise NotRecorded(f"no operator of ONNX is known for {call.name}")
             written = OPERATORS[call.name](self, call)
-            for value, name in zip(call.results, [written] if isinstance(written, str) else written, strict=False):
-                if value is not None:
-                    self._names[value.number] = name
+            for result, name in zip(call.results, [written] if isinstance(written, str) else written, strict=False):
+                self._names[result.number] = name
         self.nodes.append(helper.make_node("Identity", [self._names[recording.output.number]], [output]))
         inputs = [
             helper.make_tensor_value_info(name, self.type(value.dtype), value.shape)
@@ -152,8 +150,8 @@ class Writer:
             helper.make_tensor_value_info(f"{self.prefix}{start}", TensorProto.FLOAT, (rows, self.parts[start] - start))
             for start in sorted(self.parts)
         ]
-        result = recording.output
-        outputs = [helper.make_tensor_value_info(output, self.type(result.dtype), result.shape)]
+        last = recording.output
+        outputs = [helper.make_tensor_value_info(output, self.type(last.dtype), last.shape)]
         nodes, constants = self._used(output)
         graph = helper.make_graph(nodes, "pass", inputs, outputs, constants)
         opset = [helper.make_opsetid("", OPSET)]
@@ -174,9 +172,7 @@ TAKE_APART = ("slice", "split", "split_with_sizes")
 
 
 def _result(call: OperatorCall) -> Recorded:
-    value = call.results[0]
-    assert value is not None
-    return value
+    return call.results[0]
 
 
 def _arg(call: OperatorCall, i: int, name: str, default: Any = None) -> Any:
@@ -444,7 +440,7 @@ def _sliced(g: Writer, x: str, axis: int, start: int, end: int, step: int) -> st
 def _split(g: Writer, call: OperatorCall) -> list[str]:
     x = call.args[0]
     axis = _arg(call, 2, "dim", 0) % len(_shape_of(x))
-    sizes = [0 if value is None else value.shape[axis] for value in call.results]
+    sizes = [value.shape[axis] for value in call.results]
     if len(sizes) == 1:
         return [g(x)]
     names: list[str] = g.op("Split", g(x), g.constant(np.array(sizes, np.int64)), outputs=len(sizes), axis=axis)

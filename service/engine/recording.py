@@ -33,7 +33,7 @@ class OperatorCall:
     name: str  # without the overload: "add"
     args: tuple[Any, ...]
     options: dict[str, Any]
-    results: tuple[Recorded | None, ...]  # None: a result that is no tensor
+    results: tuple[Recorded, ...]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Recorder(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        given = tree_map(self.value, (args, kwargs))
+        values, options = tree_map(self.value, (args, kwargs))
         out = func(*args, **kwargs)
         outputs = list(out) if isinstance(out, list | tuple) else [out]
         if name in BY_SHAPE or not any(id(t) in self.known for t in tensors):
@@ -102,7 +102,8 @@ class _Recorder(TorchDispatchMode):
         self.bytes += sum(t.nbytes for t in outputs)
         if self.bytes > LARGEST:
             raise NotRecorded(f"its values take more than {LARGEST:,} bytes")
-        self.calls.append(OperatorCall(name.removesuffix("_"), *given, tuple(self.add(t) for t in outputs)))
+        results = tuple(self.add(t) for t in outputs)
+        self.calls.append(OperatorCall(name.removesuffix("_"), values, options, results))
         return out
 
     def _change(self, name: str, outputs: Sequence[Tensor]) -> None:
@@ -141,7 +142,7 @@ def _needed(calls: Sequence[OperatorCall], output: Recorded) -> list[OperatorCal
     """Calls whose results are used."""
     wanted, kept = {output.number}, list[OperatorCall]()
     for call in reversed(calls):
-        if any(value is not None and value.number in wanted for value in call.results):
+        if any(value.number in wanted for value in call.results):
             kept.append(call)
             leaves = tree_flatten((call.args, call.options))[0]
             wanted |= {leaf.number for leaf in leaves if isinstance(leaf, Recorded)}

@@ -312,8 +312,12 @@ def test_slow_passes_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_networks_that_cannot_be_compiled_answer_by_torch(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    for method, options in (("ensemble-u", {"inducing": 4, "members": 3}), ("deterministic", {})):
-        model = resident(bayesianize(classifier(), method, **options), (2, 8, 8), tmp_path)
+    networks = (
+        bayesianize(classifier(), "ensemble-u", inducing=4, members=3),
+        bayesianize(classifier(), "deterministic"),
+    )
+    for network in networks:
+        model = resident(network, (2, 8, 8), tmp_path)
         made = Engine(model, (1,), plan_seconds=60.0, pass_cache=PassCache(tmp_path / "passes"))
         made.warm(8, nullcontext())
         assert made.compiled is not None
