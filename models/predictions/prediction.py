@@ -195,12 +195,16 @@ class Job:
         most: int = 1,
         stock: Stock | None = None,
         graph_for: GraphFor | None = None,
+        normals: Normals | None = None,
         finite: bool = False,
         fits: Fits | None = None,
         pause: Callable[[], None] | None = None,
         pass_rows: int | None = None,
     ) -> "Job":
-        """`finite`: the inputs are known to be, and the network to be as its factors say; to look again takes time."""
+        """`finite`: the inputs are known to be, and the network to be as its factors say; to look again takes time.
+
+        `normals`: the seed's, where they were made before.
+        """
         seed = seed_of(seed)
         x, device, dtype = _checked(network, factors, x, finite)
         places = math.prod(x.shape[2:]) if device.type == "cpu" and x.dim() == 4 else math.inf
@@ -213,7 +217,7 @@ class Job:
             device=device,
             dtype=dtype,
             seed=seed,
-            normals=Normals(seed, device),
+            normals=Normals(seed, device) if normals is None else normals,
             plan=planner,
             max_rows=min(_rows(factors, x, device) if max_rows is None else max_rows, pass_rows or sys.maxsize),
             temperature=temperature,

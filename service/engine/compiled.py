@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import metadata
@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan
-from dubito.models.numerics.normals import Normals
+from dubito.models.numerics.normals import Normals, NormalsAhead
 from dubito.models.numerics.normals_native import prepare
-from dubito.models.predictions.prediction import Job, evaluating, sums_of, tempered
+from dubito.models.predictions.prediction import Job, evaluating, seed_of, sums_of, tempered
 from dubito.models.predictions.uncertainty import Reals, on_host, value_sums_of_both
 from dubito.service.engine.budget import MemoryShare
 from dubito.service.engine.plans import plan_file
@@ -128,10 +128,26 @@ class CompiledPasses:
         self.bytes = self._largest = 0
         self._key: str | None = None
         self._pool = ThreadPoolExecutor(1, "half a pass")
+        self._ahead: tuple[int, NormalsAhead, Future[None]] | None = None  # for K draws
         prepare(cache.folder)
 
     def at(self, B: int, K: int) -> CompiledPass | None:
         return self.known.get((B, K))
+
+    def ahead(self, B: int, K: int) -> NormalsAhead | None:
+        """Normals for a request without a seed, if they were made for this pass; they are handed out once."""
+        if self._ahead is None or self._ahead[0] != K or self.at(B, K) is None:
+            return None
+        (_, normals, begun), self._ahead = self._ahead, None
+        begun.result()
+        return normals
+
+    def make_ahead(self, B: int, K: int) -> None:
+        """Begin with the normals of the next request without a seed, in the thread that computes halves."""
+        found = self.at(B, K)
+        if found is not None and self._ahead is None:
+            normals = NormalsAhead(seed_of(None), [(one.K, one.sizes) for one in found.sessions])
+            self._ahead = K, normals, self._pool.submit(normals.make)
 
     def compile(self, job: Job, K: int, share: MemoryShare) -> None:
         """Compile the pass of K draws of the job's inputs, where it is one pass and the memory allows it."""

@@ -356,7 +356,10 @@ class Engine:
         most = max(request.most for request in requests)
         ahead = self.bank.take(most) if self.bank is not None and first.seed is None else None
         if ahead is None:
-            return self.conclude(requests, self._job(x, first.seed, watch, most))
+            results = self.conclude(requests, self._job(x, first.seed, watch, most))
+            if self.compiled is not None and first.seed is None:
+                self.compiled.make_ahead(bucket_of(self.buckets, len(x)), most)
+            return results
         return self.conclude(requests, self._job(x, ahead.seed, watch, most, ahead.stock))
 
     def conclude(self, requests: Sequence[PredictRequest], job: Job) -> list[PredictResult]:
@@ -425,7 +428,22 @@ class Engine:
         graph_for = None if graphs is None else graphs.at
         more = self._passes(watch, seed)
         network, factors = self.model.network, self.model.factors
-        job = Job.of(network, factors, x, seed, most=most, stock=stock, graph_for=graph_for, finite=True, **more)
+        normals = None
+        if self.compiled is not None and seed is None and stock is None:
+            normals = self.compiled.ahead(bucket_of(self.buckets, len(x)), most)
+            seed = None if normals is None else normals.seed
+        job = Job.of(
+            network,
+            factors,
+            x,
+            seed,
+            most=most,
+            stock=stock,
+            graph_for=graph_for,
+            normals=normals,
+            finite=True,
+            **more,
+        )
         self.draws = max(self.draws, min(most, job.samples_at_once(len(x))))
         return job
 

@@ -23,7 +23,7 @@ from dubito.models.network.geometry import Execution
 from dubito.models.network.network import BayesianNetwork, Draws, Plan
 from dubito.models.network.plan import cheapest
 from dubito.models.numerics import normals_native
-from dubito.models.numerics.normals import Normals
+from dubito.models.numerics.normals import Normals, NormalsAhead
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import Job, evaluating
 from dubito.models.predictions.resident import reside
@@ -241,9 +241,10 @@ def test_a_seed_gives_the_answers_of_torch(tmp_path: Path) -> None:
                 same(a, b, 2e-5)
     first, again = (result(fast, asked(20, 11)) for _ in range(2))
     same(first, again, 0.0)
-    free = [result(fast, asked(20, None)) for _ in range(2)]
-    assert free[0].seed != free[1].seed
-    same(free[0], result(plain, asked(20, free[0].seed)), 2e-5)  # the seed that was reported gives the same answer
+    free = [result(fast, asked(K, None, B)) for K, B in ((20, 1), (20, 1), (20, 3), (8, 1), (64, 1), (20, 1))]
+    assert len({one.seed for one in free}) == len(free)
+    for one, (K, B) in zip(free, ((20, 1), (20, 1), (20, 3), (8, 1), (64, 1), (20, 1)), strict=True):
+        same(one, result(plain, asked(K, one.seed, B)), 2e-5)  # the seed that was reported gives the same answer
 
 
 @pytest.mark.usefixtures("quick")
@@ -433,6 +434,21 @@ def test_parts_hold_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, parts = Normals(4, CPU).rows(3, 8), Normals(4, CPU).parts(3, sizes)
     expected = torch.cat([part.reshape(-1) for part in rows.split(sizes.tolist(), 1)])
     torch.testing.assert_close(parts, expected, rtol=0, atol=0)
+
+
+def test_normals_made_ahead_are_those_of_the_seed() -> None:
+    """Whether the passes that come are those that were expected or others."""
+    small, large = np.array([3, 4]), np.array([7])
+    for calls in (
+        [(2, small), (3, large)],
+        [(2, small), (2, small), (1, large)],
+        [(5, large)],
+        [(2, small), (9, small)],
+    ):
+        ahead, plain = NormalsAhead(8, [(2, small), (3, large)]), Normals(8, CPU)
+        ahead.make()
+        for K, sizes in calls:
+            torch.testing.assert_close(ahead.parts(K, sizes), plain.parts(K, sizes), rtol=0, atol=0)
 
 
 def test_a_damaged_library_is_compiled_anew(tmp_path: Path) -> None:
