@@ -7,6 +7,7 @@ normals, in a third of the time. Each pass is compared with torch's before it se
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import time
@@ -32,11 +33,14 @@ from dubito.models.predictions.prediction import Job, evaluating, seed_of, sums_
 from dubito.models.predictions.uncertainty import Reals, on_host, value_sums_of_both
 from dubito.service.engine.budget import MemoryShare
 from dubito.service.engine.plans import plan_file
+from dubito.service.engine.recording import LARGEST as LARGEST_PASS
 from dubito.service.engine.recording import NotRecorded, record
 
 log = logging.getLogger("dubito")
 INPUT, COLUMNS, OUTPUT = "x", "columns_", "sums"
-RUNS, WARM = 9, 2  # timed runs of a pass, of which the fastest counts, and runs before them
+RUNS = 9  # timed runs of a pass, of which the fastest counts; fewer of one that takes long
+SHORT = 0.02  # seconds of a pass that is timed so often
+THREADS = 8  # of a session, at most
 FASTER = 0.95  # of torch's time: a session that takes longer is not used
 AGREES = 1e-3  # largest difference of the means over draws, of 1 or of the mean where that is larger
 LARGEST = 1 << 29  # bytes of the folder of compiled passes
@@ -159,7 +163,7 @@ class CompiledPasses:
             return
         try:
             with evaluating(self.network), torch.inference_mode():
-                found = self._compiled(job, K)
+                found = self._compiled(job, K, share)
         except NotRecorded as error:
             log.info("a pass is not compiled", extra={"inputs": job.B, "samples": K, "why": str(error)})
             self.left = 0.0  # nor is one of another size
@@ -176,7 +180,7 @@ class CompiledPasses:
         self._largest = max(self._largest, int(share.need(*size)))
         self.bytes = self._largest + sum(one.bytes for one in self.known.values())  # values share one pool
 
-    def _compiled(self, job: Job, K: int) -> CompiledPass | None:
+    def _compiled(self, job: Job, K: int, share: MemoryShare) -> CompiledPass | None:
         """The fastest way, from the cache or anew; None where torch is as fast."""
         check, key = _Check(job, K), self._key_of(job, K)
         kept = self.cache.read(key)
@@ -193,28 +197,32 @@ class CompiledPasses:
         if self.left <= 0:
             return None
         began = time.perf_counter()
+        largest = min(LARGEST_PASS, share.budget.left) if share.limited else LARGEST_PASS
         times: dict[CompiledPass, float] = {}
-        for written, threads in self._ways(job, K):
+        plain = _seconds(check.plain, math.inf)
+        for written, threads in self._ways(job, K, largest):
             found = CompiledPass(written, threads, self.network, job.B, self._pool)
             check.compare(found)
-            times[found] = _seconds(partial(check.run, found))
+            times[found] = _seconds(partial(check.run, found), min([plain, *times.values()]))
+            if time.perf_counter() - began > self.left:
+                break
         best = min(times, key=times.__getitem__)
-        faster = times[best] < FASTER * _seconds(check.plain)
+        faster = times[best] < FASTER * plain
         self.cache.write(key, _packed(best.threads, best.written) if faster else _packed(0, ()))
         self.left -= time.perf_counter() - began
         return best if faster else None
 
-    def _ways(self, job: Job, K: int) -> Iterator[tuple[list[Written], int]]:
+    def _ways(self, job: Job, K: int, largest: int) -> Iterator[tuple[list[Written], int]]:
         """Ways to compute the pass, with the threads of a session."""
-        cores = torch.get_num_threads()
+        cores = min(THREADS, torch.get_num_threads())
         for plan in _plans(job.plan(job.B, K)):
-            whole = write_pass(job, K, plan)
-            yield [whole], 1
+            whole = write_pass(job, K, plan, largest)
             if cores > 1:
                 yield [whole], cores
+            yield [whole], 1
             if cores > 1 and K > 1:
-                first = write_pass(job, K - K // 2, plan)
-                yield [first, first if K % 2 == 0 else write_pass(job, K // 2, plan)], 1
+                first = write_pass(job, K - K // 2, plan, largest)
+                yield [first, first if K % 2 == 0 else write_pass(job, K // 2, plan, largest)], 1
 
     def _key_of(self, job: Job, K: int) -> str:
         """What decides how a pass is computed and how fast it is, the weights included."""
@@ -252,8 +260,8 @@ def available() -> bool:
     return find_spec("onnxruntime") is not None and find_spec("onnx") is not None
 
 
-def write_pass(job: Job, K: int, plan: Plan) -> Written:
-    """The pass of K draws of the job's inputs."""
+def write_pass(job: Job, K: int, plan: Plan, largest: int = LARGEST_PASS) -> Written:
+    """The pass of K draws of the job's inputs, whose values together may take `largest` bytes."""
     from dubito.service.engine.lowering import OPERATORS, Writer
 
     network, factors = job.network, job.factors
@@ -262,7 +270,7 @@ def write_pass(job: Job, K: int, plan: Plan) -> Written:
         outputs = network.run(x, factors, Draws(K, normals, 0), plan)
         return sums_of(network, factors.read)(tempered(outputs, job.temperature, factors.read))
 
-    recording = record(sums, (job.x, torch.zeros(K, factors.normals)), frozenset(OPERATORS))
+    recording = record(sums, (job.x, torch.zeros(K, factors.normals)), frozenset(OPERATORS), largest)
     model, sizes = Writer().write(recording, (INPUT, "normals"), OUTPUT, apart="normals", columns=COLUMNS)
     return Written(K, tuple(sizes), model)
 
@@ -308,15 +316,19 @@ def _plans(plan: Plan) -> list[Plan]:
     return [plan] if together == dict(plan) else [plan, together]
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    for _ in range(WARM):
-        run()
-    times = []
-    for _ in range(RUNS):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return min(times)
+def _seconds(run: Callable[[], object], limit: float) -> float:
+    """Seconds of the fastest of some runs; of the first two alone where these take long, or longer than the limit."""
+    run()
+    first = _once(run)
+    if first > 2 * limit:
+        return first
+    return min([first, *(_once(run) for _ in range(RUNS if first < SHORT else 1))])
+
+
+def _once(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 def _packed(threads: int, written: Sequence[Written]) -> bytes:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 BY_SHAPE = {"new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like"}
-LARGEST = 1 << 30  # bytes of all values of a recorded function, which are kept until it ends
+LARGEST = 1 << 30
 
 
 class NotRecorded(Exception):
@@ -51,9 +51,9 @@ class _Known:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, kept_whole: frozenset[str]) -> None:
+    def __init__(self, kept_whole: frozenset[str], largest: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept_whole = kept_whole
+        self.kept_whole, self.largest = kept_whole, largest
         self.calls: list[OperatorCall] = []
         self.known: dict[int, _Known] = {}  # by the id of its tensor
         self.bytes = self.values = 0
@@ -100,8 +100,8 @@ class _Recorder(TorchDispatchMode):
         elif any(t is out for t in tensors):  # as `to` does where there is nothing to do
             return out
         self.bytes += sum(t.nbytes for t in outputs)
-        if self.bytes > LARGEST:
-            raise NotRecorded(f"its values take more than {LARGEST:,} bytes")
+        if self.bytes > self.largest:
+            raise NotRecorded(f"its values take more than {self.largest:,} bytes")
         results = tuple(self.add(t) for t in outputs)
         self.calls.append(OperatorCall(name.removesuffix("_"), values, options, results))
         return out
@@ -124,12 +124,16 @@ def _quiet(name: str, args: Any, kwargs: Any) -> bool:
     return name == "scaled_dot_product_attention" and not (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
 
 
-def record(function: Callable[..., Tensor], inputs: Sequence[Tensor], kept_whole: frozenset[str]) -> Recording:
+def record(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], kept_whole: frozenset[str], largest: int = LARGEST
+) -> Recording:
     """Run a function of tensors once, and record what it does; `kept_whole`: composite operators that stay whole.
+
+    Values are kept until it ends; `largest` is the limit of their bytes.
 
     Raises NotRecorded where the same list of operators would not give the function's result for other inputs.
     """
-    recorder = _Recorder(kept_whole)
+    recorder = _Recorder(kept_whole, largest)
     with recorder:
         first = tuple(recorder.add(t) for t in inputs)
         output = recorder.value(function(*inputs))

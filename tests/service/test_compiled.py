@@ -1,10 +1,12 @@
 """Compiled passes on a CPU: the sums of torch's own pass, kept in a folder, and never in the way."""
 
+import asyncio
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -27,11 +29,15 @@ from dubito.models.numerics.normals import Normals, NormalsAhead
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import Job, evaluating
 from dubito.models.predictions.resident import reside
+from dubito.models.predictions.uncertainty import Classified
 from dubito.service.engine import compiled
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.compiled import CompiledPass, PassCache, write_pass
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
 from dubito.service.engine.recording import NotRecorded, record
+from dubito.service.metrics import Metrics
+from dubito.service.repository import Repository
+from dubito.service.settings import Settings
 from tests.small_models import mlp
 
 pytest.importorskip("onnxruntime")
@@ -297,6 +303,44 @@ def test_the_weights_are_part_of_the_key(tmp_path: Path) -> None:
         x = np.ones((1, 2, 8, 8), np.float32)
         a, b = (result(one, PredictRequest(x, 8, 3, 8, 0.05)) for one in (made, Engine(model, (1,))))
         same(a, b, 2e-5)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_switch_of_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each version answers as its own artifact does; the old one is gone with its sessions."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).standard_normal((1, 2, 8, 8)).astype(np.float32)
+
+    def write(version: str) -> Path:
+        path = tmp_path / "models" / "m" / version / "model.safetensors"
+        path.parent.mkdir(parents=True)
+        save(bayesianize(classifier(), "ffg-u", inducing=4), path, card=Card(input=Input(shape=(2, 8, 8))))
+        return path
+
+    async def body() -> None:
+        path = write("1")
+        given = {"models": [tmp_path / "models"], "buckets": (1,), "plan_seconds": 60.0, "samples": 8}
+        repository = Repository(Settings.model_validate(given), CPU, torch.float32, Metrics())
+        old: list[weakref.ref[object]] = []
+        for _ in range(2):
+            await repository.load("m")
+            assert [one() for one in old] == [None] * len(old)
+            served = repository.get("m")
+            passes = served.engine.compiled
+            assert passes is not None
+            assert set(passes.known) == {(1, 8)}
+            old = [weakref.ref(passes), *(weakref.ref(one) for one in passes.known.values())]
+            answer = await served.batcher.result(served.batcher.put(PredictRequest(x, 8, 3, 8, 0.05), 30))
+            expected = load(path).predict(torch.from_numpy(x), 8, 3).summary
+            assert isinstance(expected, Classified)
+            np.testing.assert_allclose(answer.columns["probabilities"], expected.probabilities, atol=2e-5)
+            del served, passes, answer
+            path = write(str(len(list((tmp_path / "models" / "m").iterdir())) + 1))
+        await repository.unload("m")
+
+    asyncio.run(body())
+    assert len(list((tmp_path / "cache" / "dubito" / "passes").glob("*.pass"))) == 2
 
 
 def test_slow_passes_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
