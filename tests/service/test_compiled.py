@@ -330,12 +330,13 @@ def test_a_switch_of_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             passes = served.engine.compiled
             assert passes is not None
             assert set(passes.known) == {(1, 8)}
-            old = [weakref.ref(passes), *(weakref.ref(one) for one in passes.known.values())]
+            gone: list[object] = [passes, *passes.known.values()]
+            old = [weakref.ref(one) for one in gone]
             answer = await served.batcher.result(served.batcher.put(PredictRequest(x, 8, 3, 8, 0.05), 30))
             expected = load(path).predict(torch.from_numpy(x), 8, 3).summary
             assert isinstance(expected, Classified)
             np.testing.assert_allclose(answer.columns["probabilities"], expected.probabilities, atol=2e-5)
-            del served, passes, answer
+            del served, passes, gone, answer
             path = write(str(len(list((tmp_path / "models" / "m").iterdir())) + 1))
         await repository.unload("m")
 
