@@ -3,12 +3,20 @@
 The rival is an ensemble of K plain networks in the memory layout that is fastest for it; BatchNorm stays unfolded on
 both sides. Ours is the cheapest execution per layer, with λ = 0 and with λ > 0 (the exact law where forming W is as
 cheap, else the factored law with R directions); the exact law in every layer, which forms every W, is shown beside
-them. Each path's predictions for the first input are checked against those for that input alone.
+them. Each path's predictions for the first input are checked against those for that input alone. The same networks as
+a server runs them, with compiled passes and normals, stand below them.
+
+A second table has the embedded digits, one input in the engine of a server: by torch, and compiled. Where there is a C
+compiler, all of ours draw by compiled normals, which serve a whole process.
 """
 
 import argparse
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from rich.console import Console
@@ -16,9 +24,17 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks._measure import machine, take_turns
-from dubito.models import bayesianize, build, predict
+from dubito.models import bayesianize, build, load, predict, save
 from dubito.models.conversion.directions import set_directions
+from dubito.models.embedded import embedded
+from dubito.models.manifest import Card, Input
 from dubito.models.network.network import BayesianNetwork
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.resident import reside
+from dubito.service.engine.compiled import PassCache
+from dubito.service.engine.engine import Engine, PredictRequest
+
+OFTEN = 20  # answers that are timed together
 
 
 def main() -> None:
@@ -46,7 +62,9 @@ def main() -> None:
         f"{K} networks, contiguous": _ensemble(net, K, x, torch.contiguous_format),
         f"{K} networks, channels last": _ensemble(net, K, x, torch.channels_last),
     }
-    times = take_turns(rivals | {name: _ours(n, x, K) for name, n in ours.items()}, args.rounds)
+    paths = {name: _ours(n, x, K) for name, n in ours.items()}
+    paths |= {f"{name}, compiled": _compiled(n, x, K) for name, n in ours.items()}
+    times = take_turns(rivals | paths, args.rounds)
     best = min(times[name] for name in rivals)
     table = Table(title=f"ResNet-18 (CIFAR), M = {M}, batch {args.batch}, K = {K}")
     for column in ("", "median seconds", "ratio to the best ensemble"):
@@ -55,6 +73,7 @@ def main() -> None:
         table.add_row(name, f"{seconds:.3f}", f"{seconds / best:.3f}")
     console = Console()
     console.print(table)
+    console.print(_digits(args.rounds))
     console.print(machine())
 
 
@@ -78,6 +97,44 @@ def _ours(network: BayesianNetwork, x: Tensor, K: int) -> Callable[[], object]:
     assert alone is not None
     torch.testing.assert_close(whole[:, :1], alone, rtol=1e-3, atol=1e-4)
     return lambda: predict(network, factors, x, K, 0)
+
+
+def _compiled(network: BayesianNetwork, x: Tensor, K: int) -> Callable[[], object]:
+    """As a server answers: passes by onnxruntime where that is faster, normals by compiled code."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "model.safetensors"
+        save(network, file, card=Card(input=Input(shape=tuple(x.shape[1:]))))
+        return _asked(load(file), x, K, compiled=True)
+
+
+def _asked(model: Model, x: Tensor, K: int, compiled: bool) -> Callable[[], object]:
+    """Answers of an engine to one request."""
+    with TemporaryDirectory() as folder:
+        passes = PassCache(Path(folder)) if compiled else None
+        resident = reside(model, torch.device("cpu"), torch.float32)
+        engine = Engine(resident, (len(x),), plan_seconds=60.0, pass_cache=passes)
+        engine.warm(K, nullcontext())
+    request = PredictRequest(x.numpy(), K, None, K, 0.05)
+    return lambda: engine.answer([request])
+
+
+def _digits(rounds: int) -> Table:
+    model = load(embedded("digits"))
+    x = torch.randn(1, 1, 8, 8)
+    table = Table(title="the embedded digits, one input, in the engine")
+    for column in ("K", "torch, ms", "compiled, ms"):
+        table.add_column(column, justify="right")
+    for K in (20, 64):
+        # where there is a C compiler, both draw by it: it serves all engines of a process
+        paths = {name: _asked(model, x, K, name == "compiled") for name in ("torch", "compiled")}
+        times = take_turns({name: partial(_often, run) for name, run in paths.items()}, 3 * rounds)
+        table.add_row(str(K), *(f"{1000 * times[name] / OFTEN:.2f}" for name in paths))
+    return table
+
+
+def _often(run: Callable[[], object]) -> None:
+    for _ in range(OFTEN):
+        run()
 
 
 if __name__ == "__main__":

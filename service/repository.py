@@ -23,6 +23,7 @@ from dubito.models.report import report
 from dubito.service.engine.bank import Bank, bytes_of_sample
 from dubito.service.engine.batcher import Batch, Batcher
 from dubito.service.engine.budget import Budget
+from dubito.service.engine.compiled import PassCache, pass_folder
 from dubito.service.engine.engine import Engine
 from dubito.service.engine.plans import PlanCache, plan_file
 from dubito.service.engine.turn import Turn
@@ -232,7 +233,9 @@ class Repository:
         model = reside(model, self.device, dtype)
         plan_cache = PlanCache(plan_file() if self.settings.plan_seconds else None, self.device)
         share = self.budget.share()
-        engine = Engine(model, self.settings.buckets, plan_cache, self.settings.plan_seconds, share=share)
+        seconds = self.settings.plan_seconds
+        passes = PassCache(pass_folder()) if seconds else None
+        engine = Engine(model, self.settings.buckets, plan_cache, seconds, share=share, pass_cache=passes)
         try:
             self._enter(engine)
             banked = self._reserve_bank(engine)

@@ -176,7 +176,7 @@ class Draws:
     start: int = 0  # how many draws came before these
     keys: Tensor | None = None  # training: numbers whose order is that of the members, instead of the seed's
     stock: Stock | None = None  # weights of the seed's first draws, made ahead
-    by_graph: bool = False  # a CUDA graph makes the normals itself, from the seed: `noise` is None
+    by_graph: bool = False  # a pass prepared as a whole takes or makes the normals itself: `noise` is None
     key: Tensor | None = None  # (seed, first draw) on a GPU that makes normals by their number: instead of `noise`
 
     @property

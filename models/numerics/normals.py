@@ -1,11 +1,15 @@
 """Standard normals from a seed: one row per draw, the same rows however many are generated at a time."""
 
+from collections.abc import Sequence
 from functools import cache, cached_property
 from importlib.util import find_spec
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from dubito.models.numerics.normals_native import NativeGenerator, generator
 
 
 class Normals:
@@ -13,7 +17,7 @@ class Normals:
     the generator or, on a GPU with triton, a function of its index.
 
     On a CPU the generator is numpy's SFC64, more than twice as fast as torch's own: with the exact law of the λ-noise,
-    a prediction spends most of its time on drawing normals.
+    a prediction spends most of its time on drawing normals. A server computes the same numbers by compiled code.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -25,6 +29,10 @@ class Normals:
         return np.random.Generator(np.random.SFC64(self.seed))
 
     @cached_property
+    def _native(self) -> NativeGenerator | None:
+        return generator(self.seed)
+
+    @cached_property
     def _torch(self) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(self.seed)
 
@@ -33,6 +41,8 @@ class Normals:
         self._given += K
 
     def rows(self, K: int, n: int) -> Tensor:
+        if self.device.type == "cpu":
+            return self.parts(K, np.array([n])).view(K, n)
         noise = torch.empty(K, n, device=self.device)
         if counted(self.device):
             from dubito.models.numerics.normals_kernel import fill
@@ -41,11 +51,53 @@ class Normals:
             self.skip(K)
             return fill(noise, key)
         for row in noise:
-            if self.device.type == "cpu":
-                self._numpy.standard_normal(out=row.numpy(), dtype=np.float32)
-            else:
-                row.normal_(generator=self._torch)
+            row.normal_(generator=self._torch)
         return noise
+
+    def parts(self, K: int, sizes: NDArray[np.int64]) -> Tensor:
+        """The same numbers on a CPU, a row in parts of these sizes: (K, size) of the first part, then of the second."""
+        noise = torch.empty(K * int(sizes.sum()))
+        array = noise.numpy()
+        if self._native is not None:
+            self._native.fill(array, K, sizes)
+        elif len(sizes) == 1:
+            self._numpy.standard_normal(out=array, dtype=np.float32)
+        else:
+            ends = np.cumsum(sizes)
+            views = [array[K * (end - n) : K * end].reshape(K, n) for n, end in zip(sizes, ends, strict=True)]
+            row = np.empty(int(ends[-1]), np.float32)
+            for k in range(K):
+                self._numpy.standard_normal(out=row, dtype=np.float32)
+                for view, n, end in zip(views, sizes, ends, strict=True):
+                    view[k] = row[end - n : end]
+        return noise
+
+
+class NormalsAhead(Normals):
+    """The normals of one seed on a CPU, of which the first were asked for before they are needed."""
+
+    def __init__(self, seed: int, first: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
+        """`first`: rows and sizes of the parts of the first calls."""
+        super().__init__(seed, torch.device("cpu"))
+        self._first, self._ready = list(first), list[Tensor]()
+        self._rows = 0  # that were handed out
+
+    def make(self) -> None:
+        """Make the normals of the first calls; to be called once, before any of them."""
+        self._ready = [super(NormalsAhead, self).parts(K, sizes) for K, sizes in self._first]
+
+    def parts(self, K: int, sizes: NDArray[np.int64]) -> Tensor:
+        n, rows = int(sizes.sum()), self._rows
+        self._rows += K
+        if self._ready:
+            (k, expected), noise = self._first.pop(0), self._ready.pop(0)
+            if k == K and np.array_equal(expected, sizes):
+                return noise
+            self._ready = []  # another pass than was expected: back to where it begins
+            for generator in ("_numpy", "_native"):
+                self.__dict__.pop(generator, None)
+            super().parts(rows, np.array([n]))
+        return super().parts(K, sizes)
 
 
 @cache

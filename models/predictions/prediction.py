@@ -39,14 +39,15 @@ from dubito.models.predictions.uncertainty import (
 Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K draws fits the device's memory
 
 
-class CudaGraph(Protocol):
-    """The graph of a pass of K draws, which sums over its draws. It takes up to B inputs, from any device."""
+class WholePass(Protocol):
+    """A pass of K draws that was prepared as a whole, with the sums over its draws: captured on a GPU, compiled on a
+    CPU. It takes up to B inputs, from any device."""
 
-    def sums(self, x: Tensor, seed: int, start: int) -> Reals:
-        """`sums_of` the outputs of the seed's draws from `start` on."""
+    def sums(self, x: Tensor, draws: Draws, normals: Normals) -> Reals:
+        """`sums_of` the outputs of these draws, whose normals are the next of the seed."""
 
 
-GraphFor = Callable[[int, int], CudaGraph | None]  # the graph for B inputs and K draws, if it was captured
+GraphFor = Callable[[int, int], WholePass | None]  # the pass for B inputs and K draws, if it was prepared
 
 MAX_SAMPLES = 1 << 16
 SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
@@ -194,12 +195,16 @@ class Job:
         most: int = 1,
         stock: Stock | None = None,
         graph_for: GraphFor | None = None,
+        normals: Normals | None = None,
         finite: bool = False,
         fits: Fits | None = None,
         pause: Callable[[], None] | None = None,
         pass_rows: int | None = None,
     ) -> "Job":
-        """`finite`: the inputs are known to be, and the network to be as its factors say; to look again takes time."""
+        """`finite`: the inputs are known to be, and the network to be as its factors say; to look again takes time.
+
+        `normals`: the seed's, where they were made before.
+        """
         seed = seed_of(seed)
         x, device, dtype = _checked(network, factors, x, finite)
         places = math.prod(x.shape[2:]) if device.type == "cpu" and x.dim() == 4 else math.inf
@@ -212,7 +217,7 @@ class Job:
             device=device,
             dtype=dtype,
             seed=seed,
-            normals=Normals(seed, device),
+            normals=Normals(seed, device) if normals is None else normals,
             plan=planner,
             max_rows=min(_rows(factors, x, device) if max_rows is None else max_rows, pass_rows or sys.maxsize),
             temperature=temperature,
@@ -242,7 +247,6 @@ class Job:
         if self.stock is not None:
             return Draws(k, None, self.seed, start, stock=self.stock)
         if self.graph_for(self._bucket(rows), k) is not None:
-            self.normals.skip(k)
             return Draws(k, None, self.seed, start, by_graph=True)
         try:
             return Draws(k, self.normals.rows(k, self.factors.normals), self.seed, start)
@@ -305,7 +309,7 @@ class Job:
             x = self.given if rows is None else self.given[rows.to(self.given.device)]
             graph = self.graph_for(self._bucket(len(x)), draws.K)
             assert graph is not None
-            return graph.sums(x, self.seed, draws.start)
+            return graph.sums(x, draws, self.normals)
         sums: Reals = sums_of(self.network, self.factors.read)(self.outputs(draws, rows)).cpu().double().numpy()
         return sums
 

@@ -126,6 +126,15 @@ def value_sums(outputs: Tensor, D: int, gain: Tensor | None = None) -> Tensor:
     return torch.cat(parts, 1)
 
 
+def value_sums_of_both(first: Reals, k: int, second: Reals, m: int, D: int) -> Reals:
+    """What `value_sums` gives of k draws and of m more, as of all of them."""
+    share = m / (k + m)
+    step = second[:, :D] - first[:, :D]
+    joined: Reals = first + share * (second - first)
+    joined[:, D : 2 * D] = first[:, D : 2 * D] + second[:, D : 2 * D] + step**2 * (k * share)
+    return joined
+
+
 class ClassTally:
     """Adds up draws as they come, so that memory does not grow with K."""
 

@@ -18,6 +18,7 @@ from dubito.models.errors import DubitoError, InputError, NumericsError
 from dubito.models.manifest import Predictive
 from dubito.models.network.network import Draws, Stock
 from dubito.models.network.plan import cheapest
+from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.proof import Checked
 from dubito.models.predictions.adaptive import CHUNK, answer_each
 from dubito.models.predictions.answers import Columns, Rule, Rulebook, columns_of
@@ -36,6 +37,7 @@ from dubito.models.predictions.stopwatch import Stopwatch
 from dubito.models.predictions.uncertainty import Reals
 from dubito.service.engine.bank import Bank
 from dubito.service.engine.budget import TRIED, Budget, MemoryShare, peak_of
+from dubito.service.engine.compiled import CompiledPasses, PassCache
 from dubito.service.engine.graphs import PassGraph, PassGraphs, for_gpu
 from dubito.service.engine.pace import Pace
 from dubito.service.engine.plans import PlanCache, Plans
@@ -107,16 +109,21 @@ class Engine:
         plan_seconds: float = 0.0,
         bank: Bank | None = None,
         share: MemoryShare | None = None,
+        pass_cache: PassCache | None = None,
     ) -> None:
         """Executions that `plan_cache` does not hold are measured for about `plan_seconds`.
 
-        With a bank, requests without a seed get its draws. `share` limits the device memory; None: no limit.
+        With a bank, requests without a seed get its draws. `share` limits the device memory; None: no limit. With a
+        `pass_cache`, passes on a CPU are compiled, for about `plan_seconds` beyond those that it holds.
         """
         self.bank = bank
         self.graphs: PassGraphs | None = None
+        self.compiled: CompiledPasses | None = None
         if model.device.type == "cuda":
             model = for_gpu(model)
             self.graphs = PassGraphs(model.network, model.factors, buckets[-1])
+        elif pass_cache is not None:
+            self.compiled = CompiledPasses(model.network, model.factors, pass_cache, plan_seconds)
         self.share = Budget(None).share() if share is None else share
         self.draws = 0  # of the largest pass so far
         self.timed: list[tuple[int, float]] = []  # work (rows × draws) and seconds of batches, at the start
@@ -237,6 +244,12 @@ class Engine:
                             self.graphs.capture(job, k)
                     self.plans.bytes += max(0, torch.cuda.memory_reserved(self.model.device) - before)
                     self._time(requests[0])  # with the graph
+                if self.compiled is not None and samples:
+                    before = self.compiled.bytes
+                    for k in dict.fromkeys((min(samples, once), samples % once, min(CHUNK, once))):
+                        self.compiled.compile(job, k, self.share)
+                    self.plans.bytes += self.compiled.bytes - before
+                    self._time(requests[0])
         self.plans.cache.save()
         if slices is not None:
             pace = Pace()
@@ -343,7 +356,10 @@ class Engine:
         most = max(request.most for request in requests)
         ahead = self.bank.take(most) if self.bank is not None and first.seed is None else None
         if ahead is None:
-            return self.conclude(requests, self._job(x, first.seed, watch, most))
+            results = self.conclude(requests, self._job(x, first.seed, watch, most))
+            if self.compiled is not None and first.seed is None:
+                self.compiled.make_ahead(bucket_of(self.buckets, len(x)), most)
+            return results
         return self.conclude(requests, self._job(x, ahead.seed, watch, most, ahead.stock))
 
     def conclude(self, requests: Sequence[PredictRequest], job: Job) -> list[PredictResult]:
@@ -408,10 +424,26 @@ class Engine:
     def _job(
         self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1, stock: Stock | None = None
     ) -> Job:
-        graph_for = None if self.graphs is None else self.graphs.at
+        graphs = self.compiled if self.graphs is None else self.graphs
+        graph_for = None if graphs is None else graphs.at
         more = self._passes(watch, seed)
         network, factors = self.model.network, self.model.factors
-        job = Job.of(network, factors, x, seed, most=most, stock=stock, graph_for=graph_for, finite=True, **more)
+        normals = None
+        if self.compiled is not None and seed is None and stock is None:
+            normals = self.compiled.ahead(bucket_of(self.buckets, len(x)), most)
+            seed = None if normals is None else normals.seed
+        job = Job.of(
+            network,
+            factors,
+            x,
+            seed,
+            most=most,
+            stock=stock,
+            graph_for=graph_for,
+            normals=normals,
+            finite=True,
+            **more,
+        )
         self.draws = max(self.draws, min(most, job.samples_at_once(len(x))))
         return job
 
@@ -470,7 +502,7 @@ class HostResults:
 
     known: Reals
 
-    def sums(self, x: Tensor, seed: int, start: int) -> Reals:
+    def sums(self, x: Tensor, draws: Draws, normals: Normals) -> Reals:
         return self.known
 
 

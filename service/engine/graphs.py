@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dubito.models.network.geometry import Conv
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan
-from dubito.models.numerics.normals import counted
+from dubito.models.numerics.normals import Normals, counted
 from dubito.models.numerics.streams import stream
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import Job, evaluating, sums_of, tempered
@@ -152,9 +152,10 @@ class PassGraph:
         self.port.wait()
         return time.perf_counter() - began
 
-    def sums(self, x: Tensor, seed: int, start: int) -> Reals:
+    def sums(self, x: Tensor, draws: Draws, normals: Normals) -> Reals:
+        normals.skip(draws.K)
         self.port.hold(x, self.B)
-        self.go(seed, start)
+        self.go(draws.seed, draws.start)
         return self.fetch()[: len(x)]
 
     def put(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:

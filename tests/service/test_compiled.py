@@ -1,0 +1,514 @@
+"""Compiled passes on a CPU: the sums of torch's own pass, kept in a folder, and never in the way."""
+
+import asyncio
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dubito.models import bayesianize, build, load, save
+from dubito.models.embedded import embedded
+from dubito.models.manifest import Card, Input, Regression
+from dubito.models.network.geometry import Execution
+from dubito.models.network.network import BayesianNetwork, Draws, Plan
+from dubito.models.network.plan import cheapest
+from dubito.models.numerics import normals_native
+from dubito.models.numerics.normals import Normals, NormalsAhead
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import Job, evaluating
+from dubito.models.predictions.resident import reside
+from dubito.models.predictions.uncertainty import Classified
+from dubito.service.engine import compiled
+from dubito.service.engine.budget import Budget
+from dubito.service.engine.compiled import CompiledPass, PassCache, write_pass
+from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
+from dubito.service.engine.recording import NotRecorded, record
+from dubito.service.metrics import Metrics
+from dubito.service.repository import Repository
+from dubito.service.settings import Settings
+from tests.small_models import mlp
+
+pytest.importorskip("onnxruntime")
+CPU = torch.device("cpu")
+CLOSE = 2e-5  # of the means over draws: float32 rounds by 6e-8, through some hundred sums
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ffg-u": ("ffg-u", {"inducing": 6}),
+    "ffg-u, exact": ("ffg-u", {"inducing": 6, "noise": "exact", "lam_max": 0.3}),
+    "ffg-u, factored": ("ffg-u", {"inducing": 6, "noise": "factored", "lam_max": 0.3}),
+    "ffg-u, λ = 0": ("ffg-u", {"inducing": 6, "lam_max": 0.0}),
+    "hierarchy": ("ffg-u", {"inducing": 4, "hierarchy": (3, 6)}),
+    "fcg-u": ("fcg-u", {"inducing": 4}),
+    "ffg-w": ("ffg-w", {}),
+    "fcg-w": ("fcg-w", {"covariance_limit": 10**6}),
+    "mc-dropout": ("mc-dropout", {}),
+    "whvi": ("whvi", {}),
+    "whvi, full covariance": ("whvi", {"covariance": "full"}),
+    "whvi, flows": ("whvi", {"flows": 2}),
+}
+
+
+class Attends(nn.Module):
+    """Patches, attention and pooling, with the operators of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(2, 12, 4, 4)
+        self.norm, self.inner = nn.LayerNorm(12), nn.Linear(12, 36)
+        self.mlp = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        q, k, v = self.inner(self.norm(tokens)).chunk(3, -1)
+        tokens = tokens + nn.functional.scaled_dot_product_attention(q, k, v)
+        out: Tensor = self.head((tokens + self.mlp(tokens)).mean(1))
+        return out
+
+
+def classifier() -> nn.Module:
+    return build("cnn", classes=4, channels=2, size=8, width=4, hidden=8)
+
+
+def resident(network: BayesianNetwork, shape: tuple[int, ...], folder: Path) -> Model:
+    save(network, folder / "model.safetensors", card=Card(input=Input(shape=shape)))
+    return reside(load(folder / "model.safetensors"), CPU, torch.float32)
+
+
+def job_of(model: Model, B: int, plan: Plan) -> Job:
+    declared = model.card.input
+    assert declared is not None
+    x = torch.randn(B, *declared.shape, generator=torch.Generator().manual_seed(2))
+    return Job.of(model.network, model.factors, x, 5, temperature=model.temperature, plan=plan)
+
+
+@pytest.fixture
+def pool() -> Iterator[Executor]:
+    with ThreadPoolExecutor(1) as one:
+        yield one
+
+
+def sums_agree(model: Model, B: int, K: int, pool: Executor, *executions: Execution) -> None:
+    """A compiled pass, whole and in halves, against torch's, for the cheapest plan and these executions."""
+    for execution in (None, *executions):
+        plan = cheapest(model.factors) if execution is None else dict.fromkeys(model.factors.layers, execution)
+        job = job_of(model, B, plan)
+        with evaluating(model.network), torch.inference_mode():
+            whole = [write_pass(job, K, plan)]
+            halves = whole if K == 1 else [write_pass(job, K - K // 2, plan), write_pass(job, K // 2, plan)]
+            for seed, written in enumerate((whole, halves)):
+                expected = job.sums(Draws(K, Normals(seed, CPU).rows(K, model.factors.normals), seed))
+                one, draws = CompiledPass(written, 1, model.network, B, pool), Draws(K, None, seed, by_graph=True)
+                sums = one.sums(job.given, draws, Normals(seed, CPU))
+                assert np.abs(sums - expected).max() <= CLOSE * max(K, np.abs(expected).max())
+                fewer = one.sums(job.given[:1], draws, Normals(seed, CPU))  # padded to B
+                np.testing.assert_allclose(fewer, sums[:1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("B", "K"), [(3, 7), (2, 1)])
+def test_every_method_gives_the_sums_of_torch(method: str, B: int, K: int, tmp_path: Path, pool: Executor) -> None:
+    torch.manual_seed(3)
+    name, options = METHODS[method]
+    model = resident(bayesianize(classifier(), name, start="network", **options), (2, 8, 8), tmp_path)
+    sums_agree(model, B, K, pool, "batch", "loop", "unfold", "factored")
+
+
+@pytest.mark.parametrize("noise", ["constant", "input"])
+def test_regression(noise: Any, tmp_path: Path, pool: Executor) -> None:
+    torch.manual_seed(3)
+    task = Regression(outputs=2, shift=(1.0, -2.0), scale=(0.5, 3.0), noise=noise)
+    network = bayesianize(mlp(5, 16, task.numbers), "ffg-u", inducing=4, task=task)
+    sums_agree(resident(network, (5,), tmp_path), 3, 9, pool)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "shape"),
+    [
+        ("mlp", {"inputs": 6, "hidden": [16, 16], "outputs": 3}, (6,)),
+        ("lenet", {"classes": 5}, (1, 28, 28)),
+        ("resnet18-cifar", {"classes": 4}, (3, 32, 32)),
+    ],
+)
+def test_architectures(
+    name: str, arguments: dict[str, Any], shape: tuple[int, ...], tmp_path: Path, pool: Executor
+) -> None:
+    torch.manual_seed(3)
+    model = resident(bayesianize(build(name, **arguments), "ffg-u", inducing=4), shape, tmp_path)
+    sums_agree(model, 2, 4, pool)
+
+
+def test_attention(tmp_path: Path, pool: Executor) -> None:
+    torch.manual_seed(3)
+    network = bayesianize(Attends(), "ffg-u", inducing=4).eval()
+    factors = network.factors()
+    job = Job.of(network, factors, torch.randn(2, 2, 8, 8), 5)
+    with evaluating(network), torch.inference_mode():
+        written = write_pass(job, 6, cheapest(factors))
+        expected = job.sums(Draws(6, Normals(5, CPU).rows(6, factors.normals), 5))
+        one = CompiledPass([written], 1, network, 2, pool)
+        sums = one.sums(job.given, Draws(6, None, 5, by_graph=True), Normals(5, CPU))
+    assert np.abs(sums - expected).max() <= CLOSE * 6
+
+
+# what cannot be recorded
+
+
+def recorded(function: Any) -> None:
+    with torch.inference_mode():
+        record(function, (torch.ones(3, 2),), frozenset())
+
+
+def test_what_depends_on_more_than_the_inputs_is_not_recorded() -> None:
+    with pytest.raises(NotRecorded, match="draws random numbers"):
+        recorded(lambda x: x + torch.rand(3, 2))
+    with pytest.raises(NotRecorded, match="reads numbers"):
+        recorded(lambda x: x if x.sum() > 0 else -x)
+    with pytest.raises(NotRecorded, match="does not depend"):
+        recorded(lambda x: torch.ones(2))
+
+    def under_two_names(x: Tensor) -> Tensor:
+        y = x + 1
+        view = y.view(6)
+        y.mul_(2)
+        return view
+
+    with pytest.raises(NotRecorded, match="in place"):
+        recorded(under_two_names)
+
+
+def test_a_change_in_place_is_recorded_where_nothing_else_sees_it() -> None:
+    recording = record(lambda x: (x + 1).relu_(), (torch.ones(3, 2),), frozenset())
+    assert [call.name for call in recording.calls] == ["add", "relu"]
+
+
+# the engine
+
+
+def asked(K: int | Any, seed: int | None, B: int = 1) -> PredictRequest:
+    x = np.random.default_rng(B).standard_normal((B, 1, 8, 8)).astype(np.float32)
+    return PredictRequest(x, K, seed, 64, 0.05)
+
+
+def digits() -> Model:
+    return reside(load(embedded("digits")), CPU, torch.float32)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled passes are used whatever this machine's load: by their times alone, torch's may win."""
+    monkeypatch.setattr(compiled, "FASTER", float("inf"))
+
+
+def engine(folder: Path | None, seconds: float = 60.0, buckets: tuple[int, ...] = (1, 4)) -> Engine:
+    made = Engine(digits(), buckets, plan_seconds=seconds, pass_cache=PassCache(folder))
+    made.warm(20, nullcontext())
+    return made
+
+
+def result(engine: Engine, request: PredictRequest) -> PredictResult:
+    (answer,) = engine.answer([request])
+    assert isinstance(answer, PredictResult), answer
+    return answer
+
+
+def same(a: PredictResult, b: PredictResult, tolerance: float) -> None:
+    assert a.columns.keys() == b.columns.keys()
+    for name, column in a.columns.items():
+        if np.asarray(column).dtype.kind == "f":
+            np.testing.assert_allclose(b.columns[name], column, atol=tolerance, rtol=tolerance, err_msg=name)
+        else:
+            np.testing.assert_array_equal(b.columns[name], column, name)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_seed_gives_the_answers_of_torch(tmp_path: Path) -> None:
+    plain = Engine(digits(), (1, 4))
+    plain.warm(20, nullcontext())
+    fast = engine(tmp_path)
+    assert fast.compiled is not None
+    assert set(fast.compiled.known) == {(1, 20), (1, 8), (4, 20), (4, 8)}
+    for K in (20, 8, "auto", 64):  # 64 draws were not compiled
+        for seed in (0, 3):
+            for B in (1, 3, 4):
+                a, b = (result(one, asked(K, seed, B)) for one in (plain, fast))
+                assert (a.seed, a.samples) == (b.seed, b.samples) == (seed, a.samples)
+                same(a, b, 2e-5)
+    first, again = (result(fast, asked(20, 11)) for _ in range(2))
+    same(first, again, 0.0)
+    free = [result(fast, asked(K, None, B)) for K, B in ((20, 1), (20, 1), (20, 3), (8, 1), (64, 1), (20, 1))]
+    assert len({one.seed for one in free}) == len(free)
+    for one, (K, B) in zip(free, ((20, 1), (20, 1), (20, 3), (8, 1), (64, 1), (20, 1)), strict=True):
+        same(one, result(plain, asked(K, one.seed, B)), 2e-5)  # the seed that was reported gives the same answer
+
+
+@pytest.mark.usefixtures("quick")
+def test_passes_are_read_from_the_folder(tmp_path: Path) -> None:
+    first = engine(tmp_path)
+    files = {file.name: file.read_bytes() for file in tmp_path.glob("*.pass")}
+    assert len(files) == 4
+    second = engine(tmp_path, seconds=0.0)  # no time to compile anything
+    assert first.compiled is not None
+    assert second.compiled is not None
+    assert second.compiled.known.keys() == first.compiled.known.keys()
+    assert {file.name: file.read_bytes() for file in tmp_path.glob("*.pass")} == files
+    same(result(first, asked(20, 3)), result(second, asked(20, 3)), 1e-5)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("spoil", ["cut", "byte", "no graph", "another pass", "empty"])
+def test_damaged_files_are_compiled_anew(spoil: str, tmp_path: Path) -> None:
+    engine(tmp_path, buckets=(1,))
+    one, other = sorted(tmp_path.glob("*.pass"))
+    content = one.read_bytes()
+    rest = b'{"threads": 1, "passes": [{"K": 20, "sizes": [1], "model": 0}], "lengths": [4]}\nspam'
+    one.write_bytes(
+        {
+            "cut": content[: len(content) // 2],
+            "byte": content[:500] + bytes([content[500] ^ 1]) + content[501:],
+            "no graph": hashlib.sha256(rest).digest() + rest,
+            "another pass": other.read_bytes(),
+            "empty": b"",
+        }[spoil]
+    )
+    fast = engine(tmp_path, buckets=(1,))
+    assert fast.compiled is not None
+    assert set(fast.compiled.known) == {(1, 20), (1, 8)}
+    same(result(fast, asked(20, 3)), result(Engine(digits(), (1,)), asked(20, 3)), 2e-5)
+    again = one.read_bytes()
+    assert again[:32] == hashlib.sha256(again[32:]).digest()
+    assert again != other.read_bytes()
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_weights_are_part_of_the_key(tmp_path: Path) -> None:
+    """A new version of a model never gets the passes of the old one, which has the same shapes."""
+    torch.manual_seed(0)
+    for i in range(2):
+        model = resident(bayesianize(classifier(), "ffg-u", inducing=4), (2, 8, 8), tmp_path)
+        made = Engine(model, (1,), plan_seconds=60.0, pass_cache=PassCache(tmp_path / "passes"))
+        made.warm(8, nullcontext())
+        assert len(list((tmp_path / "passes").glob("*.pass"))) == i + 1
+        x = np.ones((1, 2, 8, 8), np.float32)
+        a, b = (result(one, PredictRequest(x, 8, 3, 8, 0.05)) for one in (made, Engine(model, (1,))))
+        same(a, b, 2e-5)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_switch_of_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each version answers as its own artifact does; the old one is gone with its sessions."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).standard_normal((1, 2, 8, 8)).astype(np.float32)
+
+    def write(version: str) -> Path:
+        path = tmp_path / "models" / "m" / version / "model.safetensors"
+        path.parent.mkdir(parents=True)
+        save(bayesianize(classifier(), "ffg-u", inducing=4), path, card=Card(input=Input(shape=(2, 8, 8))))
+        return path
+
+    async def body() -> None:
+        path = write("1")
+        given = {"models": [tmp_path / "models"], "buckets": (1,), "plan_seconds": 60.0, "samples": 8}
+        repository = Repository(Settings.model_validate(given), CPU, torch.float32, Metrics())
+        old: list[weakref.ref[object]] = []
+        for _ in range(2):
+            await repository.load("m")
+            assert [one() for one in old] == [None] * len(old)
+            served = repository.get("m")
+            passes = served.engine.compiled
+            assert passes is not None
+            assert set(passes.known) == {(1, 8)}
+            gone: list[object] = [passes, *passes.known.values()]
+            old = [weakref.ref(one) for one in gone]
+            answer = await served.batcher.result(served.batcher.put(PredictRequest(x, 8, 3, 8, 0.05), 30))
+            expected = load(path).predict(torch.from_numpy(x), 8, 3).summary
+            assert isinstance(expected, Classified)
+            np.testing.assert_allclose(answer.columns["probabilities"], expected.probabilities, atol=2e-5)
+            del served, passes, gone, answer
+            path = write(str(len(list((tmp_path / "models" / "m").iterdir())) + 1))
+        await repository.unload("m")
+
+    asyncio.run(body())
+    assert len(list((tmp_path / "cache" / "dubito" / "passes").glob("*.pass"))) == 2
+
+
+def test_slow_passes_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "FASTER", 0.0)
+    slow = engine(tmp_path, buckets=(1,))
+    assert slow.compiled is not None
+    assert not slow.compiled.known
+    assert len(list(tmp_path.glob("*.pass"))) == 2  # which say so
+    monkeypatch.setattr(compiled, "FASTER", float("inf"))
+    still = engine(tmp_path, buckets=(1,))
+    assert still.compiled is not None
+    assert not still.compiled.known
+
+
+def test_networks_that_cannot_be_compiled_answer_by_torch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    networks = (
+        bayesianize(classifier(), "ensemble-u", inducing=4, members=3),
+        bayesianize(classifier(), "deterministic"),
+    )
+    for network in networks:
+        model = resident(network, (2, 8, 8), tmp_path)
+        made = Engine(model, (1,), plan_seconds=60.0, pass_cache=PassCache(tmp_path / "passes"))
+        made.warm(8, nullcontext())
+        assert made.compiled is not None
+        assert not made.compiled.known
+        assert isinstance(
+            made.answer([PredictRequest(np.ones((1, 2, 8, 8), np.float32), 8, 3, 8, 0.05)])[0], PredictResult
+        )
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_pass_that_disagrees_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a runtime computes wrongly: its sums are off by a hundredth."""
+    right = CompiledPass.sums
+    monkeypatch.setattr(CompiledPass, "sums", lambda *given: 1.01 * right(*given))
+    wrong = engine(tmp_path, buckets=(1,))
+    assert wrong.compiled is not None
+    assert not wrong.compiled.known
+    assert not list(tmp_path.glob("*.pass"))
+
+
+@pytest.mark.usefixtures("quick")
+def test_memory_is_counted(tmp_path: Path) -> None:
+    share = Budget(1 << 30).share()
+    made = Engine(digits(), (1,), plan_seconds=60.0, share=share, pass_cache=PassCache(tmp_path))
+    made.warm(20, nullcontext())
+    passes = made.compiled
+    assert passes is not None
+    files = sum(file.stat().st_size for file in tmp_path.glob("*.pass"))
+    assert made.plans.bytes == passes.bytes > files + share.need(1, 20) > files
+    passes.compile(job_of(made.model, 3, cheapest(made.model.factors)), 5, Budget(1).share())
+    assert set(passes.known) == {(1, 20), (1, 8)}  # another one does not fit
+
+
+def test_old_files_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "LARGEST", 1000)
+    cache = PassCache(tmp_path)
+    for i in range(4):
+        cache.write(f"{i}", bytes(300))
+        os.utime(tmp_path / f"{i}.pass", (i, i))
+    cache.write("4", bytes(300))
+    assert sorted(file.name for file in tmp_path.glob("*")) == ["2.pass", "3.pass", "4.pass"]
+    assert cache.read("4") == bytes(300)
+    assert cache.read("0") is None
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = PassCache(tmp_path / "file" / "passes")
+    cache.write("1", b"one")
+    assert cache.read("1") is None
+
+
+WITHOUT = """
+import sys, importlib.machinery as m
+find = m.PathFinder.find_spec
+
+def without(cls, name, *more):
+    return None if name.split(".")[0] in ("onnxruntime", "onnx") else find(name, *more)
+
+m.PathFinder.find_spec = classmethod(without)
+try:
+    import onnxruntime
+except ModuleNotFoundError:
+    pass
+else:
+    sys.exit("onnxruntime is there")
+"""
+
+
+def test_without_onnxruntime_torch_answers(tmp_path: Path) -> None:
+    code = f"""{WITHOUT}
+from pathlib import Path
+from tests.service.test_compiled import asked, engine, result
+one = engine(Path({str(tmp_path)!r}), buckets=(1,))
+assert not one.compiled.known
+print(result(one, asked(20, 3)).columns["probabilities"].tolist())
+""".replace(
+        "from tests.service.test_compiled import",
+        "import pytest; pytest.importorskip = lambda name: None\nfrom tests.service.test_compiled import",
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    expected = result(Engine(digits(), (1,)), asked(20, 3)).columns["probabilities"]
+    np.testing.assert_allclose(np.array(eval(run.stdout)), expected, atol=2e-5)
+    assert not list(tmp_path.glob("*.pass"))
+
+
+# normals
+
+
+def test_normals_by_compiled_code_are_those_of_numpy(tmp_path: Path) -> None:
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("there is no C compiler")
+    fill = normals_native._checked(normals_native._library(tmp_path))
+    sizes = np.array([1, 16, 700, 3])
+    for seed in (0, 1, 2**53 - 1):
+        ours, theirs = normals_native.NativeGenerator(seed, fill), np.random.Generator(np.random.SFC64(seed))
+        for rows in (1, 3, 200):
+            out = np.empty(rows * 720, np.float32)
+            ours.fill(out, rows, sizes)
+            expected = theirs.standard_normal((rows, 720), np.float32)
+            parts = np.split(expected, np.cumsum(sizes)[:-1], axis=1)
+            np.testing.assert_array_equal(out, np.concatenate([part.ravel() for part in parts]))
+    out = np.empty(3_000_000, np.float32)
+    normals_native.NativeGenerator(9, fill).fill(out, 1, np.array([len(out)]))
+    np.testing.assert_array_equal(out, np.random.Generator(np.random.SFC64(9)).standard_normal(len(out), np.float32))
+    assert np.abs(out).max() > 4.5  # beyond the layers of the ziggurat, which end at 3.65
+
+
+def test_parts_hold_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normals_native, "_fill", None)  # by numpy
+    sizes = np.array([2, 5, 1])
+    rows, parts = Normals(4, CPU).rows(3, 8), Normals(4, CPU).parts(3, sizes)
+    expected = torch.cat([part.reshape(-1) for part in rows.split(sizes.tolist(), 1)])
+    torch.testing.assert_close(parts, expected, rtol=0, atol=0)
+
+
+def test_normals_made_ahead_are_those_of_the_seed() -> None:
+    """Whether the passes that come are those that were expected or others."""
+    small, large = np.array([3, 4]), np.array([7])
+    for calls in (
+        [(2, small), (3, large)],
+        [(2, small), (2, small), (1, large)],
+        [(5, large)],
+        [(2, small), (9, small)],
+    ):
+        ahead, plain = NormalsAhead(8, [(2, small), (3, large)]), Normals(8, CPU)
+        ahead.make()
+        for K, sizes in calls:
+            torch.testing.assert_close(ahead.parts(K, sizes), plain.parts(K, sizes), rtol=0, atol=0)
+
+
+def test_a_damaged_library_is_compiled_anew(tmp_path: Path) -> None:
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("there is no C compiler")
+    path = normals_native._library(tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[:1000])
+    assert normals_native._library(tmp_path) == path
+    assert len(path.read_bytes()) == len(content)
+
+
+def test_without_a_compiler_numpy_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normals_native, "_fill", None)
+    monkeypatch.setenv("CC", "false")
+    assert not normals_native.prepare(tmp_path)
+    assert normals_native.generator(0) is None
+    assert not list(tmp_path.glob("*.so"))
