@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PlainSerializer, PositiveFloat, PositiveInt, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
+from dubito.models import zoo
 from dubito.models.errors import DubitoError
 from dubito.models.remote.address import Place, place_of
 from dubito.models.remote.cache import VARIABLE
@@ -285,7 +286,8 @@ def settings_of_command(file: Path | None, flags: Mapping[str, object], changes:
 
 def read_settings(file: Path | None = None, **flags: object) -> Settings:
     """Flags over environment over file over defaults; `DUBITO_SETTINGS` names the file where no flag does."""
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | {NAMES_FILE, CLIENTS_KEY, VARIABLE}
+    of_others = {NAMES_FILE, CLIENTS_KEY, VARIABLE, zoo.VARIABLE}
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | of_others
     for name in os.environ:
         if name.upper().startswith(PREFIX) and name.upper() not in known:
             raise SettingError(
