@@ -202,6 +202,14 @@ class Settings(BaseSettings):
         default=1 << 20, description="Log lines that wait to be written; beyond it lines are dropped and counted."
     )
 
+    @field_validator("models", mode="before")
+    @classmethod
+    def _placed(cls, value: object) -> object:
+        """Addresses and models of the zoo among the texts. The last validator runs first, so they are listed."""
+        if not isinstance(value, list | tuple):
+            return value
+        return [place_of(one) if isinstance(one, str) else one for one in value]
+
     @field_validator(
         "models",
         "networks",
@@ -218,14 +226,6 @@ class Settings(BaseSettings):
         if not isinstance(value, str):
             return (value,) if isinstance(value, Path) else value
         return json.loads(value) if value.startswith("[") else [part.strip() for part in value.split(",") if part]
-
-    @field_validator("models", mode="before")
-    @classmethod
-    def _placed(cls, value: object) -> object:
-        """Addresses among the texts."""
-        if not isinstance(value, list | tuple):
-            return value
-        return [place_of(one) if isinstance(one, str) else one for one in value]
 
     @field_validator("api_keys", mode="before")
     @classmethod
