@@ -119,8 +119,10 @@ def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
     name = "dubito"
     rest = words[1:]
     while isinstance(command, typer.core.TyperGroup):
-        if rest == ["--help"] or (command.invoke_without_command and not set(rest[:1]) & set(command.commands)):
-            return name, command.make_context(name, [word for word in rest if word != "--help"]).params
+        if rest == ["--help"]:
+            return name, {}
+        if command.invoke_without_command and not set(rest[:1]) & set(command.commands):
+            return name, command.make_context(name, rest).params
         assert set(rest[:1]) & set(command.commands), f"{name} has no command {rest[:1]}"
         name, command = f"{name} {rest[0]}", command.commands[rest[0]]
         rest = rest[1:]
