@@ -266,9 +266,7 @@ def push(
     print(f"Next: dubito serve {result.address}")
 
 
-zoo = typer.Typer(
-    rich_markup_mode=None, invoke_without_command=True, help="Trained models: list, verify, fetch, train again."
-)
+zoo = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 app.add_typer(zoo, name="zoo")
 
 
@@ -276,11 +274,9 @@ app.add_typer(zoo, name="zoo")
 def list_zoo(context: typer.Context, as_json: AsJson = False) -> None:
     """List the trained models that come with dubito, and larger ones that can be fetched.
 
-    Each is served by its name, and zoo:NAME stands for its file in every command that takes a model. Try:
+    zoo:NAME stands for the file in every command that takes a model, such as `dubito serve`.
 
-        dubito zoo
-
-        dubito serve zoo:clothes zoo:digits
+    Try: dubito zoo --json
     """
     if context.invoked_subcommand is not None:
         return
