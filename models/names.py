@@ -9,7 +9,10 @@ METHODS = (*POSTERIORS, *COMPOSED, "deterministic")  # of `bayesianize`
 LAPLACE = "subnetwork-laplace"  # of a whole network that is trained already
 Measure = Literal["entropy", "mutual_information", "max_probability", "epistemic_variance", "energy", "knn"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)  # that OOD flags can go by
-ARCHITECTURES = ("mlp", "lenet", "cnn", "resnet18-cifar", "resnet50-cifar", "deep-gp", "random-features")
+ARCHITECTURES = (
+    *("mlp", "lenet", "cnn", "convnet", "resnet8"),
+    *("resnet18-cifar", "resnet50-cifar", "deep-gp", "random-features"),
+)
 
 
 def some(names: Sequence[str]) -> str:

@@ -49,6 +49,7 @@ REMEMBERED = 1024  # training inputs whose hashes are stored in the artifact, to
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch
 MOST_NUMBERS = 1 << 23  # of the training examples among which inducing points are chosen
 SHORT = 1.0  # seconds: shorter epochs share a checkpoint
+SHARE = 0.05  # of the time that checkpoints after an epoch may take: large ones are shared by several epochs
 
 
 class TrainingStopped(DubitoError):
@@ -424,13 +425,18 @@ class Phases:
             resume(run, self.recipe, path, origin=origin)
         if not run.ranks.same(run.step, self.device):
             raise FitError(f"not all processes find the same {path}; expected --out in a folder that all can read.")
-        saved = time.monotonic()
+        saved, took = time.monotonic(), 0.0
+
+        def checkpoint() -> None:
+            nonlocal saved, took
+            began = time.monotonic()
+            save_checkpoint(run, self.recipe, path, origin=origin)
+            saved = time.monotonic()
+            took = saved - began
 
         def pause() -> bool:
-            nonlocal saved
             if first and time.monotonic() - saved > BETWEEN:
-                save_checkpoint(run, self.recipe, path, origin=origin)
-                saved = time.monotonic()
+                checkpoint()
             return stop()
 
         name = self.out.stem if phase == "posterior" else f"{self.out.stem}.{phase}"
@@ -443,10 +449,9 @@ class Phases:
                 stopped = run.ranks.any(stop(), self.device)
                 if first and ended:  # before the checkpoint: a resumed epoch is written again
                     note(run.log[-1])
-                if first and (stopped or run.done or time.monotonic() - saved > SHORT):
+                if first and (stopped or run.done or time.monotonic() - saved > max(SHORT, took / SHARE)):
                     write_csv(run.log, self.out.with_name(f"{name}.log.csv"))  # table.csv may be the data
-                    save_checkpoint(run, self.recipe, path, origin=origin)
-                    saved = time.monotonic()
+                    checkpoint()
                 if stopped:
                     same = "The same command without --fresh" if self.fresh else "The same command"
                     raise TrainingStopped(

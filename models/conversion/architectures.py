@@ -143,6 +143,58 @@ def _convolved(c_in: int, c_out: int) -> list[nn.Module]:
     return [nn.Conv2d(c_in, c_out, 3, padding=1, bias=False), nn.BatchNorm2d(c_out), nn.ReLU()]
 
 
+def convnet(
+    classes: int = 10,
+    channels: int = 1,
+    size: int | Sequence[int] = 28,
+    stages: Sequence[int] = (32, 64),
+    depth: int = 1,
+    hidden: int = 128,
+) -> nn.Module:
+    """3 × 3 convolutions without BatchNorm, and two linear layers [Rudner21, appendix 3].
+
+    Each stage has `depth` convolutions with so many channels, and halves the picture of (size) or (height, width).
+    """
+    height, on_side = (size, size) if isinstance(size, int) else size
+    least = 1 << len(stages)
+    if min(height, on_side) < least:
+        raise ArchitectureError(
+            f"convnet: size is {size}; expected at least {least}, for the picture is halved {len(stages)} times."
+        )
+    layers: list[nn.Module] = []
+    c_in = channels
+    for width in stages:
+        for _ in range(depth):
+            layers += [nn.Conv2d(c_in, width, 3, padding=1), nn.ReLU()]
+            c_in = width
+        layers.append(nn.MaxPool2d(2))
+    features = c_in * (height // least) * (on_side // least)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+
+
+def resnet8(classes: int = 10, channels: int = 3, width: int = 32) -> nn.Module:
+    """The network of [Ober21, section 3.4]: seven 3 × 3 convolutions and three skip connections, without BatchNorm."""
+
+    def block() -> nn.Module:
+        return Skip(nn.Sequential(*_unbiased(width, width), *_unbiased(width, width)))
+
+    return nn.Sequential(
+        *_unbiased(channels, width),
+        block(),
+        nn.AvgPool2d(2),
+        block(),
+        nn.AvgPool2d(2),
+        block(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(width, classes),
+    )
+
+
+def _unbiased(c_in: int, c_out: int) -> list[nn.Module]:
+    return [nn.Conv2d(c_in, c_out, 3, padding=1, bias=False), nn.ReLU()]
+
+
 def resnet18_cifar(classes: int = 10) -> nn.Module:
     return _for_small_images("resnet18", classes)
 
@@ -187,6 +239,8 @@ OURS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "lenet": lenet,
     "cnn": cnn,
+    "convnet": convnet,
+    "resnet8": resnet8,
     "resnet18-cifar": resnet18_cifar,
     "resnet50-cifar": resnet50_cifar,
     "deep-gp": deep_gp,
@@ -283,12 +337,13 @@ def input_of(architecture: Architecture) -> Input | None:
         case "mlp" | "deep-gp" | "random-features":
             inputs = architecture.arguments.get("inputs", 784)
             return Input(shape=(inputs,)) if isinstance(inputs, int) else None
-        case "lenet":
-            channels = architecture.arguments.get("channels", 1)
+        case "lenet" | "resnet8":
+            known, side = (1, 28) if architecture.name == "lenet" else (3, 32)
+            channels = architecture.arguments.get("channels", known)
             if not isinstance(channels, int):
                 return None
-            return Input(shape=(channels, 28, 28), image=Image(mean=(0.0,) * channels, std=(1.0,) * channels))
-        case "cnn":
+            return Input(shape=(channels, side, side), image=Image(mean=(0.0,) * channels, std=(1.0,) * channels))
+        case "cnn" | "convnet":
             channels, size = (architecture.arguments.get(k, d) for k, d in (("channels", 1), ("size", 28)))
             sides = [size, size] if isinstance(size, int) else size
             if not isinstance(channels, int) or not isinstance(sides, list) or len(sides) != 2:

@@ -1,4 +1,7 @@
-"""From any torch network to a Bayesian one: each Linear and Conv layer gets a posterior, the rest stays as it is."""
+"""From any torch network to a Bayesian one: each Linear and Conv layer gets a posterior, the rest stays as it is.
+
+The projections of torch's attention count as Linear layers.
+"""
 
 import copy
 import math
@@ -10,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from dubito.models.conversion.architectures import architecture_of, remember
-from dubito.models.conversion.options import Options, Overrides, check_used, naming, one_of, options_for, pair
+from dubito.models.conversion.options import Options, Overrides, check_used, names_it, naming, one_of, options_for, pair
 from dubito.models.conversion.points import Examples, start_points
 from dubito.models.conversion.start import CONVERTIBLE, Start, geometry_of, origin_of, weight_of
 from dubito.models.errors import ConversionError
 from dubito.models.manifest import Hierarchy, Layer, Task
 from dubito.models.names import some
+from dubito.models.network.attention import opened
 from dubito.models.network.features import watched
 from dubito.models.network.geometry import Linear
 from dubito.models.network.layers import BayesianLayer, MemberLayer
@@ -63,6 +67,7 @@ def bayesianize(
         raise ConversionError(f"spread is {spread}; expected a positive number.")
     below, method = COMPOSED.get(method, (method, method))
     base = Options(method).changed({"method": method, "inducing": inducing, **options})
+    whole, net = net, opened(net)
     convertible = _convertible(net, unsupported)
     entries: dict[str, Layer] = {}
     for name, module in convertible.items():
@@ -71,7 +76,7 @@ def bayesianize(
         geometry = geometry_of(module)
         with naming(name):
             entry, layer_method = chosen.entry, chosen.method
-            if entry is None or not (entry.suits(geometry) or name in (layers or {})):
+            if entry is None or not (entry.suits(geometry) or names_it(name, module, layers or {})):
                 continue
             if hierarchy is not None and entry.below is not None:
                 _check_shared(chosen, base)
@@ -88,14 +93,14 @@ def bayesianize(
     points = start_points(net, entries, examples, task)
     for name, seen in points.seen.items():
         entries[name] = entries[name].seeing(seen)
-    converted = assemble(net, entries, members, above, task, start, spread)
+    converted = assemble(whole, entries, members, above, task, start, spread)
     for name, seen in points.seen.items():
         if not seen.outputs.is_meta:
             converted.layers[name].q.observe(seen, start == "network")
     if points.U_0 is not None:
         converted.set_joint(InducingInputs(points.U_0))
     if data is not None:
-        _print_quality(net, converted, data)
+        _print_quality(whole, converted, data)
     return converted
 
 
@@ -115,7 +120,7 @@ def ensemble(networks: Sequence[nn.Module], task: Task | None = None) -> Bayesia
                 f"{name!r} differs from network to network, but belongs to a module with layers inside, of which an "
                 "ensemble keeps one copy only. Put it into a module of its own."
             )
-    parts = [dict(n.named_modules()) for n in networks]
+    parts = [dict(opened(n).named_modules()) for n in networks]
     with torch.no_grad():
         for name, layer in converted.layers.items():
             points = layer.get_parameter("posterior.law.points.value")
@@ -137,6 +142,7 @@ def assemble(
     spread: float | None = None,
 ) -> BayesianNetwork:
     """A copy of `net` with the layers that the entries describe: the part that conversion and loading share."""
+    known, net = architecture_of(net), opened(net, entries)
     modules = dict(net.named_modules())
     swaps: dict[nn.Module, nn.Module] = {}
     side_by_side: list[Tensor] = []  # the V's that a hierarchy draws, as each layer's weights want them
@@ -165,7 +171,7 @@ def assemble(
     # deepcopy with the memo pre-filled: swapped layers stand in the copy wherever the old ones stood, shared ones too
     memo: dict[int, object] = {id(old): new for old, new in swaps.items()}
     swapped = copy.deepcopy(net, memo)
-    remember(swapped, architecture_of(net))
+    remember(swapped, known)
     return BayesianNetwork(swapped, hierarchy=above, task=task)
 
 
@@ -205,8 +211,14 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _is_matrix(p: Tensor) -> bool:
-    """Weights, as against the per-channel numbers of a normalisation layer; not yet known for a lazy layer."""
-    return isinstance(p, UninitializedParameter) or sum(side > 1 for side in p.shape) > 1
+    """Weights, as against the per-channel numbers of a normalisation layer; not yet known for a lazy layer.
+
+    What has one row for the whole batch is added to it, as positions and class tokens are.
+    """
+    if isinstance(p, UninitializedParameter):
+        return True
+    added = p.dim() > 2 and p.shape[0] == 1
+    return sum(side > 1 for side in p.shape) > 1 and not added
 
 
 def _copied(net: nn.Module, base: Options, overrides: Overrides) -> dict[str, nn.Module]:

@@ -97,6 +97,15 @@ def options_for(name: str, module: nn.Module, base: Options, overrides: Override
     return base
 
 
+def names_it(name: str, module: nn.Module, overrides: Overrides) -> bool:
+    """Whether an override gives the layer by its own name, or gives a method to a glob or a type that it fits."""
+    for key, override in overrides.items():
+        fits = isinstance(module, key) if isinstance(key, type) else fnmatchcase(name, key)
+        if key == name or (fits and (isinstance(override, str) or "method" in override)):
+            return True
+    return False
+
+
 def check_used(overrides: Overrides, modules: Mapping[str, nn.Module]) -> None:
     """Raise an error for an override that matches no layer: most likely a name is misspelt."""
     for key in overrides:

@@ -132,7 +132,7 @@ class Conv:
 
     def columns(self, x: Tensor) -> Tensor:
         """Every patch, its numbers in the order of W's: (n, c, ...) -> (n, ..., groups, c/groups · kernel)."""
-        x = F.pad(x, self._sides()) if self.padding_mode == "zeros" else self._pad(x)
+        x = F.pad(x, self.sides()) if self.padding_mode == "zeros" else self._pad(x)
         for axis, (k, d, s) in enumerate(zip(self.kernel, self.dilation, self.stride, strict=True), 2):
             x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]  # (n, c, *places, *taps so far)
         x = x.unflatten(1, (self.groups, -1))
@@ -153,9 +153,9 @@ class Conv:
 
     def _pad(self, x: Tensor) -> Tensor:
         """Padding that the convolution cannot do itself (reflect, replicate, circular)."""
-        return x if self.padding_mode == "zeros" else F.pad(x, self._sides(), mode=self.padding_mode)
+        return x if self.padding_mode == "zeros" else F.pad(x, self.sides(), mode=self.padding_mode)
 
-    def _sides(self) -> list[int]:
+    def sides(self) -> list[int]:
         """As F.pad wants them: the last axis first, before and after."""
         sides: list[int] = []
         for axis in reversed(range(self.dims)):

@@ -42,6 +42,11 @@ class LayerSizes(Protocol):
         """Axes of a picture; 0 for a linear layer."""
 
 
+def is_depthwise(geometry: LayerSizes) -> bool:
+    """Each channel has a kernel of its own: few numbers, and K draws of them cost more than all that shares them."""
+    return geometry.groups == geometry.inputs > 1
+
+
 @dataclass(frozen=True)
 class Origin:
     """A layer of a plain network, which a posterior starts from."""

@@ -33,6 +33,7 @@ from dubito.models.posteriors.entry import (
     Option,
     Origin,
     is_count,
+    is_depthwise,
     prior_of,
 )
 from dubito.models.posteriors.full_covariance import COVARIANCE_LIMIT, FullCovariance, check_limit
@@ -85,6 +86,11 @@ class InducingLayer(Entry):
         "covariance_limit": COVARIANCE_LIMIT,
     }
     below = "hierarchical"
+
+    @classmethod
+    def suits(cls, geometry: LayerSizes) -> bool:
+        """Depthwise convolutions are left as they are."""
+        return not is_depthwise(geometry)
 
     @classmethod
     def describe(cls, method: Any, o: Mapping[str, Any], geometry: LayerSizes, W: Tensor | None = None) -> Self:

@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from dubito.models.errors import ConversionError
 from dubito.models.fields import PositiveFinite, Size
 from dubito.models.numerics.normals import normals
-from dubito.models.posteriors.entry import PRIOR_SCALE, Entry, JointEntry, LayerSizes, Option, Origin, is_count
+from dubito.models.posteriors.entry import (
+    PRIOR_SCALE,
+    Entry,
+    JointEntry,
+    LayerSizes,
+    Option,
+    Origin,
+    is_count,
+    is_depthwise,
+)
 from dubito.models.posteriors.protocol import Arrived, Dense, Factors, InSequence, Posterior, Seen
 from dubito.models.posteriors.regression import kl_of, regress
 from dubito.models.posteriors.weight_priors import PRIOR, FrozenPrior, PriorKind, WeightPrior, prior_by, sigma_of
@@ -59,6 +68,11 @@ class PointsEntry(Entry):
     sigma: PositiveFinite
 
     options: ClassVar = {"M_out": POINTS, "M_in": POINTS, "prior": PRIOR, "prior_scale": PRIOR_SCALE}
+
+    @classmethod
+    def suits(cls, geometry: LayerSizes) -> bool:
+        """Depthwise convolutions are left as they are."""
+        return not is_depthwise(geometry)
 
     @classmethod
     def describe(cls, method: Any, o: Mapping[str, Any], geometry: LayerSizes, W: Tensor | None = None) -> Self:

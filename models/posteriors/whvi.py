@@ -19,7 +19,7 @@ from dubito.models.fields import PositiveFinite, Size
 from dubito.models.numerics.hadamard import transform
 from dubito.models.numerics.normals import normals
 from dubito.models.posteriors.blocks import Blocks, Grid, side, weights
-from dubito.models.posteriors.entry import PRIOR_SCALE, Entry, LayerSizes, Option, Origin, prior_of
+from dubito.models.posteriors.entry import PRIOR_SCALE, Entry, LayerSizes, Option, Origin, is_depthwise, prior_of
 from dubito.models.posteriors.flows import Planar
 from dubito.models.posteriors.full_covariance import COVARIANCE_LIMIT, BlockCovariance, check_limit
 from dubito.models.posteriors.mean_field import V_STD, W_STD, MeanField
@@ -59,6 +59,11 @@ class WhviLayer(Entry):
         if not is_power_of_two(self.D):
             raise ValueError(f"D is {self.D}; the side of a block is a power of two")
         return self
+
+    @classmethod
+    def suits(cls, geometry: LayerSizes) -> bool:
+        """Depthwise convolutions are left as they are."""
+        return not is_depthwise(geometry)
 
     @classmethod
     def describe(cls, method: Any, o: Mapping[str, Any], geometry: LayerSizes, W: Tensor | None = None) -> Self:

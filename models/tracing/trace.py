@@ -20,6 +20,7 @@ from pydantic import JsonValue
 from torch import Tensor, fx, nn
 
 from dubito.models.errors import DubitoError
+from dubito.models.network.attention import Attention
 from dubito.models.network.features import watched
 from dubito.models.network.geometry import Conv, Geometry
 from dubito.models.network.layers import BayesianLayer, MemberLayer, layer_by_layer
@@ -59,6 +60,8 @@ def bare_of(net: nn.Module) -> nn.Module:
             memo[id(module)] = _plain(module.geometry)
         elif isinstance(module, MemberLayer):
             memo[id(module)] = bare_of(module.copies[0])
+        elif isinstance(module, Attention):
+            memo[id(module)] = module.closed()
     for p in net.parameters():
         memo.setdefault(id(p), nn.Parameter(p.detach().to("meta"), p.requires_grad))
     for b in net.buffers():

@@ -18,6 +18,8 @@ from tests import forked
     [
         ("mlp", (784,), 784 * 400 + 400 + 400 * 400 + 400 + 4010),
         ("lenet", (1, 28, 28), 61_706),  # the textbook's LeNet-5
+        ("convnet", (1, 28, 28), 9 * 32 + 32 + 9 * 32 * 64 + 64 + 49 * 64 * 128 + 128 + 1290),
+        ("resnet8", (3, 32, 32), 27 * 32 + 6 * 288 * 32 + 330),  # [Ober21, section 3.4]
         ("resnet18-cifar", (3, 32, 32), 11_173_962),
         ("resnet50-cifar", (3, 32, 32), 23_520_842),  # [Ritter21, table 9]
     ],
@@ -48,6 +50,7 @@ def test_torchvision_classifiers_are_built_by_name(name: str) -> None:
         ("torchvision/nothing", {}, "torchvision has no classifier 'nothing'"),
         ("torchvision/deeplabv3_resnet50", {}, "no classifier"),
         ("lenet", {"hidden": 3}, "lenet: .*'hidden'; it takes"),
+        ("convnet", {"size": 28, "stages": [4] * 5}, "size is 28; expected at least 32"),
         ("mlp", {"hidden": [0]}, "hidden is 0; expected 1 to"),
         ("mlp", {"inputs": 1 << 40}, "inputs is"),
         ("mlp", {"hidden": [1] * 1000}, "hidden has 1000 entries"),

@@ -160,7 +160,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "regression": lambda: flat("ffg-u", task=Regression(outputs=4, shift=(1.0, 2.0, 3.0, 4.0), scale=(0.5,))),
     "noise by input": lambda: flat("ffg-u", task=Regression(outputs=2, noise="input", shift=(1.0, 2.0))),
     "batchnorm": lambda: unnamed(
-        with_batchnorm(), bayesianize(with_batchnorm(), "fcg-u", inducing=(3, 4), noise="factored"), 2, 6, 6
+        with_batchnorm(),
+        bayesianize(with_batchnorm(), "fcg-u", inducing=(3, 4), noise="factored", layers={"0": "fcg-u"}),
+        2,
+        6,
+        6,
     ),
     "batchnorm in copies": lambda: unnamed(
         with_batchnorm(), bayesianize(with_batchnorm(), "ensemble-w", members=2), 2, 6, 6

@@ -287,7 +287,8 @@ def _hooked() -> nn.Module:
 
 UNSUPPORTED: dict[str, tuple[nn.Module, str]] = {
     "transposed": (nn.Sequential(nn.Linear(4, 4), nn.ConvTranspose1d(4, 4, 3)), "1 (ConvTranspose1d)"),
-    "attention": (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), "self_attn (MultiheadAttention)"),
+    "attention": (nn.MultiheadAttention(4, 2, kdim=3), "the network itself (MultiheadAttention)"),
+    "added keys": (nn.ModuleList([nn.MultiheadAttention(4, 2, add_bias_kv=True)]), "0 (MultiheadAttention)"),
     "recurrent": (nn.LSTM(4, 4), "the network itself (LSTM)"),
     "embedding": (nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4)), "0 (Embedding)"),
     "tied": (Tied(), "a (Linear, tied weights), b (Linear, tied weights)"),
@@ -315,8 +316,11 @@ def test_a_layer_that_cannot_be_converted_is_named_or_left_alone_when_asked(case
 def test_a_transformer_predicts_with_its_attention_left_alone() -> None:
     torch.manual_seed(0)
     net = VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=3)
-    network = bayesianize(net, "ffg-u", inducing=4, unsupported="leave", layers={"*.mlp.0": {"inducing": 8}})
+    network = bayesianize(
+        net, "ffg-u", inducing=4, layers={"*.mlp.0": {"inducing": 8}, "*.self_attention.*": "deterministic"}
+    )
     assert any("mlp.0" in name for name in network.layers)
+    assert any(type(module) is nn.MultiheadAttention for module in network.modules())
     out = predict(network, network.factors(), torch.randn(2, 3, 32, 32), 3, 0, keep_outputs=True).outputs
     assert out is not None
     assert out.shape == (3, 2, 3)
@@ -458,13 +462,32 @@ def test_weights_that_are_not_finite_are_refused() -> None:
         bayesianize(net, "ffg-u")
 
 
+@pytest.mark.parametrize("method", ["ffg-u", "fcg-u", "ensemble-u", "whvi", "gi", "li"])
+def test_depthwise_convolutions_stay_plain_unless_they_are_named(method: str) -> None:
+    net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(8 * 4, 2))
+    seen: dict[str, Any] = {"examples": (torch.randn(6, 4, 4, 4), None)} if method in ("gi", "li") else {}
+    assert list(bayesianize(net, method, inducing=4, **seen).layers) == ["0", "3"]
+    if seen:
+        return
+    named: tuple[str | type[nn.Module], ...] = ("1", "1*", nn.Conv2d)
+    for key in named:
+        assert list(bayesianize(net, method, inducing=4, layers={key: method}).layers) == ["0", "1", "3"]
+    assert list(bayesianize(net, method, inducing=4, layers={"*": {"prior_scale": 2.0}}).layers) == ["0", "3"]
+
+
+@pytest.mark.parametrize("method", ["ffg-w", "ensemble-w", "mc-dropout"])
+def test_methods_over_all_weights_have_those_of_depthwise_convolutions_too(method: str) -> None:
+    net = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(8 * 4, 2))
+    assert list(bayesianize(net, method).layers) == ["0", "2"]
+
+
 def test_the_law_of_the_noise_is_exact_where_that_is_as_cheap() -> None:
     network = bayesianize(build("resnet18-cifar"), "ffg-u", inducing=64, start="prior")
     laws = {name: layer.posterior.noise for name, layer in network.layers.items()}
     assert laws["layer1.0.conv1"] == "exact"  # 64 × 576: forming W costs no more than 64 shared filters
     assert laws["layer4.1.conv2"] == "factored"
     depthwise = nn.Sequential(nn.Conv2d(32, 32, 3, groups=32))
-    layer = bayesianize(depthwise, "ffg-u", inducing=4).layers["0"]
+    layer = bayesianize(depthwise, "ffg-u", inducing=4, layers={"0": "ffg-u"}).layers["0"]
     assert isinstance(layer.geometry, Conv)
     assert layer.posterior.noise == "exact"
 

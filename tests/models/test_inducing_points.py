@@ -205,16 +205,30 @@ def test_sums_over_patches_are_those_of_explicit_patches(
     x, lam = drawn(K, M, channels, *side), drawn(M, seed=1).exp()
     maps = conv(x.flatten(0, 1)).detach()
     V = drawn(M, maps[0, 0].numel(), 4, seed=2)
-    G, h = regression_sums(geometry_of(conv), x, V, lam)
+    leaves = [t.clone().requires_grad_() for t in (x, V, lam)]
+    G, h = regression_sums(geometry_of(conv), *leaves)
     patches = F.unfold(x.flatten(0, 1), kernel, dilation, padding, stride).mT  # (K·M, places, d_in)
     if bias:
         patches = torch.cat([patches, torch.ones_like(patches[..., :1])], -1)
     Phi = patches.unflatten(0, (K, M)).flatten(1, 2).numpy()
     weights = lam.repeat_interleave(V.shape[1]).numpy()
     for k in range(K):
-        np.testing.assert_allclose(G[k].numpy(), Phi[k].T @ (weights[:, None] * Phi[k]), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(G[k].detach(), Phi[k].T @ (weights[:, None] * Phi[k]), rtol=1e-9, atol=1e-12)
         expected = Phi[k].T @ (weights[:, None] * V.flatten(0, 1).numpy())
-        np.testing.assert_allclose(h[k].numpy(), expected, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(h[k].detach(), expected, rtol=1e-9, atol=1e-12)
+    # gradients of ⟨A, G⟩ + ⟨B, h⟩: by Λ Φ (A + Aᵀ) + Λ V Bᵀ at the patches, which F.fold adds up, by Λ Φ B, and by λ
+    A, B = drawn(*G.shape, seed=3), drawn(*h.shape, seed=4)
+    ((A * G).sum() + (B * h).sum()).backward()
+    A, B = A.numpy(), B.numpy()
+    flat = V.flatten(0, 1).numpy()
+    of_V = sum(weights[:, None] * Phi[k] @ B[k] for k in range(K))
+    of_lam = sum((Phi[k] @ A[k] * Phi[k]).sum(1) + (Phi[k] @ B[k] * flat).sum(1) for k in range(K))
+    of_Phi = [weights[:, None] * (Phi[k] @ (A[k] + A[k].T) + flat @ B[k].T) for k in range(K)]
+    columns = torch.tensor(np.stack(of_Phi)[..., : patches.shape[-1] - bias]).unflatten(1, (M, -1)).flatten(0, 1)
+    of_x = F.fold(columns.mT, side, kernel, dilation, padding, stride)
+    expected_gradients = (of_x.view_as(x), torch.tensor(of_V).view_as(V), torch.tensor(of_lam).view(M, -1).sum(1))
+    for leaf, gradient in zip(leaves, expected_gradients, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-9, atol=1e-9)
 
 
 def test_sums_in_parts_have_the_same_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 def test_a_layer_is_torchs_own_with_the_drawn_weights(case: str, how: Any) -> None:
     torch.manual_seed(0)
     layer, shape = LAYERS[case]
-    network = stirred(bayesianize(layer, "whvi"))
+    network = stirred(bayesianize(layer, "whvi", layers={"": "whvi"}))  # named, since a depthwise one would stay plain
     factors, K = network.factors(), 3
     f = factors_of(network)
     noise = torch.randn(K, factors.normals)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from dubito.models import bayesianize, build
-from dubito.training.config import Fit
+from dubito.training.config import Context, Fit
 from dubito.training.data.data import Examples, input_of
 from dubito.training.fit.fit import FitRun
+from dubito.training.fit.function_space import FunctionSpace
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -38,6 +39,52 @@ def test_a_captured_step_is_the_same_step(method: str) -> None:
     # the first epoch starts from the same weights; later ones differ by what rounding has grown to
     assert captured.log[0].nll == pytest.approx(plain.log[0].nll, rel=1e-3)
     assert captured.log[-1].validation_nll == pytest.approx(plain.log[-1].validation_nll, rel=0.2, abs=0.05)
+    assert captured.log[-1].nll < captured.log[0].nll
+
+
+@pytest.mark.parametrize("method", ["gi", "fac-gi", "li"])
+def test_a_captured_step_of_inducing_points_is_the_same_step(method: str) -> None:
+    """Convolutions, Cholesky factors in float64 and Gamma variables, all inside the graph."""
+    runs = []
+    for graph in (True, False):
+        torch.manual_seed(0)
+        train = blobs(520, 1)
+        examples = (train.x.float() / 255, train.y)
+        net = build("resnet8", channels=1, width=8, classes=4)
+        network = bayesianize(net, method, inducing=16, prior="spatial-iw", start="prior", examples=examples)
+        fit = Fit(epochs=3, batch=64, amp=False, lr=1e-2, graph=graph)
+        run = FitRun(network, train, blobs(64, 2), input_of(train), fit, 0, torch.device("cuda"))
+        while not run.done:
+            run.epoch()
+        runs.append(run)
+    captured, plain = runs
+    assert captured.graphs is not None
+    assert captured.graphs.graph is not None
+    assert captured.log[0].nll == pytest.approx(plain.log[0].nll, rel=1e-2)
+    assert captured.log[0].kl == pytest.approx(plain.log[0].kl, rel=1e-2)
+    assert captured.log[-1].loss < captured.log[0].loss
+
+
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("method", ["ffg-w", "ffg-u"])
+def test_a_captured_step_in_function_space_is_the_same_step(method: str, amp: bool) -> None:
+    runs = []
+    for graph in (True, False):
+        torch.manual_seed(0)
+        train, device = blobs(520, 1), torch.device("cuda")
+        net = build("convnet", size=8, stages=[8, 8], hidden=16, classes=4)
+        network = bayesianize(net, method, inducing=8, sigma_max=10.0, spread=0.02, start="prior").to(device)
+        functions = FunctionSpace.of(Context(points=8), network, train, input_of(train))
+        fit = Fit(epochs=3, batch=64, amp=amp, graph=graph, objective="function-space")
+        run = FitRun(network, train, blobs(64, 2), input_of(train), fit, 0, device, functions=functions)
+        while not run.done:
+            run.epoch()
+        runs.append(run)
+    captured, plain = runs
+    assert captured.graphs is not None
+    assert captured.graphs.graph is not None
+    assert captured.log[0].nll == pytest.approx(plain.log[0].nll, rel=5e-2)
+    assert captured.log[0].kl == pytest.approx(plain.log[0].kl, rel=5e-2)
     assert captured.log[-1].nll < captured.log[0].nll
 
 

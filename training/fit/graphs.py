@@ -5,7 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dubito.models.errors import DubitoError
+
 WARM = 3  # steps without a graph before the capture, in which libraries and the optimiser allocate their buffers
+
+
+class GraphError(DubitoError):
+    """A step that cannot be captured."""
 
 
 class StepGraph:
@@ -34,7 +40,16 @@ class StepGraph:
             torch.cuda.current_stream().wait_stream(self.stream)
             return
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):  # records the step without running it
-                self.update(*self.held)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, stream=self.stream):  # records the step without running it
+                    self.update(*self.held)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # torch's generator is not usable after that
+                said = str(error).strip().partition("\n")[0]
+                raise GraphError(
+                    f"a step cannot be captured as a CUDA graph ({said}). Set fit.graph to false."
+                ) from None
+            self.graph = graph
         self.graph.replay()
