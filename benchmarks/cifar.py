@@ -63,15 +63,13 @@ METHODS: dict[str, list[str]] = {
     "whvi": ["data.validation=0.04", "data.calibration=0.04"],
     "laplace-last-layer": [],
     "laplace-subnetwork": [],
-    "function-space": [
-        "posterior.method=ffg-w",
-        "posterior.options={sigma_max=10.0, spread=0.01}",
-        "tune=none",
-        "fit.objective=function-space",
-    ],
+    "function-space": ["data.validation=0.04"],
 }
 USUAL = ("plain", "ffg-u", "ensemble-u", "ensemble-w")
-OWN_RECIPES = {"whvi": "cifar10-whvi"}  # which does not start from the plain network
+OWN_RECIPES = {  # which do not start from the plain network; function-space VI has a network of its own, no ResNet
+    "whvi": "cifar10-whvi",
+    "function-space": "cifar10-function-space",
+}
 LAPLACE = {
     "laplace-last-layer": Laplace(select="last-layer"),
     "laplace-subnetwork": Laplace(size=1000, select="variance"),
