@@ -23,7 +23,7 @@ HEADS |= {"coverage": "coverage of the sets", "ood_rate": "false alarms"}
 IN_POINTS = ("accuracy", "ece", "coverage", "ood_rate")
 INK = "svg{color:#24292f}@media(prefers-color-scheme:dark){svg{color:#c9d1d9}}"
 BLUE, ORANGE = "#2f81c7", "#e0792b"  # legible on white and on black
-SIDE, LEFT, TOP = 200, 52, 30  # of a panel, in pixels
+SIDE, LEFT, TOP = 200, 64, 30  # of a panel, in pixels
 
 
 def entries(larger: Path | None) -> list[Listed]:

@@ -161,7 +161,7 @@ def pack(
     plain = card.plain
     if plain is None and beside is not None:
         plain = _plain_of(load(beside), model)
-    seed, test, measured_on, rounding = recipe.seed, parts.test, made_on, {}
+    seed, test, measured_on, rounding = recipe.seed, parts.test, made_on.partition(",")[0], {}
     if examples is not None and examples < len(test):
         test = test[torch.randperm(len(test), generator=torch.Generator().manual_seed(seed))[:examples]]
     else:
