@@ -121,8 +121,9 @@ class Bench:
             return self.trained(own, out)
         if method in LAPLACE:
             self.model("plain", seed, None)
-            plain, options = self.keep / f"plain-{seed}.safetensors", {"data_root": self.root, "device": self.device}
-            return from_artifact(plain, "cifar10", out, LAPLACE[method], seed=seed, **options)  # type: ignore[arg-type]
+            plain = self.keep / f"plain-{seed}.safetensors"
+            where: dict[str, Any] = {"data_root": self.root, "device": self.device}
+            return from_artifact(plain, "cifar10", out, LAPLACE[method], seed=seed, **where)
         start = [f"network.weights='{self.plain(seed)}'", "fit.pretrain_epochs=0"]
         if chosen is not None:
             options = ", ".join(f"{name}={json.dumps(value)}" for name, value in chosen.items())

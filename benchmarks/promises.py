@@ -10,6 +10,7 @@ than promised. `--examples` takes so many of the test part, at random. Rows in t
 """
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def broken(row: Row) -> list[str]:
 
 def spread_of(measured: float, share: float, row: Row) -> float:
     """The larger of the measured standard error and that of a share of as many examples."""
-    return max(measured, (share * (1 - share) / row["examples"]) ** 0.5)
+    return max(measured, math.sqrt(share * (1 - share) / row["examples"]))
 
 
 def table_of(rows: list[Row]) -> Table:

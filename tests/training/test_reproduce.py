@@ -21,8 +21,8 @@ def test_every_method_of_a_table_has_a_recipe_that_can_be_read() -> None:
         read_recipe(fashion.OWN_RECIPES.get(method, "fashion-mnist"), changes)
     for method in reproduce.CLASSIFY:
         assert read_recipe("mnist", reproduce.changes_of(method)).posterior.method == method
-    for method in reproduce.REGRESS:
-        assert read_recipe(uci.RECIPES.get(method, "uci"))
+    for regression in reproduce.REGRESS:
+        assert read_recipe(uci.RECIPES.get(regression, "uci")).task == "regression"
     assert set(reproduce.PAPER) <= set(cifar.METHODS)
     assert {*caps.FIGURE_4, *caps.USUAL} == set(caps.TRIALS)
 
