@@ -37,8 +37,8 @@ RUN apt-get update \
     && useradd --uid 10001 --user-group --no-create-home --home-dir /cache dubito \
     && mkdir -p /cache /models/clothes/1 /models/digits/1 \
     && chown -R dubito:dubito /cache
-COPY models/clothes.safetensors /models/clothes/1/model.safetensors
-COPY models/digits.safetensors /models/digits/1/model.safetensors
+COPY models/zoo/clothes.safetensors /models/clothes/1/model.safetensors
+COPY models/zoo/digits.safetensors /models/digits/1/model.safetensors
 ENV PATH=/opt/dubito/bin:$PATH \
     HOME=/cache \
     XDG_CACHE_HOME=/cache \

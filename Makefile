@@ -1,10 +1,10 @@
 # Needs make and Python 3.11 or later (on Debian: apt install make python3-venv). Each target makes .venv itself.
 PYTHON ?= python3
 BIN := .venv/bin
-MYPY = $(BIN)/mypy .types/dubito tests $(wildcard benchmarks) $(wildcard examples) docs/reference.py docs/dashboard.py
+MYPY = $(BIN)/mypy .types/dubito tests $(wildcard benchmarks) $(wildcard examples) docs/reference.py docs/dashboard.py docs/zoo.py
 READY := .venv/.ready
-NEED_DATA := caps fashion rotated_mnist uci
-NEED_FILES := cifar gpu_chart law ood pruning
+NEED_DATA := caps fashion promises rotated_mnist uci
+NEED_FILES := cifar gpu_chart law ood pruning reproduce
 NEED_EXTRAS := ray
 BENCH ?= $(filter-out _% $(NEED_DATA) $(NEED_FILES) $(NEED_EXTRAS),$(basename $(notdir $(wildcard benchmarks/*.py))))
 DATA ?= data
@@ -13,7 +13,7 @@ RULES ?= deploy/kubernetes/components/monitoring/rules.yaml
 unexport PYTHONDONTWRITEBYTECODE # else each process that the tests start compiles all of dubito, and each worker all tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve wasm lint test test-slow test-soak bench embedded embedded-clothes embedded-digits reference kubernetes lock clean
+.PHONY: help setup serve wasm lint test test-slow test-soak bench zoo reference kubernetes lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -57,17 +57,8 @@ bench: $(READY) ## every benchmark that needs no data, or one: make bench BENCH=
 	@set -e; for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name \
 		$$(case " $(NEED_DATA) " in *" $$name "*) echo --data-root '$(DATA)';; esac); done
 
-embedded: embedded-clothes embedded-digits ## train the embedded models anew: make embedded DATA=folder
-
-# minutes on a GPU; the file in the repository comes from one H200
-embedded-clothes: $(READY) ## the first of them, which needs Fashion-MNIST in DATA and a GPU
-	$(BIN)/dubito train fashion-mnist --fresh --data-root '$(DATA)' --set seed=1 --set precision=float16 \
-		--out models/clothes.safetensors
-	rm -rf models/clothes*.log.csv models/clothes*.tensorboard
-
-embedded-digits: $(READY) ## the second of them, which needs neither
-	$(BIN)/dubito train digits --fresh --device cpu --out models/digits.safetensors
-	rm -rf models/digits*.log.csv models/digits*.tensorboard
+zoo: $(READY) ## write the list of the zoo, its page and its cards from the artifacts: make zoo ARGS="--larger DIR"
+	$(BIN)/python docs/zoo.py $(ARGS)
 
 reference: $(READY) ## write the table of settings into docs/operations.md
 	$(BIN)/python docs/reference.py

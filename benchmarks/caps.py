@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks._measure import keep_row, machine
+from benchmarks._measure import keep_row, kept_rows, machine
 from dubito.models import bayesianize
 from dubito.models.network.network import BayesianNetwork
 from dubito.training import metrics
@@ -53,6 +53,18 @@ TRIALS = {
     "Ensemble-U, spread 0.3": trial("ensemble-u", members=5, spread=0.3),
     "Ensemble-U, spread 0.5": trial("ensemble-u", members=5, spread=0.5),
 }
+USUAL = tuple(TRIALS)
+FIGURE_4 = {  # [Ritter21]: λ_max, σ_max and M, each about the same middle
+    **{
+        f"λ_max {lam:g}": Trial(
+            "ffg-u", {"inducing": 64, "lam_max": lam, "sigma_max": 0.2, "spread": 0.1}, {"frozen_norm_epochs": 15}
+        )
+        for lam in (0.01, 0.03, 0.1, 0.3)
+    },
+    **{f"σ_max {sigma:g}": trial("ffg-u", sigma_max=sigma, spread=sigma / 2) for sigma in (0.05, 0.1, 0.2, 0.4)},
+    **{f"M {M}": trial("ffg-u", inducing=M, sigma_max=0.2, spread=0.1) for M in (16, 32, 64, 128)},
+}
+TRIALS |= FIGURE_4
 
 
 @dataclass(frozen=True)
@@ -121,18 +133,24 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path, required=True)
     parser.add_argument("--architecture", default="resnet18-cifar")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trials", nargs="+", choices=TRIALS, default=list(TRIALS))
+    parser.add_argument("--trials", nargs="+", choices=TRIALS, default=list(USUAL))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe")
-    parser.add_argument("--json", type=Path, help="append each row as a line")
+    parser.add_argument("--figure-4", action="store_true", help="instead: λ_max, σ_max and M, each in four steps")
+    parser.add_argument("--json", type=Path, help="append each row as a line; trials that it holds are not run again")
     args = parser.parse_args()
     changes = [f"network.architecture={args.architecture}", f"seed={args.seed}", *args.set]
     recipe = read_recipe("cifar10", changes)
     parts = divide(read_data("cifar10", args.data_root), HELD, CALIBRATION, recipe.data.test, recipe.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = Table("trial", *COLUMNS, title=f"{args.architecture}, held-out training data, K = {SAMPLES}")
-    for row in rows(Setting(recipe, parts, device), args.trials):
-        table.add_row(row["trial"], *(f"{row[name]:.4f}" for name in COLUMNS))
-        keep_row(args.json, {**row, "seed": args.seed, "set": changes})
+    chosen = list(FIGURE_4) if args.figure_4 else args.trials
+    known = {r["trial"]: r for r in kept_rows(args.json) if r["set"] == changes}
+    if missing := [name for name in chosen if name not in known]:
+        for row in rows(Setting(recipe, parts, device), missing):
+            known[row["trial"]] = row
+            keep_row(args.json, {**row, "seed": args.seed, "set": changes})
+    for name in ("plain", *chosen):
+        table.add_row(name, *(f"{known[name][column]:.4f}" for column in COLUMNS))
     Console(width=160).print(table)
     print(machine(), torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU", sep=", ")
 

@@ -36,11 +36,12 @@ from dubito.models.numerics.parameters import count
 from dubito.models.predictions.answers import scores
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified, ClassTally
-from dubito.training.config import Recipe, read_recipe
+from dubito.training.config import Laplace, Recipe, read_recipe
 from dubito.training.data.data import Parts, input_of
 from dubito.training.evaluation.evaluate import default_measure, quality
 from dubito.training.evaluation.predicting import ChosenPredictive, Summary
-from dubito.training.metrics import auroc
+from dubito.training.metrics import aupr, auroc
+from dubito.training.posthoc import from_artifact
 from dubito.training.recipe import Phases, build_network, finish, read_parts, task_of, train
 from dubito.training.weights import read_weights
 
@@ -57,6 +58,21 @@ METHODS: dict[str, list[str]] = {
         "tune.trials=[{spread=0.2}, {spread=0.3}, {spread=0.45}, {spread=0.3, lam_share=0.2}]",
     ],
     "ensemble-w": [],
+    "mc-dropout": ["posterior.method=mc-dropout", "posterior.options={}", "tune=none"],
+    "ffg-w": ["posterior.method=ffg-w", "posterior.options={}", "tune=none"],
+    "whvi": ["data.validation=0.04", "data.calibration=0.04"],
+    "laplace-last-layer": [],
+    "laplace-subnetwork": [],
+    "function-space": ["data.validation=0.04"],
+}
+USUAL = ("plain", "ffg-u", "ensemble-u", "ensemble-w")
+OWN_RECIPES = {  # which do not start from the plain network; function-space VI has a network of its own, no ResNet
+    "whvi": "cifar10-whvi",
+    "function-space": "cifar10-function-space",
+}
+LAPLACE = {
+    "laplace-last-layer": Laplace(select="last-layer"),
+    "laplace-subnetwork": Laplace(size=1000, select="variance"),
 }
 FIGURES = ("accuracy", "nll", "ece", "brier")
 
@@ -100,18 +116,29 @@ class Bench:
         out = self.keep / f"{method}-{seed}.safetensors"
         if out.exists():
             return load(out)
+        if method in OWN_RECIPES:
+            own = read_recipe(OWN_RECIPES[method], [*self.changes, *METHODS[method], f"seed={seed}"])
+            return self.trained(own, out)
+        if method in LAPLACE:
+            self.model("plain", seed, None)
+            plain = self.keep / f"plain-{seed}.safetensors"
+            where: dict[str, Any] = {"data_root": self.root, "device": self.device}
+            return from_artifact(plain, "cifar10", out, LAPLACE[method], seed=seed, **where)
         start = [f"network.weights='{self.plain(seed)}'", "fit.pretrain_epochs=0"]
         if chosen is not None:
             options = ", ".join(f"{name}={json.dumps(value)}" for name, value in chosen.items())
             start += [f"posterior.options={{{options}}}", "tune=none"]
         recipe = self.read(seed, [*METHODS[method], *start])
-        if method in ("ffg-u", "ensemble-u"):
-            trained = train(recipe, out, data_root=self.root, device=self.device)
-            assert trained is not None
-            return trained.model
+        if method != "plain":
+            return self.trained(recipe, out)
         parts = read_parts(recipe, self.root)
         network = bayesianize(self.network(recipe, parts), "deterministic", task=task_of(parts, recipe))
         return finish(network.to(self.device), recipe, parts, input_of(parts.train), out)
+
+    def trained(self, recipe: Recipe, out: Path) -> Model:
+        trained = train(recipe, out, data_root=self.root, device=self.device)
+        assert trained is not None
+        return trained.model
 
     def measure(self, method: str, seed: int, chosen: Row | None = None) -> Row:
         if method == "ensemble-w":
@@ -141,6 +168,7 @@ class Bench:
             "temperature": model.temperature,
             "measure": default_measure(inside, predictive.rule(model)),
             "aurocs": {name: aurocs(near, scores(far)) for name, far in outside.items()},
+            "auprs": {name: {m: aupr(near[m], scores(far)[m]) for m in near} for name, far in outside.items()},
             "options": (model.card.provenance.recipe or {}).get("posterior"),
             "plain": None if plain is None else plain.model_dump(mode="json"),
         }
@@ -191,7 +219,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, required=True, help="a folder for artifacts, checkpoints and figures")
     parser.add_argument("--architecture", choices=RECIPES, default="resnet50")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(USUAL))
     parser.add_argument("--outside", nargs="*", default=["svhn", "cifar100"], metavar="NAME[=SOURCE]")
     parser.add_argument("--tune-once", action="store_true", help="trials for the first seed only")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe for all")

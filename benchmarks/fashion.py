@@ -22,7 +22,7 @@ from benchmarks._measure import keep_row, kept_rows, machine, spread
 from dubito.models.numerics.parameters import count
 from dubito.models.predictions.model import Model
 from dubito.training.config import read_recipe
-from dubito.training.data.data import DataSet, part_of
+from dubito.training.data.data import DataSet, Examples, part_of
 from dubito.training.data.sources import read_data
 from dubito.training.evaluation.evaluate import evaluate
 from dubito.training.recipe import train
@@ -49,7 +49,13 @@ METHODS: dict[str, list[str]] = {
         "posterior.options={inducing=32, members=4, lam_share=0.1}",
         "tune.trials=[{spread=0.3}, {spread=0.45}, {spread=0.6}]",
     ],
+    "mc-dropout": ["posterior.method=mc-dropout", "posterior.options={}", "tune=none"],
+    "subnetwork-laplace": ["posterior.method=subnetwork-laplace", "posterior.options={size=1000}", *PLAIN],
+    "whvi": [],
+    "function-space": [],
 }
+USUAL = ("deterministic", "ensemble-w", "ffg-w", "ffg-u", "ensemble-u")
+OWN_RECIPES = {"whvi": "fashion-mnist-whvi", "function-space": "fashion-mnist-function-space"}
 COLUMNS = (
     "accuracy",
     "ece",
@@ -67,7 +73,7 @@ SAMPLES = 20
 def one(method: str, seed: int, changes: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     """Train, calibrate and measure one artifact."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    recipe = read_recipe("fashion-mnist", [*METHODS[method], *changes, f"seed={seed}"])
+    recipe = read_recipe(OWN_RECIPES.get(method, "fashion-mnist"), [*METHODS[method], *changes, f"seed={seed}"])
     fashion, mnist = (read_data(name, args.data_root, download=args.download) for name in ("fashion-mnist", "mnist"))
     with tempfile.TemporaryDirectory() as folder:
         keep = Path(folder) if args.keep is None else args.keep
@@ -82,20 +88,24 @@ def one(method: str, seed: int, changes: Sequence[str], args: argparse.Namespace
         "set": changes,
         "parameters": count(model.network),
         "bytes": size,
-        **measured(model, fashion, mnist, seed),
+        **measured(model, fashion, outside_of(mnist), seed),
         "seconds": sum(e.seconds for e in trained.log),
     }
 
 
-def measured(model: Model, fashion: DataSet, mnist: DataSet, seed: int) -> dict[str, Any]:
-    """Figures on the model's test part; AUROC against MNIST's, by the default measure and by each."""
+def outside_of(mnist: DataSet) -> Examples:
     assert mnist.test is not None
-    test = part_of(fashion, model.card)[1]
-    figures = evaluate(model, test, {"mnist": mnist.test}, samples=SAMPLES, seed=seed).figures
+    return mnist.test
+
+
+def measured(model: Model, data: DataSet, outside: Examples, seed: int) -> dict[str, Any]:
+    """Figures on the model's test part; AUROC against data from outside, by the default measure and by each."""
+    test = part_of(data, model.card)[1]
+    figures = evaluate(model, test, {"outside": outside}, samples=SAMPLES, seed=seed).figures
     curve = {row["samples"]: {k: row[k] for k in ("coverage", "ood_rate")} for row in figures["curve"]}
     return {
         **{name: figures[name] for name in ("accuracy", "ece", "nll", "auroc", "measure", "coverage", "ood_rate")},
-        **{measure: row["auroc"] for measure, row in figures["ood"]["mnist"]["measures"].items()},
+        **{measure: row["auroc"] for measure, row in figures["ood"]["outside"]["measures"].items()},
         "promises": curve | {"auto": figures.get("auto")},
     }
 
@@ -104,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, required=True)
     parser.add_argument("--download", action="store_true")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(USUAL))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe for all")
     parser.add_argument("--json", type=Path, help="append each run as a line; runs that it holds are not run again")

@@ -45,7 +45,16 @@ BATCH = 128
 STEPS = {"uci-ensemble": 3000, "uci-whvi": 5000}
 LEAST = 40  # epochs of `uci-ensemble`
 PLAIN = "deterministic"
-RECIPES = {None: "uci-ensemble", PLAIN: "uci-ensemble", "ensemble-w": "uci-ensemble", "whvi": "uci-whvi"}  # others: uci
+RECIPES = {  # others: uci
+    None: "uci-ensemble",
+    PLAIN: "uci-ensemble",
+    "ensemble-w": "uci-ensemble",
+    "whvi": "uci-whvi",
+    "gi": "uci-gi",
+    "dgp": "uci-dgp",
+    "dsvi": "uci-dsvi",
+    "whvi-gp": "uci-whvi-gp",
+}
 # Deep ensembles (DE): [Lakshminarayanan17, table 1]. MC dropout (MCD′): the grid search of 2018 in the repository
 # DropoutUncertaintyExps, since the first paper's tuning had met test parts. Both over the same divisions as ours.
 RIVALS = ("MCD′", "DE")
@@ -110,8 +119,8 @@ def changes_for(data: str, split: int, method: str | None, root: Path) -> tuple[
     changes = [f"data.name={data}", f"data.split={split}"]
     if method == PLAIN:
         changes += [f"posterior.method={method}", "posterior.options={}", "fit.samples=1"]
-    elif recipe == "uci":
-        return recipe, [*changes, f"posterior.method={method}"]
+    elif recipe not in STEPS:
+        return recipe, [*changes, *([f"posterior.method={method}"] if recipe == "uci" else [])]
     given = read_recipe(recipe, changes)
     rows, batch, least = len(read_parts(given, root).train), given.fit.batch, 1
     if recipe == "uci-ensemble":

@@ -1,4 +1,4 @@
-"""Commands that need a model and nothing else: count, inspect, predict, push."""
+"""Commands that need a model and nothing else: count, inspect, predict, push, zoo."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,11 @@ Network = Annotated[
 ]
 ADDRESSES = "s3://, gs://, az://, https://, hf://"
 Artifact = Annotated[
-    str, typer.Argument(metavar="FILE", help=f"An artifact (.safetensors), or the address of one ({ADDRESSES}).")
+    str,
+    typer.Argument(
+        metavar="FILE",
+        help=f"An artifact (.safetensors), the address of one ({ADDRESSES}), or zoo:NAME of the list `dubito zoo`.",
+    ),
 ]
 
 
@@ -262,6 +266,116 @@ def push(
     for line in result.said:
         print(line)
     print(f"Next: dubito serve {result.address}")
+
+
+zoo = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+app.add_typer(zoo, name="zoo")
+
+
+@zoo.callback()
+def list_zoo(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the trained models that come with dubito, and larger ones that can be fetched.
+
+    zoo:NAME stands for the file in every command that takes a model, such as `dubito serve`.
+
+    Try: dubito zoo --json
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from dubito.models.zoo import listed
+
+    if as_json:
+        print(json.dumps({"models": [one.model_dump(mode="json") for one in listed()]}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("name", "data", "method", "network", "bytes", "parameters", "accuracy", "NLL", "ECE"):
+        table.add_column(title, no_wrap=title == "name", justify="left" if title in FIRST else "right")
+    for one in listed():
+        found = one.metrics
+        first = f"{found['accuracy']:.2%}" if "accuracy" in found else f"RMSE {found['rmse']:.3g}"
+        size = f"{one.bytes:,}" + ("" if one.shipped else " (zoo get)")
+        parameters = f"{one.parameters:,} ({one.parameters / one.deterministic:.0%})"
+        figures = [first, f"{found['nll']:.3f}", f"{found['ece']:.2%}" if "ece" in found else ""]
+        table.add_row(one.name, one.data, one.method, one.architecture, size, parameters, *figures)
+    wide = max(WIDTH, Console().width)
+    Console(highlight=False, markup=False, width=wide).print(table)
+    here = [one for one in listed() if one.shipped]
+    total = sum(one.bytes for one in here)
+    print(f"{len(here)} come with dubito: {total:,} bytes. In brackets: share of the plain network's parameters.")
+    print(f"Next: dubito serve zoo:{here[0].name}")
+
+
+FIRST = ("name", "data", "method", "network")  # columns of words
+WIDTH = 130  # that a row needs
+
+
+@zoo.command("verify")
+def verify_zoo(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Models of the zoo; without any, all that come with dubito."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check files of the zoo: the SHA-256 of the list, and all that loading checks.
+
+    Try: dubito zoo verify clothes
+    """
+    from dubito.models.zoo import listed
+    from dubito.models.zoo_files import verify
+
+    chosen = names or [one.name for one in listed() if one.shipped]
+    paths = {name: verify(name) for name in chosen}
+    if as_json:
+        print(json.dumps({"verified": {name: str(path) for name, path in paths.items()}}))
+        return
+    for name, path in paths.items():
+        print(f"{name}: {path.stat().st_size:,} bytes, as listed")
+
+
+@zoo.command("get")
+def get_zoo(
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Models of the zoo.")],
+    release: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="URL",
+            help=f"Address of the folder that holds them ({ADDRESSES}); without it, that of the variable DUBITO_ZOO.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also copy them into this folder, as NAME.safetensors.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch models of the zoo into the cache, each verified by its SHA-256; those that come with dubito are there.
+
+    Try: dubito zoo get clothes --out models
+    """
+    import shutil
+
+    from dubito.models.errors import InputError
+    from dubito.models.zoo import named
+    from dubito.models.zoo_files import verify
+
+    if out is not None and not out.is_dir():
+        raise InputError(f"--out is {out}; expected a folder that exists.")
+    for name in names:
+        named(name)  # before the first download
+    paths = {}
+    for name in names:
+        path = verify(name, release)
+        paths[name] = path if out is None else Path(shutil.copyfile(path, out / f"{name}.safetensors"))
+    if as_json:
+        print(json.dumps({"files": {name: str(path) for name, path in paths.items()}}))
+        return
+    for name, path in paths.items():
+        print(f"{name}: {path}")
+    print(f"Next: dubito serve zoo:{names[0]}")
 
 
 def _read(where: str, model: "Model") -> list[tuple[str, "Tensor"]]:

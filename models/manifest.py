@@ -10,6 +10,7 @@ from pydantic import (
     FiniteFloat,
     JsonValue,
     NonNegativeInt,
+    PositiveInt,
     SerializeAsAny,
     SerializerFunctionWrapHandler,
     ValidationError,
@@ -29,7 +30,8 @@ from dubito.models.traced import Traced
 # 3: a calibration with `auroc`, or thresholds of `energy` or `knn`; a bank of features
 # 4: pictures with a `fitting`; a traced network
 # 5: inducing inputs
-FORMATS = (1, 2, 3, 4, 5)
+# 6: a card with `zoo`
+FORMATS = (1, 2, 3, 4, 5, 6)
 LARGEST_INPUT = 1 << 26  # numbers
 LARGEST_BANK = 1 << 26  # numbers
 LARGEST_RESIZE = 1 << 12  # of a picture's shorter side
@@ -338,6 +340,27 @@ class Plain(Strict):
     differences: dict[str, Difference] = {}  # of this model from it, with the temperature where there is one
 
 
+class Zoo(Strict):
+    """Of a published model: what its data are, how it was made, and when not to use it; curves on its test part."""
+
+    title: str
+    data: str  # with its authors
+    licence: str  # of the data
+    steps: Annotated[tuple[str, ...], Field(max_length=16)]  # commands that make the model
+    made_on: str  # kind of device
+    minutes: PositiveFinite  # of training on it
+    measured_on: str  # kind of device of the figures
+    limits: Annotated[tuple[str, ...], Field(max_length=16)]
+    not_for: Annotated[tuple[str, ...], Field(max_length=16)]
+    reliability: Annotated[tuple[tuple[FiniteFloat, FiniteFloat, FiniteFloat], ...], Field(max_length=64)]
+    # confidence, accuracy and share of the examples; of a regression: level of an interval, coverage, 1
+    risk: Annotated[tuple[tuple[FiniteFloat, FiniteFloat], ...], Field(max_length=64)]
+    # share of the examples kept, the least doubtful first, and their error rate (of a regression: RMSE)
+    rounding: dict[str, FiniteFloat] = {}  # each figure less that of the same model as it was trained
+    examples: PositiveInt | None = None  # test inputs of the curves and of `rounding`; the figures are of the model as
+    # it was trained then. None: all, and the figures are of the file
+
+
 class Card(Strict):
     """What is known about a model beyond its tensors."""
 
@@ -348,9 +371,15 @@ class Card(Strict):
     metrics: dict[str, FiniteFloat] = {}
     plain: Plain | None = None  # None: no plain network was trained or given
     provenance: Provenance = Provenance()
+    zoo: Zoo | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What readers of formats 1 to 5 do not know is left out where it says nothing."""
+        return {key: value for key, value in write(self).items() if key != "zoo" or value is not None}
 
 
-Format = Literal[1, 2, 3, 4, 5]
+Format = Literal[1, 2, 3, 4, 5, 6]
 
 
 def format_of(
@@ -360,6 +389,8 @@ def format_of(
     joint: JointEntry | None = None,
 ) -> Format:
     """The oldest format whose readers understand the card, the bank, the network and the posterior over all of it."""
+    if card.zoo is not None:
+        return 6
     if joint is not None and joint.since == 5:
         return 5
     if traced is not None:

@@ -78,12 +78,13 @@ def _text(manifest: Manifest, repository: str) -> Iterator[str]:
         )
     if card.targets is not None:
         yield f"It predicts {', '.join(map(_code, card.targets))}."
-    yield from _figures(card, data)
-    yield from _limits(card)
+    yield from figures(card, data)
+    yield from limits(card)
     yield from _use(repository)
 
 
-def _figures(card: Card, data: str) -> Iterator[str]:
+def figures(card: Card, data: str) -> Iterator[str]:
+    """A table of the model's figures beside those of the plain network, and the verdict."""
     yield from ("", "## Figures", "")
     if not card.metrics:
         yield "None were measured before it was pushed."
@@ -107,7 +108,8 @@ def _figures(card: Card, data: str) -> Iterator[str]:
         yield verdict
 
 
-def _limits(card: Card) -> Iterator[str]:
+def limits(card: Card) -> Iterator[str]:
+    """What is promised and what is not."""
     yield from ("", "## Limits", "")
     calibration = card.calibration
     if calibration is None:
@@ -123,6 +125,10 @@ def _limits(card: Card) -> Iterator[str]:
             "that is unlike them."
         )
     yield "- Its figures come from one test part. Measure it on your own data: `dubito evaluate`."
+    if card.zoo is not None:
+        yield from (f"- {limit}" for limit in card.zoo.limits)
+        yield from ("", "## When not to use it", "")
+        yield from (f"- {case}" for case in card.zoo.not_for)
 
 
 def _use(repository: str) -> Iterator[str]:

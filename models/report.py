@@ -206,6 +206,11 @@ def show(contents: dict[str, Any], entries: Mapping[str, Entry]) -> None:
         contents["metrics"], None if contents["plain"] is None else Plain.model_validate(contents["plain"])
     ):
         say(line)
+    if (zoo := contents.get("zoo")) is not None:
+        say(f"of the zoo: {zoo['title']}. Data: {zoo['data']}; licence: {zoo['licence']}")
+        say(f"trained in {zoo['minutes']:.2g} minutes on {zoo['made_on']}; figures measured on {zoo['measured_on']}")
+        for kind in ("limits", "not_for"):
+            say(f"{kind.replace('_', ' ')}: {' '.join(zoo[kind])}")
     say(f"SHA-256 {contents['sha256']} (checked)")
 
 

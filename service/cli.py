@@ -17,7 +17,7 @@ def serve(
         typer.Argument(
             metavar="PATH",
             help="Artifacts, or model repositories (PATH/NAME/VERSION/model.safetensors), or addresses of them "
-            f"({ADDRESSES}). Without any: the embedded models clothes and digits.",
+            f"({ADDRESSES}), or zoo:NAME of the list `dubito zoo`. Without any: zoo:clothes and zoo:digits.",
         ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PlainSerializer, PositiveFloat, PositiveInt, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
+from dubito.models import zoo
 from dubito.models.errors import DubitoError
 from dubito.models.remote.address import Place, place_of
 from dubito.models.remote.cache import VARIABLE
@@ -201,6 +202,14 @@ class Settings(BaseSettings):
         default=1 << 20, description="Log lines that wait to be written; beyond it lines are dropped and counted."
     )
 
+    @field_validator("models", mode="before")
+    @classmethod
+    def _placed(cls, value: object) -> object:
+        """Addresses and models of the zoo among the texts. The last validator runs first, so they are listed."""
+        if not isinstance(value, list | tuple):
+            return value
+        return [place_of(one) if isinstance(one, str) else one for one in value]
+
     @field_validator(
         "models",
         "networks",
@@ -217,14 +226,6 @@ class Settings(BaseSettings):
         if not isinstance(value, str):
             return (value,) if isinstance(value, Path) else value
         return json.loads(value) if value.startswith("[") else [part.strip() for part in value.split(",") if part]
-
-    @field_validator("models", mode="before")
-    @classmethod
-    def _placed(cls, value: object) -> object:
-        """Addresses among the texts."""
-        if not isinstance(value, list | tuple):
-            return value
-        return [place_of(one) if isinstance(one, str) else one for one in value]
 
     @field_validator("api_keys", mode="before")
     @classmethod
@@ -285,7 +286,8 @@ def settings_of_command(file: Path | None, flags: Mapping[str, object], changes:
 
 def read_settings(file: Path | None = None, **flags: object) -> Settings:
     """Flags over environment over file over defaults; `DUBITO_SETTINGS` names the file where no flag does."""
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | {NAMES_FILE, CLIENTS_KEY, VARIABLE}
+    of_others = {NAMES_FILE, CLIENTS_KEY, VARIABLE, zoo.VARIABLE}
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | of_others
     for name in os.environ:
         if name.upper().startswith(PREFIX) and name.upper() not in known:
             raise SettingError(

@@ -26,7 +26,7 @@ from dubito.training.names import DATA, PARTS, recipes, shipped
 
 REPO = Path(__file__).parents[1]
 README, DOCS = REPO / "README.md", REPO / "docs"
-PAGES = sorted([README, REPO / "CONTRIBUTING.md", *DOCS.glob("*.md"), REPO / "benchmarks" / "RESULTS.md"])
+PAGES = sorted([README, REPO / "CONTRIBUTING.md", *DOCS.rglob("*.md"), REPO / "benchmarks" / "RESULTS.md"])
 SOURCES = ("*.py", "*.js", "*.toml", "*.yml", "*.yaml")  # where a name may come from
 ROOMS = ("root", "models", "training", "service", "deploy", "benchmarks")
 
@@ -121,6 +121,8 @@ def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
     while isinstance(command, typer.core.TyperGroup):
         if rest == ["--help"]:
             return name, {}
+        if command.invoke_without_command and not set(rest[:1]) & set(command.commands):
+            return name, command.make_context(name, rest).params
         assert set(rest[:1]) & set(command.commands), f"{name} has no command {rest[:1]}"
         name, command = f"{name} {rest[0]}", command.commands[rest[0]]
         rest = rest[1:]
@@ -152,6 +154,8 @@ def helps(command: Any, name: str = "dubito") -> Iterator[tuple[str, str]]:
     if not isinstance(command, typer.core.TyperGroup):
         yield name, str(command.help)
     else:
+        if command.invoke_without_command:
+            yield name, str(command.help)
         for below, one in command.commands.items():
             yield from helps(one, f"{name} {below}")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dubito.models.zoo import MOST_BYTES
 from dubito.service.doctor import CLAUSE
 
 REPO = Path(__file__).parents[1]
@@ -69,8 +70,19 @@ def test_wheel_holds_the_data_that_the_code_reads(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     recipes = {f"dubito/training/recipes/{file.name}" for file in (REPO / "training/recipes").iterdir()}
     console = {f"dubito/service/console/{file.name}" for file in (REPO / "service/console").iterdir() if file.is_file()}
-    embedded = {f"dubito/models/{name}.safetensors" for name in ("clothes", "digits")}
-    assert {*recipes, *console, *embedded, "dubito/training/digits.npz"} <= names
+    zoo = {f"dubito/models/zoo/{file.name}" for file in (REPO / "models/zoo").iterdir()}
+    assert {f"dubito/models/zoo/{name}" for name in ("clothes.safetensors", "digits.safetensors", "index.json")} <= zoo
+    assert {*recipes, *console, *zoo, "dubito/training/digits.npz", "dubito/training/zoo.toml"} <= names
+
+
+def test_the_zoo_in_the_wheel_is_small_and_as_listed(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    sizes = {info.filename: info.file_size for info in archive.infolist() if "/zoo/" in info.filename}
+    listed = json.loads(archive.read("dubito/models/zoo/index.json"))
+    shipped = {f"dubito/models/zoo/{one['name']}.safetensors": one["bytes"] for one in listed if one["shipped"]}
+    assert {name: size for name, size in sizes.items() if name.endswith(".safetensors")} == shipped
+    assert sum(shipped.values()) <= MOST_BYTES
+    assert wheel.stat().st_size < MOST_BYTES + 6_000_000  # the rest: code, console, digits
 
 
 def test_wheel_installs_the_command(wheel: Path) -> None:

@@ -1,4 +1,4 @@
-"""Commands that need data: train, prune, laplace, calibrate, evaluate."""
+"""Commands that need data: train, prune, laplace, calibrate, evaluate, zoo train, zoo pack."""
 
 import json
 import os
@@ -19,6 +19,7 @@ from dubito.models.cli import (
     chosen_method,
     chosen_samples,
     permit_network,
+    zoo,
 )
 from dubito.models.extras import need
 from dubito.models.names import ARCHITECTURES, LAPLACE, MEASURES, listed
@@ -798,3 +799,79 @@ def evaluate(
         print(json.dumps(about | evaluation.figures))
     else:
         show(about, evaluation.figures)
+
+
+@zoo.command("train")
+def train_zoo(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A model of the zoo.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="The artifact; without it, NAME.safetensors here.")
+    ] = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    device: Device = "auto",
+    fresh: Fresh = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a model of the zoo again by its recipe and seed, with its card. After a stop the same command goes on.
+
+    The same kind of device gives the same figures, another one other draws. Try:
+
+        dubito zoo train digits
+
+        dubito zoo train clothes --data-root data --download
+    """
+    from dubito.training.zoo import Where, make, steps_of
+
+    steps_of(name)  # before the work
+    out = _writable(Path(f"{name}.safetensors") if out is None else out)
+    with _stopping():
+        model = make(name, out, Where(data_root, download, chosen_device(device)), fresh=fresh)
+    if model is not None:
+        _print_result(out, model, as_json)
+
+
+@zoo.command("pack")
+def pack_zoo(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A model of the zoo.")],
+    file: Artifact,
+    out: Out,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Duration of the training, in minutes. Without it, FILE must be of the zoo already, and only the "
+            "words of its card are renewed.",
+            min=0.001,
+        ),
+    ] = None,
+    made_on: Annotated[str, typer.Option(help="Kind of device that it was trained on.")] = "CPU",
+    beside: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The model that it was pruned or distilled from, for the plain network."),
+    ] = None,
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep calibration and figures as they are, and predict this many test inputs only: for the curves, "
+            "and for what rounding changes.",
+            min=1,
+        ),
+    ] = None,
+    data_root: DataRoot = None,
+    download: Download = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Store a trained model as the zoo does: in its precision, calibrated and measured as stored, with its card.
+
+    Try: dubito zoo pack digits digits.safetensors --minutes 0.5 --out packed.safetensors
+    """
+    from dubito.training.zoo import Where, pack, reword
+
+    if minutes is None:
+        _print_result(out, reword(name, file, _writable(out)), as_json)
+        return
+    where = Where(data_root, download, chosen_device(device))
+    told: dict[str, Any] = {"minutes": minutes, "made_on": made_on, "beside": beside, "examples": examples}
+    model = pack(name, file, _writable(out), where, **told)
+    _print_result(out, model, as_json)

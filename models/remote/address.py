@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
+from dubito.models import zoo
 from dubito.models.errors import DubitoError
 
 FORMS = {
@@ -91,18 +92,24 @@ class Address:
 Place = Path | Address
 
 
+def listed() -> str:
+    """How addresses begin."""
+    return ", ".join(f"{name}://" for name in FORMS)
+
+
 def place_of(text: str | Place) -> Place:
-    """The path or the address that the text is. Nothing is looked up."""
+    """The path or the address that the text is; `zoo:NAME` is that of a model of the zoo. No store is asked."""
     if not isinstance(text, str):
         return text
+    if text.startswith(zoo.PREFIX):
+        return place_of_zoo(text.removeprefix(zoo.PREFIX))
     scheme, colon, rest = text.partition("://")
     if not colon:
         return Path(text)
     scheme = scheme.lower()
     if scheme not in FORMS:
-        known = ", ".join(f"{name}://" for name in FORMS)
         why = " (over http:// anybody on the way could change the file)" if scheme == "http" else ""
-        raise AddressError(f"{scheme[:20]}:// came; expected a path, or an address that begins with {known}{why}.")
+        raise AddressError(f"{scheme[:20]}:// came; expected a path, or an address that begins with {listed()}{why}.")
     rest, sharp, sha256 = rest.partition("#sha256=")
     address = Address(f"{scheme}://{rest}", sha256 or None)
     if scheme == "https" and address.parts and "@" in address.parts[0]:
@@ -116,3 +123,13 @@ def place_of(text: str | Place) -> Place:
     if len(address.parts) < address._of_root + (scheme == "https"):
         raise AddressError(f"{address} came; expected {FORMS[scheme]}.")
     return address
+
+
+def place_of_zoo(name: str, release: str | None = None) -> Place:
+    """The path or the address of a model of the zoo; `release` is the address of the folder to take it from."""
+    found = zoo.place(name, release)
+    if isinstance(found, Path):
+        return found
+    if "://" not in found:
+        raise AddressError(f"the release is at {found.rpartition('/')[0]}; expected an address: {listed()}.")
+    return place_of(found)

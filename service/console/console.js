@@ -3,6 +3,7 @@
 // verdict) is asked of the server with the same seed, which gives the same draws.
 
 import * as api from "./api.js";
+import { compare, rivals } from "./beside.js";
 import { element, gauge, settling, shape, spark, stacked, strip } from "./charts.js";
 import { columns, doubt, leading, running, settledAt } from "./draws.js";
 import { Numbers, examplesFor } from "./inputs.js";
@@ -22,7 +23,7 @@ const BYTES = {
 const state = {
   models: [], model: null, input: null, // what is sent: {images: [...]} or {inputs: [...]}
   answer: null, k: 0, decided: new Map(), // of `answer`: decisions by k
-  numbers: null, latencies: [], residents: [], underway: null,
+  numbers: null, latencies: [], residents: [], underway: null, comparing: null,
 };
 
 const pad = new Pad($("pad"), $("cursor"), {
@@ -121,6 +122,7 @@ function shut() {
 
 function forget() {
   state.underway?.abort();
+  state.comparing?.abort();
   state.input = null;
   $("source").textContent = "";
   press(null);
@@ -175,7 +177,7 @@ async function choose() {
     metrics.rmse !== undefined ? `RMSE ${figure(metrics.rmse)}` : "",
   ];
   $("about").textContent = known.filter(Boolean).join(" · ");
-  compare(model);
+  besidePlain(model);
   const most = Math.max(1, model.max_samples);
   const choices = [16, 64, 256].filter((K) => K <= most);
   $("draws").replaceChildren(...(choices.length ? choices : [most]).map((K) => element("option", { value: K }, String(K))));
@@ -194,7 +196,7 @@ async function choose() {
 const FIGURES = { accuracy: "accuracy", rmse: "RMSE", nll: "NLL", ece: "ECE", brier: "Brier score", auroc: "AUROC" };
 
 /** What the plain network that the model came from reaches on the same test data, where that is known. */
-function compare({ metrics, plain }) {
+function besidePlain({ metrics, plain }) {
   const box = $("beside");
   box.hidden = !plain;
   if (!plain) return;
@@ -299,6 +301,26 @@ function open() {
     }),
   );
   show();
+  sideBySide();
+}
+
+/** The other models' answers to the same input, once they are wanted. */
+async function sideBySide() {
+  const { answer, models } = state, others = rivals(models, answer.model);
+  $("side").hidden = !others.length;
+  state.comparing?.abort();
+  $("side-who").textContent = `With ${others.map(({ name }) => name).join(", ")}: the same input, draws and seed.`;
+  const wanted = $("side-ask").getAttribute("aria-pressed") === "true";
+  $("side-box").hidden = !wanted;
+  $("side-said").textContent = "";
+  if (!wanted || !others.length) return;
+  const comparing = state.comparing = new AbortController();
+  try {
+    const said = await compare($("side-table"), models, answer, comparing.signal);
+    if (state.comparing === comparing && !comparing.signal.aborted) $("side-said").textContent = `${said}Times are the server's, files as stored.`;
+  } catch (error) {
+    complain(error);
+  }
 }
 
 function shownClasses(p) {
@@ -502,6 +524,10 @@ $("erase").addEventListener("click", () => pad.toggle());
 $("pad").addEventListener("mode", () => $("erase").setAttribute("aria-pressed", String(pad.erasing)));
 $("ink").addEventListener("input", () => {
   pad.ink = [1, 3, 5].map((i) => parseInt($("ink").value.slice(i, i + 2), 16));
+});
+$("side-ask").addEventListener("click", () => {
+  $("side-ask").setAttribute("aria-pressed", String($("side-ask").getAttribute("aria-pressed") !== "true"));
+  sideBySide();
 });
 $("k").addEventListener("input", () => { stop(); state.k = Number($("k").value); show(); });
 

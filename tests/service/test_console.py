@@ -444,6 +444,56 @@ def test_models_of_every_kind_are_shown_like_any_other(inside: Console, name: st
     inside.photograph(name)
 
 
+def test_models_are_compared_side_by_side_on_one_input(others: Any, inside: Console) -> None:
+    """Each row says what the server answers for that model to the same input with the same draws and seed."""
+    page = inside.page
+    page.select_option("#model", "regression")  # the only model of its kind
+    inside.answer(lambda: page.get_by_role("button", name="random").click())
+    assert page.locator("#side").is_hidden()
+    page.select_option("#model", "mixed")
+    told = inside.answer(lambda: page.get_by_role("button", name="random").click())
+    assert page.locator("#side-table tr").count() == 0  # nobody has asked for it
+    page.locator("#side-ask").click()
+    headers = {"X-API-Key": "open sesame"}
+    models = httpx.get(f"{others.url}/v1/models", headers=headers).json()["models"]
+    shapes = {one["name"]: (one["task"], one["input"]["shape"], one["input"]["image"]) for one in models}
+    rivals = [name for name, shape in shapes.items() if shape == shapes["mixed"] and name != "mixed"]
+    assert {"hostile", "laplace"} <= set(rivals)
+    assert inside.text("#side-who") == f"With {', '.join(rivals)}: the same input, draws and seed."
+    page.wait_for_function("() => document.querySelector('#side-said').textContent !== ''")
+    rows = page.locator("#side-table tbody tr")
+    assert rows.locator("th").all_inner_texts() == ["mixed", *rivals]
+
+    values = [float(field.input_value()) for field in page.locator("#fields input").all()]
+    by_name = {one["name"]: one for one in models}
+    labels = []
+    for row, name in zip(rows.all(), ["mixed", *rivals], strict=True):
+        body = {"inputs": [values], "samples": told["samples"], "seed": told["seed"]}
+        reply = httpx.post(f"{others.url}/v1/models/{name}/predict", json=body, headers=headers).json()
+        expected, cells = reply["predictions"][0], row.locator("td").all_inner_texts()
+        labels.append(expected["label"])
+        assert cells[0].startswith(f"{expected['label']}, ")
+        for shown, key in ((cells[1], "entropy"), (cells[2], "mutual_information")):
+            assert float(shown.replace("−", "-")) == pytest.approx(expected[key], rel=0.01, abs=1e-4), (name, key)
+        members = expected["prediction_set"]
+        assert cells[3] == ("not calibrated" if members is None else ", ".join(members) or "empty")
+        flag = expected["ood"] and ("out of distribution" if expected["ood"]["flag"] else "in distribution")
+        assert cells[4] == (flag or "not calibrated")
+        assert re.fullmatch(r"[\d.]+ ms", cells[5])
+        size = by_name[name]["bytes"]["artifact"]
+        assert float(cells[6].split()[0]) == pytest.approx(size / 1000, rel=0.05)
+    said = f"{labels.count(labels[0])} of {len(labels)} models that answered say {labels[0]}. "
+    assert inside.text("#side-said") == f"{said}Times are the server's, files as stored."
+    assert page.locator("img").count() == 0  # labels are text here too
+    inside.photograph("side-by-side")
+
+    told = inside.answer(lambda: page.get_by_role("button", name="far away").click())  # stays on for the next input
+    page.wait_for_function("() => document.querySelector('#side-said').textContent !== ''")
+    assert rows.count() == 1 + len(rivals)
+    page.locator("#side-ask").click()
+    assert page.locator("#side-box").is_hidden()
+
+
 def test_a_model_calibrated_by_group_is_asked_by_group(inside: Console) -> None:
     page = inside.page
     page.select_option("#model", "image")

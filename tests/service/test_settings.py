@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dubito.models.embedded import embedded
+from dubito.models.remote.address import Address
 from dubito.service.settings import SettingError, Settings, as_toml, read_settings
 
 
@@ -89,3 +91,9 @@ def test_print_settings_is_a_command() -> None:
     assert (found["port"], found["samples"]) == (81, 3)
     wrong = subprocess.run([*command, "--set", "samples"], capture_output=True, text=True)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+
+
+def test_addresses_in_the_environment_are_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not paths: a text is divided into models before each is looked at."""
+    monkeypatch.setenv("DUBITO_MODELS", "s3://bucket/model.safetensors, zoo:digits,models")
+    assert read_settings().models == (Address("s3://bucket/model.safetensors"), embedded("digits"), Path("models"))

@@ -1,0 +1,351 @@
+"""The papers' tables on real data, one command each: our rows over seeds beside the published ones.
+
+    python -m benchmarks.reproduce cifar --data-root DIR --keep FOLDER      table 1: CIFAR-10, ResNet-18, every method
+    python -m benchmarks.reproduce pruning --data-root DIR --keep FOLDER    table 2: pruned Z of table 1's artifacts
+    python -m benchmarks.reproduce ablation --data-root DIR --keep FOLDER   table 3: λ_max, σ_max and M
+    python -m benchmarks.reproduce fashion --data-root DIR --keep FOLDER    table 4: Fashion-MNIST against MNIST, and
+                                                                            rotated MNIST, every method
+    python -m benchmarks.reproduce uci --data-root DIR --keep FOLDER        table 5: UCI regression and classification
+    python -m benchmarks.reproduce promises --data-root DIR --keep FOLDER   table 6: the zoo's coverage and false alarms
+    python -m benchmarks.reproduce charts --keep FOLDER                     three charts of the rows of table 1
+
+Each runs the benchmark of its name (`benchmarks.cifar` and so on), which keeps finished runs in FOLDER: the same
+command goes on where it was stopped. `--outside` names the data from outside of tables 1 and 2, near ones first, as
+`dubito evaluate --ood` does, or NAME=npz:PATH. Tables 1 to 4 need a GPU; the others take hours (5) and minutes (6) on a
+CPU. `--seeds` are those of all tables but 5, whose divisions are published.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import cifar, fashion
+from benchmarks._measure import keep_row, kept_rows, machine, spread
+from dubito.models import load
+from dubito.models.artifact.artifact import is_artifact
+from dubito.training.config import read_recipe
+from dubito.training.data.data import part_of
+from dubito.training.data.sources import read_data
+from dubito.training.evaluation.evaluate import evaluate
+from dubito.training.evaluation.predicting import declared_by, draws_for
+from dubito.training.recipe import train
+
+# Accuracy and ECE in %: [Ritter21, first version on arXiv], ResNet-18
+PAPER = {
+    "plain": (93.02, 5.23),
+    "ensemble-w": (94.94, 1.25),
+    "ffg-w": (93.22, 0.55),
+    "ffg-u": (91.52, 1.31),
+    "ensemble-u": (92.20, 0.80),
+}
+REGRESS = (None, "ffg-u", "ensemble-u", "ffg-w", "mc-dropout", "whvi", "gi", "dgp", "dsvi", "whvi-gp")  # None: ensemble
+CLASSIFY = ("deterministic", "ensemble-w", "ffg-w", "ffg-u", "ensemble-u", "mc-dropout")
+TIMED = 20  # requests
+SAMPLES = 20  # K
+
+Row = dict[str, Any]
+
+
+def run(module: str, *words: object) -> None:
+    """A benchmark in a process of its own; what it prints is shown."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, words)]
+    if (code := subprocess.run(command, check=False).returncode) != 0:
+        sys.exit(f"benchmarks.{module} ended with code {code}; the same command goes on where it was stopped")
+
+
+# table 1
+
+
+def table_1(args: argparse.Namespace) -> None:
+    folder = args.keep / "cifar"
+    words = [
+        "--architecture",
+        "resnet18",
+        "--methods",
+        *cifar.METHODS,
+        "--seeds",
+        *args.seeds,
+        "--outside",
+        *args.outside,
+    ]
+    run("cifar", "--data-root", args.data_root, "--keep", folder, *words)
+    rows = kept_rows(folder / "figures.jsonl")
+    table = Table(title=f"CIFAR-10, ResNet-18, K = {SAMPLES}: accuracy and ECE in %, ours beside the paper's")
+    heads = ("method", "accuracy", "paper", "ECE", "paper", "NLL", "Brier", "bytes", "ms a request")
+    for head in heads:
+        table.add_column(head)
+    shown = times(folder, args.keep / "times.jsonl")
+    for method in cifar.METHODS:
+        mine = [r for r in rows if r["method"] == method and r["seed"] in args.seeds]
+        if mine:
+            paper = PAPER.get(method, ("", ""))
+            cells = [spread([100 * r["accuracy"] for r in mine]), str(paper[0]), spread([100 * r["ece"] for r in mine])]
+            cells += [str(paper[1]), spread([r["nll"] for r in mine]), spread([r["brier"] for r in mine])]
+            size = f"{mine[0]['bytes']:,}" if "bytes" in mine[0] else ""
+            table.add_row(method, *cells, size, f"{shown[method]:.1f}" if method in shown else "")
+    Console(width=180).print(table)
+    shifts(folder, args)
+    print(machine())
+
+
+def times(folder: Path, keep: Path) -> dict[str, float]:
+    """Median milliseconds of a request for one input with K draws on this device, by method: the first seed's file."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    known = {row["method"]: row["ms"] for row in kept_rows(keep) if row["device"] == kind}
+    for method in cifar.METHODS:
+        path = next(iter(sorted(folder.glob(f"{method}-[0-9]*.safetensors"))), None)
+        if method in known or path is None or not is_artifact(path):
+            continue
+        model = load(path).to(device)
+        x, K = torch.randn(1, *declared_by(model).shape, device=device), draws_for(model, SAMPLES)
+        seconds = []
+        for _ in range(TIMED + 3):  # the first ones warm up
+            began = time.perf_counter()
+            model.predict(x, None if model.method == "probit" else K, 0)
+            seconds.append(time.perf_counter() - began)
+        known[method] = 1000 * statistics.median(seconds[3:])
+        keep_row(keep, {"method": method, "device": kind, "ms": known[method]})
+    return known
+
+
+def shifts(folder: Path, args: argparse.Namespace) -> None:
+    """Accuracy and ECE on corrupted test pictures by severity, mean over the kinds; the first seed's files."""
+    keep, device = args.keep / "shift.jsonl", torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    known = {row["method"]: row for row in kept_rows(keep)}
+    for method in cifar.METHODS:
+        path = folder / f"{method}-{args.seeds[0]}.safetensors"
+        if method in known or not path.exists():
+            continue
+        model = load(path).to(device)
+        test = part_of(read_data("cifar10", args.data_root), model.card)[1]
+        families = evaluate(model, test, shift=True, seed=args.seeds[0]).figures["shift"]["families"]
+        known[method] = {"method": method, **by_severity(families)}
+        keep_row(keep, known[method])
+    if known:
+        severities = next(iter(known.values()))["severities"]
+        table = Table("method", *(f"severity {s:g}" for s in severities), title="Corrupted pictures: accuracy %, ECE %")
+        for method, row in known.items():
+            pairs = zip(row["accuracy"], row["ece"], strict=True)
+            table.add_row(method, *(f"{100 * a:.1f}, {100 * e:.1f}" for a, e in pairs))
+        Console(width=180).print(table)
+
+
+def by_severity(families: dict[str, list[Row]]) -> Row:
+    """Mean over the kinds of corruption, which all have as many severities."""
+    severities = sorted({row["severity"] for rows in families.values() for row in rows})
+    means = {}
+    for key in ("accuracy", "ece"):
+        means[key] = [
+            statistics.mean(r[key] for rows in families.values() for r in rows if r["severity"] == s)
+            for s in severities
+        ]
+    return {"severities": severities, **means}
+
+
+# tables 2 and 3
+
+
+def table_2(args: argparse.Namespace) -> None:
+    words = ["--keep", 1, 0.75, 0.5, 0.25, "--json", args.keep / "pruning.jsonl"]
+    for name in args.outside:
+        source = name.partition("=")[2] or name
+        run("pruning", args.keep / "cifar", "--data-root", args.data_root, "--outside", source, *words)
+
+
+def table_3(args: argparse.Namespace) -> None:
+    for seed in args.seeds:
+        words = ["--seed", seed, "--figure-4", "--json", args.keep / f"ablation-{seed}.jsonl"]
+        run("caps", "--data-root", args.data_root, *words)
+
+
+# table 4
+
+
+def table_4(args: argparse.Namespace) -> None:
+    folder = args.keep / "fashion"
+    folder.mkdir(exist_ok=True)
+    words = ["--methods", *fashion.METHODS, "--seeds", *args.seeds, "--json", args.keep / "fashion.jsonl"]
+    run("fashion", "--data-root", args.data_root, "--keep", folder, *words)
+    rows = [rotated(method, seed, args) for method in CLASSIFY for seed in args.seeds]
+    angles = rows[0]["severities"]
+    table = Table("method", *(f"{a:g}°" for a in angles), title="MNIST turned: NLL, mean ± deviation over seeds")
+    for method in CLASSIFY:
+        mine = [row["nll"] for row in rows if row["method"] == method]
+        table.add_row(method, *(spread(list(values)) for values in zip(*mine, strict=True)))
+    Console(width=180).print(table)
+    print(machine())
+
+
+def rotated(method: str, seed: int, args: argparse.Namespace) -> Row:
+    """MNIST by its recipe with this method; figures on turned test pictures."""
+    keep = args.keep / "rotated.jsonl"
+    for row in kept_rows(keep):
+        if (row["method"], row["seed"]) == (method, seed):
+            return row
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    recipe, out = (
+        read_recipe("mnist", [*changes_of(method), f"seed={seed}"]),
+        args.keep / f"mnist-{method}-{seed}.safetensors",
+    )
+    trained = train(recipe, out, data_root=args.data_root, device=device)
+    assert trained is not None
+    model = trained.model.to(device)
+    test = part_of(read_data("mnist", args.data_root), model.card)[1]
+    turned = evaluate(model, test, shift=True, seed=seed).figures["shift"]["families"]["rotation"]
+    figures = {key: [r[key] for r in turned] for key in ("accuracy", "nll", "ece")}
+    row = {"method": method, "seed": seed, "severities": [r["severity"] for r in turned], **figures}
+    keep_row(keep, row)
+    return row
+
+
+def changes_of(method: str) -> list[str]:
+    """Another method than a recipe's own, with the options that it needs."""
+    options = {"ffg-u": None, "ensemble-u": "{inducing=32, members=4}", "ensemble-w": "{members=3}"}.get(method, "{}")
+    return [f"posterior.method={method}", *([] if options is None else [f"posterior.options={options}"])]
+
+
+# table 5
+
+
+def table_5(args: argparse.Namespace) -> None:
+    for method in REGRESS:
+        for gap in ([], ["--gap"]):
+            keep = args.keep / f"uci{'-gap' if gap else ''}.jsonl"
+            named = [] if method is None else ["--method", method]
+            run("uci", "--data-root", args.data_root, "--jobs", args.jobs, "--keep", keep, *gap, *named)
+    rows = [classified(name, method, seed, args) for name in SETS for method in CLASSIFY for seed in args.seeds]
+    table = Table("set", "method", "accuracy", "NLL", "ECE", title="UCI classification, mean ± deviation over seeds")
+    for name in SETS:
+        for method in CLASSIFY:
+            mine = [row for row in rows if (row["set"], row["method"]) == (name, method)]
+            table.add_row(name, method, *(spread([row[key] for row in mine]) for key in ("accuracy", "nll", "ece")))
+    Console(width=140).print(table)
+    print(machine())
+
+
+Arrays = tuple[NDArray[np.float64], NDArray[Any]]
+
+
+def letter(folder: Path) -> Arrays:
+    rows = np.loadtxt(folder / "letter-recognition.data", delimiter=",", dtype=str)
+    return rows[:, 1:].astype(float), rows[:, 0]
+
+
+def magic(folder: Path) -> Arrays:
+    rows = np.loadtxt(folder / "magic04.data", delimiter=",", dtype=str)
+    return rows[:, :10].astype(float), rows[:, 10]
+
+
+def eeg(folder: Path) -> Arrays:
+    lines = (folder / "eeg_eye_state.arff").read_text().split()
+    rows = np.array([line.split(",") for line in lines if line.count(",") == 14], float)
+    return rows[:, :14], rows[:, 14].astype(int)
+
+
+SETS = {"letter": letter, "magic": magic, "eeg": eeg}
+
+
+def classified(name: str, method: str, seed: int, args: argparse.Namespace) -> Row:
+    """A perceptron on a set without a published division: the seed divides it."""
+    keep = args.keep / "classification.jsonl"
+    for row in kept_rows(keep):
+        if (row["set"], row["method"], row["seed"]) == (name, method, seed):
+            return row
+    arrays = args.keep / f"{name}.npz"
+    if not arrays.exists():
+        x, y = SETS[name](args.data_root / "UCI" / "classification")
+        np.savez(arrays, x=x.astype(np.float32), y=np.unique(y, return_inverse=True)[1])
+    network = ["network.architecture=mlp", "network.arguments={hidden=[128, 128], standardise=true}"]
+    recipe = read_recipe(f"npz:{arrays}", [*network, *changes_of(method), f"seed={seed}"])
+    trained = train(recipe, args.keep / f"{name}-{method}-{seed}.safetensors", data_root=args.data_root)
+    assert trained is not None
+    found = trained.model.card.metrics
+    row = {"set": name, "method": method, "seed": seed, **{key: found[key] for key in ("accuracy", "nll", "ece")}}
+    keep_row(keep, row)
+    return row
+
+
+# table 6 and the charts
+
+
+def table_6(args: argparse.Namespace) -> None:
+    some = [] if args.examples is None else ["--examples", args.examples]
+    run("promises", "--data-root", args.data_root, "--json", args.keep / "promises.jsonl", *some)
+
+
+def charts(args: argparse.Namespace) -> None:
+    """Accuracy against bytes, ECE against milliseconds, AUROC against parameters: ours and the baselines."""
+    from matplotlib.figure import Figure
+
+    rows = kept_rows(args.keep / "cifar" / "figures.jsonl")
+    ms = {row["method"]: row["ms"] for row in kept_rows(args.keep / "times.jsonl")}
+    points: dict[str, dict[str, tuple[float, float]]] = {"accuracy": {}, "ece": {}, "auroc": {}}
+    for method in cifar.METHODS:
+        mine = [row for row in rows if row["method"] == method]
+        if not mine:
+            continue
+        size = mine[0].get("bytes", 4 * mine[0]["parameters"])
+        points["accuracy"][method] = size / 1e6, 100 * statistics.mean(r["accuracy"] for r in mine)
+        near = next(iter(mine[0]["aurocs"]))
+        auroc = statistics.mean(cifar.default_auroc(r, near) for r in mine)
+        points["auroc"][method] = mine[0]["parameters"] / 1e6, auroc
+        if method in ms:
+            points["ece"][method] = ms[method], 100 * statistics.mean(r["ece"] for r in mine)
+    words = {
+        "accuracy": ("megabytes of the file", "accuracy, %"),
+        "ece": ("milliseconds a request, one input, K = 20", "ECE, %"),
+        "auroc": ("million parameters", "AUROC, near data from outside"),
+    }
+    for key, (x_label, y_label) in words.items():
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
+        for method, (x, y) in points[key].items():
+            axes.plot(x, y, "o", color="#2f81c7" if method.endswith("-u") else "#8d939b")
+            axes.annotate(method, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=8)
+        axes.set(xscale="log", xlabel=x_label, ylabel=y_label, title="CIFAR-10, ResNet-18")
+        axes.grid(alpha=0.2)
+        out = args.keep / f"{key}.png"
+        figure.savefig(out, dpi=120)
+        print(f"wrote {out}: {len(points[key])} methods")
+
+
+TABLES = {
+    "cifar": table_1,
+    "pruning": table_2,
+    "ablation": table_3,
+    "fashion": table_4,
+    "uci": table_5,
+    "promises": table_6,
+    "charts": charts,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--keep", type=Path, required=True, help="a folder for artifacts, checkpoints and figures")
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--outside", nargs="+", default=["cifar100", "svhn", "mnist"], metavar="NAME[=SOURCE]")
+    parser.add_argument("--examples", type=int, help="of table 6: test inputs of each model, at most")
+    parser.add_argument("--jobs", type=int, default=2, help="of table 5: processes")
+    args = parser.parse_args()
+    args.keep.mkdir(parents=True, exist_ok=True)
+    if args.data_root is None and args.table != "charts":
+        parser.error("--data-root is missing: the folder with the data sets of torchvision and UCI")
+    TABLES[args.table](args)
+
+
+if __name__ == "__main__":
+    main()
