@@ -246,8 +246,8 @@ def measure(seconds: float, clients: int) -> Outcome:
             None, models=[folder / "1"], device="cpu", plan_seconds=0.0, port=port, log_level="error"
         )
         with TwoNodes(port) as nodes:
-            phases, *seen = _phases(nodes, Clients(port), settings, folder, seconds, clients)
-    return Outcome(phases, one_process, expected, *seen)
+            phases, hop, seen, sent, statuses = _phases(nodes, Clients(port), settings, folder, seconds, clients)
+    return Outcome(phases, one_process, expected, hop, seen, sent, statuses)
 
 
 class TwoNodes:
