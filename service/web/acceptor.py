@@ -32,7 +32,7 @@ class Acceptor:
     def __init__(self, listener: socket.socket, backlog: int, limits: ConnectionLimits, make: Make) -> None:
         self.listener, self.limits, self.make = listener, limits, make
         self.loop = asyncio.get_running_loop()
-        self.arrivals: set[Arrival] = set()
+        self.arrivals: set[Newcomer] = set()
         self.selector = selectors.DefaultSelector()  # of those that wait: a fifth of what the event loop would take
         self.tasks: set[asyncio.Task[None]] = set()  # that make protocols
         self.until, self.came = 0.0, 0  # end of a window of time, and connections that came in it
@@ -57,7 +57,7 @@ class Acceptor:
             if self._few() and not self.crowded(address):
                 self.begin(plain, b"")
                 continue
-            arrival = Arrival(self, plain, address)
+            arrival = Newcomer(self, plain, address)
             self.arrivals.add(arrival)
             if self.limits.enter(arrival):
                 arrival.begin()  # which is refused then, with a reply
@@ -107,7 +107,7 @@ class Acceptor:
             await asyncio.wait(self.tasks)
 
 
-class Arrival:
+class Newcomer:
     """One of many connections. Its client has not sent anything or, where its address is crowded, no whole request."""
 
     def __init__(self, acceptor: Acceptor, plain: socket.socket, address: str) -> None:
