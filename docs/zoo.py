@@ -105,7 +105,8 @@ def _facts(one: Listed, card: Card, zoo: Zoo) -> Iterator[str]:
     yield f"| parameters | {one.parameters:,}, {share:.1%} of the plain network's {one.deterministic:,} |"
     yield f"| file | {one.bytes:,} bytes in {one.precision}; SHA-256 `{one.sha256}` |"
     yield f"| seed | {card.provenance.seed} |"
-    yield f"| training | {zoo.minutes:.2g} minutes on {zoo.made_on} |"
+    took = "not timed" if zoo.minutes is None else f"{zoo.minutes:.2g} minutes"
+    yield f"| training | {took}, on {zoo.made_on} |"
 
 
 def _same(one: Listed, card: Card, zoo: Zoo) -> Iterator[str]:

@@ -348,7 +348,7 @@ class Zoo(Strict):
     licence: str  # of the data
     steps: Annotated[tuple[str, ...], Field(max_length=16)]  # commands that make the model
     made_on: str  # kind of device
-    minutes: PositiveFinite  # of training on it
+    minutes: PositiveFinite | None = None  # of training on it; None: not timed
     measured_on: str  # kind of device of the figures
     limits: Annotated[tuple[str, ...], Field(max_length=16)]
     not_for: Annotated[tuple[str, ...], Field(max_length=16)]

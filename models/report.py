@@ -208,7 +208,8 @@ def show(contents: dict[str, Any], entries: Mapping[str, Entry]) -> None:
         say(line)
     if (zoo := contents.get("zoo")) is not None:
         say(f"of the zoo: {zoo['title']}. Data: {zoo['data']}; licence: {zoo['licence']}")
-        say(f"trained in {zoo['minutes']:.2g} minutes on {zoo['made_on']}; figures measured on {zoo['measured_on']}")
+        took = "" if zoo["minutes"] is None else f" in {zoo['minutes']:.2g} minutes"
+        say(f"trained{took} on {zoo['made_on']}; figures measured on {zoo['measured_on']}")
         for kind in ("limits", "not_for"):
             say(f"{kind.replace('_', ' ')}: {' '.join(zoo[kind])}")
     say(f"SHA-256 {contents['sha256']} (checked)")
