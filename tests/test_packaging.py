@@ -111,7 +111,7 @@ OPTIONAL = {  # used where it is installed; a copy of runtime.py stands beside t
     "runtime": "deploy/edge/example.py",
 }
 OF_EXTRA = {  # files, or folders of them, that may import what an extra brings
-    "edge": ("deploy/edge/",),
+    "edge": ("deploy/edge/", "service/engine/compiled.py", "service/engine/lowering.py"),
     "grpc": ("service/grpc/",),
     "otel": ("service/traces.py",),
     "ray": ("deploy/ray/",),

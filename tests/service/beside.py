@@ -41,9 +41,10 @@ class Pass:
         assert self.begun is not None
         return self.begun.result()
 
-    def sums(self, x: Tensor, seed: int, start: int) -> Reals:
+    def sums(self, x: Tensor, draws: Draws, normals: Normals) -> Reals:
+        normals.skip(draws.K)
         self.put([x.numpy()])
-        self.go(seed, start)
+        self.go(draws.seed, draws.start)
         return self.fetch()[: len(x)]
 
     @torch.inference_mode()
