@@ -100,8 +100,7 @@ def options_for(name: str, module: nn.Module, base: Options, overrides: Override
 def names_it(name: str, module: nn.Module, overrides: Overrides) -> bool:
     """Whether an override gives the layer by its own name, or gives a method to a glob or a type that it fits."""
     for key, override in overrides.items():
-        fits = isinstance(module, key) if isinstance(key, type) else fnmatchcase(name, key)
-        if key == name or (fits and (isinstance(override, str) or "method" in override)):
+        if key == name or (_fits(key, name, module) and (isinstance(override, str) or "method" in override)):
             return True
     return False
 
@@ -109,6 +108,9 @@ def names_it(name: str, module: nn.Module, overrides: Overrides) -> bool:
 def check_used(overrides: Overrides, modules: Mapping[str, nn.Module]) -> None:
     """Raise an error for an override that matches no layer: most likely a name is misspelt."""
     for key in overrides:
-        hit = any(isinstance(m, key) if isinstance(key, type) else fnmatchcase(n, key) for n, m in modules.items())
-        if not hit:
+        if not any(_fits(key, n, m) for n, m in modules.items()):
             raise ConversionError(f"layers={{{key!r}: …}} matches no layer; there are: {', '.join(modules)}.")
+
+
+def _fits(key: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    return isinstance(module, key) if isinstance(key, type) else fnmatchcase(name, key)

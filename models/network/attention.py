@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PROJECTIONS = ("in_proj", "out_proj")
-
 
 class Attention(nn.Module):
     """Computes what the nn.MultiheadAttention does that it was made of, with the same parameters."""
