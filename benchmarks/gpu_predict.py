@@ -1,6 +1,8 @@
 """K posterior draws on a GPU: our plans beside an ensemble of K networks, and the paper's rule looped over draws.
 
     python -m benchmarks.gpu_predict [--architectures …] [--inducing 64] [--samples 20] [--batches 1 8 64 500]
+    python -m benchmarks.gpu_predict --architectures torchvision/convnext_tiny torchvision/vit_b_16 --size 224 \\
+        --no-rule --inducing 64 --samples 20 --batches 1 8 32
 
 bfloat16, channels last, logits of K draws for B inputs, drawing included, the same random weights' sizes on all
 sides; the inputs lie on the device, ours on the host, from where each pass fetches them. The ensemble is given the best
@@ -50,11 +52,12 @@ from dubito.service.engine.engine import Engine
 from dubito.service.engine.graphs import PassGraph, for_gpu
 from dubito.service.engine.plans import PlanCache
 
-SHAPE = (3, 32, 32)
 DEVICE = torch.device("cuda")
 HALF = torch.bfloat16
 USUAL = 20  # samples that plans are measured for
 DRAWS = 48  # of the rule, where it is compared
+Shape = tuple[int, int, int]
+
 FAR = 5.0  # standard errors, which of 40 numbers none should reach in ten thousand runs
 COLUMNS = (
     "network",
@@ -146,29 +149,29 @@ class Ensemble:
         return captured(lambda: self.compiled(self.members[0], x))
 
 
-def network_of(architecture: str, M: int, noisy: bool) -> BayesianNetwork:
+def network_of(architecture: str, M: int, noisy: bool, shape: Shape) -> BayesianNetwork:
     network = bayesianize(plain(architecture), "ffg-u", inducing=M, lam_max=0.1 if noisy else 0.0)
     for layer in network.layers.values():
         if noisy and isinstance(layer.posterior, Inducing) and layer.posterior.lam is not None:
             layer.posterior.lam.raw.data.zero_()  # halfway to its cap
     if noisy:
-        set_directions(network, torch.randn(4, *SHAPE), 4)
+        set_directions(network, torch.randn(4, *shape), 4)
     return network.eval().to(DEVICE)
 
 
-def model_of(network: BayesianNetwork) -> Model:
+def model_of(network: BayesianNetwork, shape: Shape) -> Model:
     """The model as a server loads it."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.safetensors"
-        save(network, file, card=Card(input=Input(shape=SHAPE)))
+        save(network, file, card=Card(input=Input(shape=shape)))
         return reside(load(file), DEVICE, HALF)
 
 
-def resident_bytes(network: BayesianNetwork) -> int:
+def resident_bytes(network: BayesianNetwork, shape: Shape) -> int:
     """Bytes that the device's allocator gives out for a served model."""
     gc.collect()
     before = torch.cuda.memory_allocated()
-    model = for_gpu(model_of(network))
+    model = for_gpu(model_of(network, shape))
     gc.collect()
     after = torch.cuda.memory_allocated()
     del model
@@ -179,7 +182,7 @@ def engine_of(model: Model, B: int, samples: Sequence[int], memory: PlanCache, s
     """An engine with plans for the usual K, as in a server, and graphs for every K."""
     engine = Engine(model, [B], memory, seconds)
     engine.warm(USUAL if USUAL in samples else samples[0], nullcontext())
-    job = engine._job(torch.zeros(B, *SHAPE), 0, None)
+    job = engine._job(torch.zeros(B, *model.card.input.shape), 0, None)
     assert engine.graphs is not None
     for _, k in (part for K in samples for part in parts_of(engine, B, K)):
         engine.graphs.capture(job, k)
@@ -188,7 +191,7 @@ def engine_of(model: Model, B: int, samples: Sequence[int], memory: PlanCache, s
 
 def parts_of(engine: Engine, B: int, K: int) -> list[tuple[int, int]]:
     """The passes of a request: first draw, and number of draws."""
-    once = engine._job(torch.zeros(B, *SHAPE), 0, None, K).samples_at_once(B)
+    once = engine._job(torch.zeros(B, *engine.model.card.input.shape), 0, None, K).samples_at_once(B)
     return [(start, min(once, K - start)) for start in range(0, K, once)]
 
 
@@ -259,13 +262,13 @@ def by_rule(network: BayesianNetwork, net: nn.Module, x: Tensor, K: int) -> Call
     return run
 
 
-def check_rule(network: BayesianNetwork, net: nn.Module) -> float:
+def check_rule(network: BayesianNetwork, net: nn.Module, shape: Shape) -> float:
     """Largest difference between mean logits of the rule and of our exact law in float32, in standard errors."""
     exact = copy.deepcopy(network)
     for layer in exact.layers.values():
         assert isinstance(layer.posterior, Inducing)
         layer.posterior.noise = "exact"
-    x = torch.randn(4, *SHAPE, device=DEVICE)
+    x = torch.randn(4, *shape, device=DEVICE)
     factors = exact.factors()
     with torch.inference_mode():
         theirs = by_rule(network, net, x, DRAWS)().double()
@@ -303,6 +306,7 @@ def median_ms(runs: dict[str, Callable[[], Tensor]], rounds: int, budget: float 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architectures", nargs="+", default=["resnet18-cifar", "resnet50-cifar"])
+    parser.add_argument("--size", type=int, default=32, help="of the pictures, which have three channels")
     parser.add_argument("--inducing", type=int, nargs="+", default=[32, 64], help="M")
     parser.add_argument("--samples", type=int, nargs="+", default=[8, 20, 64], help="K")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 500], help="B")
@@ -317,6 +321,7 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64  # each network and batch is a program of its own; and none is left out:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     memory = PlanCache(None, DEVICE)
+    shape = (3, args.size, args.size)
     table = Table(title="median ms of K samples of B inputs, bfloat16, drawing included")
     for column in COLUMNS:
         table.add_column(column, justify="right")
@@ -327,17 +332,17 @@ def main() -> None:
         plain_bytes = sum(p.numel() * HALF.itemsize for p in net.parameters())
         networks, models, wide, shares = {}, {}, {}, {}
         for case in ((M, kind) for M in args.inducing for kind in args.noise):
-            networks[case] = network_of(architecture, case[0], case[1] == "+")
-            shares[case] = resident_bytes(networks[case]) / plain_bytes
-            models[case], wide[case] = model_of(networks[case]), networks[case].factors()
+            networks[case] = network_of(architecture, case[0], case[1] == "+", shape)
+            shares[case] = resident_bytes(networks[case], shape) / plain_bytes
+            models[case], wide[case] = model_of(networks[case], shape), networks[case].factors()
             text = (
                 f"{architecture}, M = {case[0]}, λ {case[1]}: resident {shares[case]:.3f} of the plain network's bytes"
             )
             if not args.no_rule:
-                text += f"; the rule within {check_rule(networks[case], net):.1f} standard errors of ours"
+                text += f"; the rule within {check_rule(networks[case], net, shape):.1f} standard errors of ours"
             print(text, flush=True)
         for B in args.batches:
-            x = torch.randn(B, *SHAPE, device=DEVICE, dtype=HALF).contiguous(memory_format=torch.channels_last)
+            x = torch.randn(B, *shape, device=DEVICE, dtype=HALF).contiguous(memory_format=torch.channels_last)
             with torch.inference_mode():
                 engines = {case: engine_of(m, B, args.samples, memory, args.plan_seconds) for case, m in models.items()}
                 errors = {c: check(e, networks[c], wide[c], x, args.samples[0]) for c, e in engines.items()}
