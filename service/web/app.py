@@ -12,7 +12,7 @@ from dubito.service.logs import write_line
 from dubito.service.problems import Problem, TooManyRequests, problem_of
 from dubito.service.web.http import ClientGone, Message, Pairs, Receive, Reply, Scope, Send, body_of
 from dubito.service.web.predict import V1, V2, Predictor, RequestContext
-from dubito.service.web.routes import routes
+from dubito.service.web.routes import routes, without_parameters
 from dubito.service.web.security import EDGE, HEADERS, Guard, check_target
 from dubito.service.web.state import State
 
@@ -35,6 +35,7 @@ class Server:
         self.guard = Guard(state.settings)
         self.under_way = 0  # predictions that are being answered
         self.routes = routes(state)
+        self.simple = without_parameters(self.routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, headers = scope["path"], dict(scope["headers"])
@@ -46,7 +47,11 @@ class Server:
             check_target(scope["raw_path"], headers)
             context.client = self.guard.admit(path, headers, (scope.get("client") or ("",))[0])
             if (hot := V2.fullmatch(path) or V1.fullmatch(path)) is None:
-                await self.routes(scope, receive, out)
+                if scope["method"] == "GET" and (simple := self.simple.get(path)) is not None:
+                    response = await simple()
+                    await response(scope, receive, out)
+                else:
+                    await self.routes(scope, receive, out)
             else:
                 content, pairs = await self._predict(context, hot)
                 await out.reply(200, content, pairs)

@@ -21,6 +21,7 @@ import uvicorn
 
 from dubito.service.web.http import Message, Pairs, Scope
 from dubito.service.web.limits import ConnectionLimits
+from dubito.service.web.starts import Starts
 
 PIECE = 1 << 16  # bytes: of a body that are kept until the application takes them, and of a reply in one write
 LATER = 2.0  # seconds beyond `body_seconds`, so that the application's own answer to a slow body comes first
@@ -41,6 +42,8 @@ _prefixes: dict[bytes, bytes] = {}  # b"name: " of header names of replies, chec
 def protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
     """The class of connections under these limits, for uvicorn's option `http`."""
 
+    starts = Starts()
+
     class LimitedConnection(HttpConnection):
         def __init__(
             self,
@@ -50,7 +53,7 @@ def protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
             first: bytes = b"",
             **_: object,
         ) -> None:
-            super().__init__(limits, config.loaded_app, server_state, app_state, first)
+            super().__init__(limits, starts, config.loaded_app, server_state, app_state, first)
 
     return LimitedConnection
 
@@ -59,12 +62,20 @@ class HttpConnection(asyncio.Protocol):
     """One connection: reads requests, has the application answer them one after the other, and keeps deadlines."""
 
     def __init__(
-        self, limits: ConnectionLimits, app: Any, state: Any, app_state: dict[str, Any], first: bytes = b""
+        self,
+        limits: ConnectionLimits,
+        starts: Starts,
+        app: Any,
+        state: Any,
+        app_state: dict[str, Any],
+        first: bytes = b"",
     ) -> None:
         """`first`: bytes of the client that were read before."""
-        self.limits, self.app, self.state, self.app_state, self.first = limits, app, state, app_state, first
+        self.limits, self.starts = limits, starts
+        self.app, self.state, self.app_state, self.first = app, state, app_state, first
         self.settings = limits.settings
         self.loop = asyncio.get_running_loop()
+        self.answered = self.loop.time()  # when its last reply was complete, or it was made
         self.parser: Any = self._new_parser()
         self.address = ""
         self.deadline, self.kind = math.inf, "header_seconds"  # and the limit that it comes from
@@ -347,15 +358,22 @@ class HttpConnection(asyncio.Protocol):
     def _start(self, exchange: "Exchange") -> None:
         """Have the application answer, once a short body has come whole: half a request costs next to nothing."""
         self.current = exchange
-        ready = not exchange.more or exchange.expects or self.leaving or len(exchange.body) > PIECE
-        if ready and exchange.task is None:
+        if self.leaving:
+            self.begin(exchange)
+        elif not exchange.asked and (not exchange.more or exchange.expects or len(exchange.body) > PIECE):
+            exchange.asked = True
+            self.starts.put(self.loop, self.answered, self, exchange)
+
+    def begin(self, exchange: "Exchange") -> None:
+        """Now it is its turn."""
+        if exchange.task is None and exchange is self.current and not exchange.gone:
             exchange.task = self.loop.create_task(exchange.run(self.app))
             self.state.tasks.add(exchange.task)
 
     def finish(self, exchange: "Exchange") -> None:
         """The reply is complete: go on with the next request."""
         self.state.total_requests += 1
-        self.current, self.served = None, True
+        self.current, self.served, self.answered = None, True, self.loop.time()
         if self.closing:
             return
         if not exchange.keep_alive:
@@ -447,7 +465,7 @@ class HttpConnection(asyncio.Protocol):
 
     def evict(self, reason: str) -> None:
         self.limits.closed[reason] += 1
-        self.closing, self.deadline = True, math.inf
+        self.closing, self.deadline, self.unsent = True, math.inf, 0
         self.transport.abort()
 
 
@@ -455,6 +473,7 @@ class Exchange:
     """A request and its reply. The head of the reply is sent together with the first piece of its body."""
 
     __slots__ = (
+        "asked",
         "body",
         "chunked",
         "complete",
@@ -482,6 +501,7 @@ class Exchange:
         self.started = self.written = self.complete = False  # the reply; written: its head
         self.start: Message | None = None
         self.chunked, self.left = False, 0  # bytes of the reply that are still due
+        self.asked = False  # to be begun
         self.task: asyncio.Task[None] | None = None
 
     async def run(self, app: Any) -> None:
@@ -599,7 +619,8 @@ class Exchange:
         connection.finish(self)
 
     async def _send_large(self, head: bytes, body: bytes) -> None:
-        """In pieces, each of which the client has to take in its time; the body itself is not copied."""
+        """In pieces, each of which the client has to take in its time, and between which others have theirs; the body
+        itself is not copied."""
         connection = self.connection
         connection.limits.hold(body)
         connection.unsent = len(body)
@@ -608,8 +629,7 @@ class Exchange:
             view = memoryview(body)
             for begin in range(0, len(view), PIECE):
                 connection.transport.write(view[begin : begin + PIECE])
-                if connection.write_paused:
-                    await connection.drain()
+                await (connection.drain() if connection.write_paused else asyncio.sleep(0))
                 if self.gone or connection.closing:
                     return
         finally:

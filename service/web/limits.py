@@ -103,15 +103,16 @@ class ConnectionLimits:
     def hold(self, body: bytes) -> None:
         """A large body waits to be sent. One that several connections send, such as a static file, counts once.
 
-        Where too much waits, the connection that has waited longest is closed.
+        Where too much waits, the connection that has waited longest is closed, for its client if there is such a one.
         """
         senders, size = self.bodies.get(id(body), (0, len(body)))
         self.bodies[id(body)] = (senders + 1, size)
         self.unsent += size if senders == 0 else 0
         if self.unsent > self.settings.unsent_bytes:
-            slow = next((one for one in self.open if one.unsent and one.deadline < math.inf), None)
-            if slow is not None:
-                slow.evict("unsent_bytes")
+            sending = [one for one in self.open if one.unsent]
+            slow = [one for one in sending if one.deadline < math.inf] or sending
+            if slow:
+                slow[0].evict("unsent_bytes")
 
     def release(self, body: bytes) -> None:
         senders, size = self.bodies.pop(id(body))

@@ -19,6 +19,7 @@ from dubito.service.settings import Settings
 from dubito.service.web.connection import protocol
 from dubito.service.web.http import Receive, Scope, Send
 from dubito.service.web.limits import ConnectionLimits
+from dubito.service.web.starts import LEAST, MOST, Starts
 from tests.examples import at_most
 
 LIMIT = 30.0  # seconds, on a busy machine
@@ -608,5 +609,31 @@ def test_a_server_that_stops_answers_what_has_come() -> None:
                 assert found.startswith(b"HTTP/1.1 200 OK\r\n")
                 assert b"connection: close\r\n" in found
             await until(lambda: not state.connections and not limits.open)
+
+    run(go())
+
+
+def test_a_connection_that_asks_now_and_then_begins_before_those_that_always_ask() -> None:
+    begun: list[str] = []
+
+    class Connection:
+        def begin(self, exchange: str) -> None:
+            begun.append(exchange)
+
+    async def go() -> None:
+        starts, loop = Starts(), asyncio.get_running_loop()
+        for i in range(60):
+            starts.put(loop, 10.0 - i / 100, Connection(), str(i))
+        starts.put(loop, 1.0, Connection(), "seldom")
+        assert begun == [str(i) for i in range(MOST)]  # nobody waited for longer
+        await asyncio.sleep(0)
+        assert begun[MOST] == "seldom"
+        assert LEAST <= len(begun) - MOST <= MOST
+        await until(lambda: len(begun) == 61)
+        assert begun[MOST + 1 :] == [
+            str(i) for i in range(59, MOST - 1, -1)
+        ]  # who was answered longest ago comes first
+        starts.put(loop, 11.0, Connection(), "last")  # nobody waits: at once
+        assert begun[-1] == "last"
 
     run(go())
