@@ -219,6 +219,7 @@ class Engine:
             self._fit(device)
         with device:
             self._prove()
+        by_torch: list[tuple[int, float]] = []  # timings before passes are compiled
         for rows in self.buckets:
             x = self._zeros(rows)
             job = self._job(self._normals(rows), 0, None)
@@ -237,6 +238,7 @@ class Engine:
                         raise result
                 if time.monotonic() - began < QUICK or rows <= self.buckets[0]:
                     self._time(requests[0])
+                    by_torch.append(self.timed[-1])
                 if self.graphs is not None and samples:
                     before = torch.cuda.memory_reserved(self.model.device)
                     for k in {min(samples, once), samples % once, min(CHUNK, once)} - {0}:
@@ -253,7 +255,7 @@ class Engine:
         self.plans.cache.save()
         if slices is not None:
             pace = Pace()
-            for work, seconds in self.timed:
+            for work, seconds in self.timed if self.compiled is None else by_torch:  # as passes of other sizes run
                 pace.add(work, seconds)
             least = max(1, samples)  # one input is always short
             self.slices = max(least, pace.work_in(slices[0])), max(least, pace.work_in(slices[1]))
