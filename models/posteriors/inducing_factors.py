@@ -18,6 +18,7 @@ from dubito.models.posteriors.matheron import (
 from dubito.models.posteriors.protocol import Dense, Factored, Factors, Frozen, Value
 
 LambdaLaw = Literal["exact", "factored"]
+ROOM = 16  # a column of B with a bias takes a multiple of so many numbers
 
 
 def factored_is_cheaper(d_out: int, d_in: int, r: int, groups: int = 1) -> bool:
@@ -84,11 +85,17 @@ class InducingFactors(WithV):
     def _each(self, change: Callable[[Tensor], Tensor], seen: dict[Tensor, Tensor] | None = None) -> "InducingFactors":
         return super()._each(change, seen)._joined()
 
-    def tap_by_tap(self, channels: int) -> "InducingFactors | None":
+    def tap_by_tap(self, channels: int, bias: bool) -> "InducingFactors | None":
         """One permutation of the rows of B, where no W is formed."""
         if self.forms_W:
             return None
-        B = self.B.T.unflatten(1, (channels, -1)).transpose(1, 2).flatten(1).T
+        rows, last = self.B.T.split([len(self.B) - bias, int(bias)], 1)
+        B = rows.unflatten(1, (channels, -1)).transpose(1, 2).flatten(1)
+        if bias:  # columns begin where a GPU can load several numbers at once
+            room = B.new_zeros(len(B), -(-len(self.B) // ROOM) * ROOM)
+            room[:, : len(self.B)] = torch.cat([B, last], 1)
+            B = room[:, : len(self.B)]
+        B = B.T
         return replace(self, B=B)._joined()
 
     def _joined(self) -> "InducingFactors":

@@ -180,7 +180,7 @@ class Factors(Value, ABC):
         """Whether draws act on inputs with the fewest multiplications without W being formed."""
         return False
 
-    def tap_by_tap(self, channels: int) -> Self | None:
+    def tap_by_tap(self, channels: int, bias: bool) -> Self | None:
         """For inputs whose channels lie together at each tap of a kernel; None: only channel by channel."""
         return None
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dubito.models.network.geometry import Conv, Execution, Geometry, apply
+from dubito.models.network.geometry import Conv, Execution, Geometry, Linear, apply
 from dubito.models.network.layers import BayesianLayer
 from dubito.models.numerics.proof import WIDER, fault_in, name_of
 from dubito.models.posteriors.protocol import Dense, Factored, Operand
@@ -46,7 +46,7 @@ class LayerCall:
         """Cache key of a measured layer: a hash of all that its speed depends on."""
         follows, r = None, None
         if isinstance(self.unit, Unit):
-            follows = (self.unit.norm is not None, self.residual is not None, self.unit.relu)
+            follows = (self.unit.norm is not None, self.residual is not None, self.unit.then)
         if isinstance(self.operand, Factored):
             r = (self.operand.B.shape[1], self.operand.e is not None)
         parts = (str(self.geometry), tuple(self.x.shape), str(self.x.dtype), r, self.K, self.channels_last, follows)
@@ -113,7 +113,7 @@ def kernel_executions(geometry: Geometry, operand: Operand, x: Tensor) -> tuple[
     if not suits(geometry):
         return ()
     match operand:
-        case Factored(_, _, e) if geometry.taps_first:
+        case Factored(_, _, e) if isinstance(geometry, Linear) or geometry.taps_first:
             return ("fused", "parted", "grouped") if e is None else ("fused", "parted")
         case Dense(W) if len(W) > 1:
             return ("grouped",)

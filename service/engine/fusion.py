@@ -1,19 +1,23 @@
-"""Operator fusion for serving: each Bayesian layer with the BatchNorm, residual sum and ReLU that follow it is a unit.
+"""Operator fusion for serving: each Bayesian layer with the BatchNorm, residual sum and ReLU or GELU that follow it is
+a unit.
 
 A unit can be one kernel; without a kernel it computes the operators one after the other. Layers are shared with the
 original network.
 """
 
+import copy
 import logging
 import math
 import operator
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from dubito.models.network.attention import Attention
 from dubito.models.network.features import watched
-from dubito.models.network.geometry import Conv, Execution, apply
+from dubito.models.network.geometry import Execution, apply
 from dubito.models.network.layers import BayesianLayer, MemberLayer, current
 from dubito.models.network.normalisation import FOLDABLE, ScaleShift, folded
 from dubito.models.posteriors.protocol import Dense, Factored, Operand
@@ -21,17 +25,19 @@ from dubito.models.posteriors.protocol import Dense, Factored, Operand
 log = logging.getLogger("dubito")
 ADDED = (operator.add, operator.iadd, torch.add)
 RECTIFIED = (F.relu, torch.relu, torch.relu_)
+IDLE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Identity)  # in evaluation they do nothing
+Activation = Literal["relu", "gelu"]
 
 
 class Unit(nn.Module):
-    """A Bayesian layer, then optionally scale and shift, a residual sum and a ReLU."""
+    """A Bayesian layer, then optionally scale and shift, a residual sum and a ReLU or GELU."""
 
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, layer: BayesianLayer, norm: ScaleShift | None, relu: bool) -> None:
+    def __init__(self, layer: BayesianLayer, norm: ScaleShift | None = None, then: Activation | None = None) -> None:
         super().__init__()
-        self.layer, self.norm, self.relu = layer, norm, relu
+        self.layer, self.norm, self.then = layer, norm, then
         self.geometry = layer.geometry
         if norm is not None:  # in float32, for kernels that sum in it
             scale, shift = norm.scale.detach().float(), norm.shift.detach().float()
@@ -55,14 +61,16 @@ class Unit(nn.Module):
             out = self.norm(out)
         if residual is not None:
             out = out + residual
-        return out.relu_() if self.relu else out
+        if self.then == "relu":
+            return out.relu_()
+        return F.gelu(out) if self.then == "gelu" else out
 
     def _by_kernel(self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, execution: Execution) -> Tensor:
         from dubito.service.engine import kernels
 
         geometry = self.geometry
-        after = kernels.Epilogue(self.scale, self.shift, residual, 0.0 if self.relu else -math.inf)
-        assert isinstance(geometry, Conv)
+        floor = 0.0 if self.then == "relu" else -math.inf
+        after = kernels.Epilogue(self.scale, self.shift, residual, floor, self.then == "gelu")
         match operand:
             case Factored(B, G, e) if execution != "grouped":
                 run = kernels.factored if execution == "fused" else kernels.parted
@@ -76,7 +84,7 @@ class Unit(nn.Module):
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        ours = isinstance(m, BayesianLayer | MemberLayer | ScaleShift)
+        ours = isinstance(m, BayesianLayer | MemberLayer | ScaleShift | Attention)
         return ours or super().is_leaf_module(m, module_qualified_name)
 
 
@@ -91,9 +99,14 @@ def fuse(net: nn.Module, device: torch.device) -> nn.Module:
         log.info("layers are served one by one", extra={"why": f"the network cannot be traced: {str(error)[:200]}"})
         return net
     root = fx.GraphModule(net, graph)
+    _without_idle(root)
     modules = dict(root.named_modules())
     for number, node in enumerate(list(graph.nodes)):
         layer = modules.get(str(node.target)) if node.op == "call_module" else None
+        if isinstance(layer, Attention):
+            node.target = f"attention_{number}"
+            root.add_submodule(node.target, _with_units(layer))
+            continue
         if not isinstance(layer, BayesianLayer) or len(node.args) != 1 or watched(layer):
             continue
         last, norm, residual = node, None, None
@@ -103,11 +116,11 @@ def fuse(net: nn.Module, device: torch.device) -> nn.Module:
         if (after := _only_user(last)) is not None and _is_sum(after):
             first, second = after.args
             residual, last = (second if first is last else first), after
-        relu = (after := _only_user(last)) is not None and _is_relu(modules.get(str(after.target)), after)
-        if relu:
-            assert after is not None
-            last = after
-        root.add_submodule(name := f"unit_{number}", Unit(layer, norm, relu))
+        then = None
+        if (after := _only_user(last)) is not None:
+            then = _activation(modules.get(str(after.target)), after)
+            last = last if then is None else after
+        root.add_submodule(name := f"unit_{number}", Unit(layer, norm, then))
         with graph.inserting_after(last):
             new = graph.call_module(name, (node.args[0],) if residual is None else (node.args[0], residual))
         last.replace_all_uses_with(new)
@@ -145,9 +158,35 @@ def _is_sum(node: fx.Node) -> bool:
     return called and two and node.args[0] is not node.args[1]
 
 
-def _is_relu(module: nn.Module | None, node: fx.Node) -> bool:
+def _activation(module: nn.Module | None, node: fx.Node) -> Activation | None:
     if node.op == "call_module":
-        return type(module) is nn.ReLU
-    return (node.op == "call_function" and node.target in RECTIFIED) or (
+        if type(module) is nn.ReLU:
+            return "relu"
+        return "gelu" if type(module) is nn.GELU and module.approximate == "none" else None
+    if (node.op == "call_function" and node.target in RECTIFIED) or (
         node.op == "call_method" and node.target in ("relu", "relu_")
-    )
+    ):
+        return "relu"
+    exact = node.op == "call_function" and node.target is F.gelu and node.kwargs in ({}, {"approximate": "none"})
+    return "gelu" if exact and len(node.args) == 1 else None
+
+
+def _without_idle(root: fx.GraphModule) -> None:
+    """Leave out modules that do nothing in evaluation, so that they do not part a layer from what follows it."""
+    for node in list(root.graph.nodes):
+        if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            continue
+        module = root.get_submodule(str(node.target))
+        if type(module) in IDLE and not module.training:
+            node.replace_all_uses_with(node.args[0])
+            root.graph.erase_node(node)
+
+
+def _with_units(attention: Attention) -> Attention:
+    """The same attention, whose Bayesian projections are units."""
+    twin = copy.copy(attention)
+    twin._modules = dict(attention._modules)  # its own, so that the original keeps its layers
+    for name, layer in attention._modules.items():
+        if isinstance(layer, BayesianLayer) and not watched(layer):
+            twin._modules[name] = Unit(layer)
+    return twin

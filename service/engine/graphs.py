@@ -41,12 +41,13 @@ def tap_by_tap(factors: NetworkFactors, form: nn.Module) -> NetworkFactors:
     """Factors for a fused network: B of convolutions ordered tap by tap, channels last, where no W is formed."""
     layers = dict(factors.layers)
     for unit in form.modules():
-        if not isinstance(unit, Unit) or not isinstance(unit.geometry, Conv) or unit.geometry.bias:
+        if not isinstance(unit, Unit):
             continue
         name, channels = factors.structure.names[unit.layer], unit.geometry.inputs // unit.geometry.groups
-        reordered = factors.layers[name].tap_by_tap(channels)
+        reordered = factors.layers[name].tap_by_tap(channels, unit.geometry.bias)
         if reordered is not None:
-            unit.geometry = replace(unit.geometry, taps_first=True)
+            if isinstance(unit.geometry, Conv):
+                unit.geometry = replace(unit.geometry, taps_first=True)
             layers[name] = reordered
     return replace(factors, layers=MappingProxyType(layers), form=form)
 

@@ -1,13 +1,17 @@
-"""Triton kernels: convolutions of K draws with a fused epilogue. Imported on first use, since triton is optional.
+"""Triton kernels: convolutions and linear layers of K draws with a fused epilogue. Imported on first use, since triton
+is optional.
 
-Activations are channels last, the rows of draw k one after the other. A row is one position of one picture. A layer
-computes G_k Bᵀ(patch) + e_k ‖patch outside B‖, or W_k (patch), for it, then the epilogue: scale and shift per channel,
-residual sum, max with `floor`. Bᵀ(patch) stays on chip (`factored`), or, for few rows, is computed in `splits` parallel
-parts that are then added (`parted`). Sums are in float32.
+Activations are channels last, the rows of draw k one after the other. A row is one position of one picture, or one
+vector of a linear layer, which is computed as a 1 × 1 convolution. A layer computes G_k Bᵀ(patch) + e_k ‖patch outside
+B‖, or W_k (patch), for it, then the epilogue: scale and shift per channel, residual sum, max with `floor` or GELU. With
+a bias, the patch ends with a 1 that is not loaded: the last row of B or W_k is added. Bᵀ(patch) stays on chip
+(`factored`), or, for few rows, is computed in `splits` parallel parts that are then added (`parted`). Sums are in
+float32.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
+import math
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -16,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dubito.models.network.geometry import Conv
+from dubito.models.network.geometry import Conv, Linear
 
 LEAST = 16  # smallest dimension of tl.dot
 MANY = 132  # triton programs that fill a large GPU
@@ -65,7 +69,10 @@ def _taps(
 
 
 @triton.jit
-def _finish(acc, y, residual, scale, shift, floor, live, n, d_out, RESIDUAL: tl.constexpr, BM: tl.constexpr):
+def _finish(
+    acc, y, residual, scale, shift, floor, live, n, d_out,
+    RESIDUAL: tl.constexpr, GELU: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
     """The epilogue, and the store of the result; `y` and `residual` point to the first row."""
     mask = live[:, None] & (n < d_out)[None, :]
     offset = tl.arange(0, BM)[:, None] * d_out + n[None, :]
@@ -75,6 +82,8 @@ def _finish(acc, y, residual, scale, shift, floor, live, n, d_out, RESIDUAL: tl.
     )
     if RESIDUAL:
         acc += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
+    if GELU:
+        acc = 0.5 * acc * (1.0 + tl.erf(acc * 0.7071067811865476))
     tl.store(y + offset, tl.maximum(acc, floor).to(y.dtype.element_ty), mask=mask)
 
 
@@ -89,7 +98,7 @@ def _beyond(energy, c, c2, R2: tl.constexpr):
 @triton.jit
 def _spread(
     c, c2, energy, k, G, e, g_k, g_r, g_o, r, y, residual, scale, shift, floor, live, blocks, d_out,
-    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr,
+    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Multiply c by draw k's matrix, `blocks` blocks of BN outputs; program_id(1) gives the first block."""
@@ -110,21 +119,30 @@ def _spread(
             acc = tl.dot(c2, g2, acc, input_precision="ieee")
         if NOISE:
             acc += beyond[:, None] * tl.load(e + n, mask=n < d_out, other=0.0).to(tl.float32)[None, :]
-        _finish(acc, y, residual, scale, shift, floor, live, n, d_out, RESIDUAL, BM)
+        _finish(acc, y, residual, scale, shift, floor, live, n, d_out, RESIDUAL, GELU, BM)
 
 
 @triton.jit
 def _project(
-    x, B, b_i, b_r, r, place, top, left, live, start, end, H, W, C,
+    x, B, b_i, b_r, r, place, top, left, live, start, end, ones, H, W, C,
     side: tl.constexpr, WHOLE: tl.constexpr, POINT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr,
+    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Bᵀ(patch) over a part of the patch, its columns in two blocks of R and R2, and the part's squared norm."""
+    """Bᵀ(patch) over a part of the patch, its columns in two blocks of R and R2, and the part's squared norm.
+
+    `ones` is 1 for the part that has the 1 of the bias, else 0.
+    """
     Q: tl.constexpr = R2 if R2 > 0 else 1
     c = tl.zeros((BM, R), tl.float32)
     c2 = tl.zeros((BM, Q), tl.float32)
     energy = tl.zeros((BM,), tl.float32)
     col, col2 = tl.arange(0, R), R + tl.arange(0, Q)
+    if BIAS:
+        last = B + side * side * C * b_i
+        c += ones * tl.load(last + col * b_r, mask=col < r, other=0.0).to(tl.float32)[None, :]
+        if R2 > 0:
+            c2 += ones * tl.load(last + col2 * b_r, mask=col2 < r, other=0.0).to(tl.float32)[None, :]
+        energy += ones
     for k in range(start, end, BK):
         one = k + tl.arange(0, BK)
         a = _taps(x, place, top, left, live, k, H, W, C, side, WHOLE, POINT, BK)
@@ -148,7 +166,8 @@ def _factored_kernel(
     x, B, G, e, y, residual, scale, shift, floor, rows, H, W, C, Ho, Wo, d_out, r, stride, padding,
     b_i, b_r, g_k, g_r, g_o, blocks,
     side: tl.constexpr, WHOLE: tl.constexpr, POINT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr,
+    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    GELU: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BM  # within the draw
@@ -158,12 +177,12 @@ def _factored_kernel(
     y += (k * rows + row) * d_out
     residual += (k * rows + row) * d_out
     c, c2, energy = _project(
-        x, B, b_i, b_r, r, place, top, left, live, 0, side * side * C, H, W, C,
-        side, WHOLE, POINT, BM, BK, R, R2, NOISE,
+        x, B, b_i, b_r, r, place, top, left, live, 0, side * side * C, 1.0, H, W, C,
+        side, WHOLE, POINT, BM, BK, R, R2, NOISE, BIAS,
     )  # fmt: skip
     _spread(
         c, c2, energy, k, G, e, g_k, g_r, g_o, r, y, residual, scale, shift, floor, live, blocks, d_out,
-        R, R2, NOISE, RESIDUAL, BM, BN,
+        R, R2, NOISE, RESIDUAL, GELU, BM, BN,
     )  # fmt: skip
 
 
@@ -171,7 +190,7 @@ def _factored_kernel(
 def _project_kernel(
     x, B, c_out, energy_out, rows, H, W, C, Ho, Wo, r, stride, padding, b_i, b_r, blocks,
     side: tl.constexpr, WHOLE: tl.constexpr, POINT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr,
+    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64)
     local = tl.arange(0, BM)
@@ -180,7 +199,7 @@ def _project_kernel(
     start = tl.program_id(1) * blocks * BK
     c, c2, energy = _project(
         x + begin, B, b_i, b_r, r, place, top, left, live, start, tl.minimum(start + blocks * BK, side * side * C),
-        H, W, C, side, WHOLE, POINT, BM, BK, R, R2, NOISE,
+        (part == 0).to(tl.float32), H, W, C, side, WHOLE, POINT, BM, BK, R, R2, NOISE, BIAS,
     )  # fmt: skip
     c_out += (part * rows + row) * (R + R2)
     offset = local[:, None] * (R + R2)
@@ -195,7 +214,7 @@ def _project_kernel(
 def _mix_kernel(
     c_in, energy_in, G, e, y, residual, scale, shift, floor, rows, all_rows, d_out, r, g_k, g_r, g_o, blocks,
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr,
+    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BM  # within the draw
@@ -219,7 +238,7 @@ def _mix_kernel(
             energy += tl.load(energy_in + all_rows.to(tl.int64) * part + local, mask=live, other=0.0)
     _spread(
         c, c2, energy, k, G, e, g_k, g_r, g_o, r, y, residual, scale, shift, floor, live, blocks, d_out,
-        R, R2, NOISE, RESIDUAL, BM, BN,
+        R, R2, NOISE, RESIDUAL, GELU, BM, BN,
     )  # fmt: skip
 
 
@@ -227,7 +246,7 @@ def _mix_kernel(
 def _dense_kernel(
     x, W_, y, residual, scale, shift, floor, rows, H, W, C, Ho, Wo, d_out, stride, padding, w_k,
     side: tl.constexpr, WHOLE: tl.constexpr, POINT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(1).to(tl.int64)
     across = tl.cdiv(d_out, BN)
@@ -244,39 +263,48 @@ def _dense_kernel(
         inside = (one < side * side * C)[:, None] & (n < d_out)[None, :]
         w = tl.load(W_ + (one[:, None] * d_out + n[None, :]), mask=inside, other=0.0)
         acc = tl.dot(a, w, acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(W_ + side * side * C * d_out + n, mask=n < d_out, other=0.0).to(tl.float32)[None, :]
     offset = (k * rows + row) * d_out
-    _finish(acc, y + offset, residual + offset, scale, shift, floor, live, n, d_out, RESIDUAL, BM)
+    _finish(acc, y + offset, residual + offset, scale, shift, floor, live, n, d_out, RESIDUAL, GELU, BM)
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Fused after a convolution: y ← max(scale y + shift + residual, floor)."""
+    """Fused after a layer: y ← max(scale y + shift + residual, floor), or GELU of it."""
 
     scale: Tensor  # (d_out,) float32
     shift: Tensor
     residual: Tensor | None
     floor: float  # 0 for a ReLU, −∞ for none
+    gelu: bool = False  # the exact one
 
 
-def suits(geometry: object) -> TypeGuard[Conv]:
-    """Whether these kernels support the convolution: square, zero-padded, without dilation, groups and bias."""
-    if not isinstance(geometry, Conv) or geometry.dims != 2 or geometry.groups != 1 or geometry.bias:
+def suits(geometry: object) -> TypeGuard[Conv | Linear]:
+    """Whether these kernels support the layer: linear, or a convolution that is square, zero-padded, without dilation
+    and groups."""
+    if isinstance(geometry, Linear):
+        return geometry.groups == 1
+    if not isinstance(geometry, Conv) or geometry.dims != 2 or geometry.groups != 1:
         return False
     same = all(len(set(t)) == 1 for t in (geometry.kernel, geometry.stride) if isinstance(t, tuple))
     plain = geometry.padding_mode == "zeros" and set(geometry.dilation) == {1}
     return same and plain and isinstance(geometry.padding, tuple) and len(set(geometry.padding)) == 1
 
 
-def tap_by_tap(geometry: Conv, B: Tensor) -> Tensor:
-    """Reorder the rows of a (d_in, n) or (K, d_in, n) matrix from channel by channel to tap by tap."""
-    taps = geometry.kernel[0] ** 2
-    reordered: Tensor = B.unflatten(-2, (geometry.inputs, taps)).transpose(-3, -2).flatten(-3, -2).contiguous()
-    return reordered
+def tap_by_tap(geometry: Conv | Linear, B: Tensor) -> Tensor:
+    """Reorder rows of a (d_in, n) or (K, d_in, n) matrix from channel by channel to tap by tap; a bias stays last."""
+    if isinstance(geometry, Linear):
+        return B.contiguous()
+    taps, bias = geometry.kernel[0] ** 2, int(geometry.bias)
+    rows, last = B.split([B.shape[-2] - bias, bias], -2)
+    rows = rows.unflatten(-2, (geometry.inputs, taps)).transpose(-3, -2).flatten(-3, -2)
+    return torch.cat([rows, last], -2) if bias else rows.contiguous()
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Sizes of one convolution."""
+    """Sizes of one layer; a linear one is a 1 × 1 convolution of pictures that have one pixel."""
 
     N: int
     H: int
@@ -287,13 +315,17 @@ class _Shape:
     side: int
     stride: int
     padding: int
+    leading: tuple[int, ...] | None  # axes before the last, of a linear layer's inputs
 
     @classmethod
-    def of(cls, geometry: Conv, x: Tensor) -> "_Shape":
+    def of(cls, geometry: Conv | Linear, x: Tensor) -> "_Shape":
+        if isinstance(geometry, Linear):
+            leading, C = tuple(x.shape[:-1]), x.shape[-1]
+            return cls(math.prod(leading), 1, 1, C, 1, 1, 1, 1, 0, leading)
         N, C, H, W = x.shape
         side, stride, padding = geometry.kernel[0], geometry.stride[0], int(geometry.padding[0])
         Ho, Wo = ((n + 2 * padding - side) // stride + 1 for n in (H, W))
-        return cls(N, H, W, C, Ho, Wo, side, stride, padding)
+        return cls(N, H, W, C, Ho, Wo, side, stride, padding, None)
 
     @property
     def rows(self) -> int:
@@ -309,19 +341,25 @@ class _Shape:
         BK = next((size for size in (64, 32, 16) if self.C % size == 0), None)
         return (32, False) if BK is None else (BK, True)
 
+    def laid(self, x: Tensor) -> Tensor:
+        """Channels last."""
+        return x.contiguous(memory_format=torch.channels_last if self.leading is None else torch.contiguous_format)
+
     def output(self, x: Tensor, d_out: int) -> Tensor:
+        if self.leading is not None:
+            return torch.empty((*self.leading, d_out), dtype=x.dtype, device=x.device)
         shape = (self.N, d_out, self.Ho, self.Wo)
         return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+
+    def added(self, residual: Tensor | None, y: Tensor) -> Tensor:
+        """What is added to the result; any tensor where nothing is."""
+        return y if residual is None else self.laid(residual.expand_as(y))
 
 
 def _runs(r: int) -> tuple[int, int]:
     """r columns as two blocks whose sizes are powers of two; the second may be empty."""
     first = max(LEAST, 1 << (r.bit_length() - 1))
     return first, 0 if r <= first else max(LEAST, triton.next_power_of_2(r - first))
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last)
 
 
 @dataclass(frozen=True)
@@ -334,13 +372,14 @@ class Tile:
     stages: int
 
 
-def factored(geometry: Conv, x: Tensor, B: Tensor, G: Tensor, e: Tensor | None, after: Epilogue) -> Tensor:
+def factored(geometry: Conv | Linear, x: Tensor, B: Tensor, G: Tensor, e: Tensor | None, after: Epilogue) -> Tensor:
     """B (d_in, r) ordered tap by tap, G (K, d_out, r), e (K, d_out): one kernel, with Bᵀ(patch) on chip."""
-    x, s = _channels_last(x), _Shape.of(geometry, x)
+    s = _Shape.of(geometry, x)
+    x = s.laid(x)
     K, d_out, r = G.shape
     rows, (R, R2), (BK, whole) = s.rows // K, _runs(r), s.tile()
     y = s.output(x, d_out)
-    residual = y if after.residual is None else _channels_last(after.residual.expand_as(y))
+    residual = s.added(after.residual, y)
     tile = tile_factored(after.residual is not None)
     tiles, columns = triton.cdiv(rows, tile.BM) * K, triton.cdiv(d_out, tile.BN)
     blocks = columns if tiles >= MANY else triton.cdiv(columns, triton.cdiv(MANY, tiles))
@@ -349,15 +388,17 @@ def factored(geometry: Conv, x: Tensor, B: Tensor, G: Tensor, e: Tensor | None, 
             x, B, G, G if e is None else e, y, residual, after.scale, after.shift, after.floor,
             rows, s.H, s.W, s.C, s.Ho, s.Wo, d_out, r, s.stride, s.padding, *B.stride(),
             G.stride(0), G.stride(2), G.stride(1), blocks,
-            s.side, whole, s.point, tile.BM, tile.BN, BK, R, R2, e is not None, after.residual is not None,
+            s.side, whole, s.point, tile.BM, tile.BN, BK, R, R2, e is not None, geometry.bias,
+            after.residual is not None, after.gelu,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return y
 
 
-def parted(geometry: Conv, x: Tensor, B: Tensor, G: Tensor, e: Tensor | None, after: Epilogue) -> Tensor:
+def parted(geometry: Conv | Linear, x: Tensor, B: Tensor, G: Tensor, e: Tensor | None, after: Epilogue) -> Tensor:
     """`factored` in two kernels: Bᵀ(patch) in parallel parts of the patch, then each draw's matrix."""
-    x, s = _channels_last(x), _Shape.of(geometry, x)
+    s = _Shape.of(geometry, x)
+    x = s.laid(x)
     K, d_out, r = G.shape
     rows, (R, R2), (BK, whole) = s.rows // K, _runs(r), s.tile()
     first, second = tile_project(rows), tile_mix(rows)
@@ -367,37 +408,38 @@ def parted(geometry: Conv, x: Tensor, B: Tensor, G: Tensor, e: Tensor | None, af
     c = torch.empty(splits, s.rows, R + R2, device=x.device)
     energy = torch.empty(splits, s.rows, device=x.device) if e is not None else c
     y = s.output(x, d_out)
-    residual = y if after.residual is None else _channels_last(after.residual.expand_as(y))
+    residual = s.added(after.residual, y)
     tiles, columns = triton.cdiv(rows, second.BM), triton.cdiv(d_out, second.BN)
     wide = 1 if tiles * K * columns <= 8 * MANY else 4
     with torch.cuda.device_of(x):
         _project_kernel[triton.cdiv(s.rows, first.BM), splits](
             x, B, c, energy, s.rows, s.H, s.W, s.C, s.Ho, s.Wo, r, s.stride, s.padding, *B.stride(), blocks,
-            s.side, whole, s.point, first.BM, BK, R, R2, e is not None,
+            s.side, whole, s.point, first.BM, BK, R, R2, e is not None, geometry.bias,
             num_warps=first.warps, num_stages=first.stages,
         )  # fmt: skip
         _mix_kernel[tiles, triton.cdiv(columns, wide), K](
             c, energy, G, G if e is None else e, y, residual, after.scale, after.shift, after.floor,
             rows, s.rows, d_out, r, G.stride(0), G.stride(2), G.stride(1), wide,
-            splits, second.BM, second.BN, R, R2, e is not None, after.residual is not None,
+            splits, second.BM, second.BN, R, R2, e is not None, after.residual is not None, after.gelu,
             num_warps=second.warps, num_stages=second.stages,
         )  # fmt: skip
     return y
 
 
-def dense(geometry: Conv, x: Tensor, W: Tensor, after: Epilogue) -> Tensor:
+def dense(geometry: Conv | Linear, x: Tensor, W: Tensor, after: Epilogue) -> Tensor:
     """W (K or 1, d_in, d_out) ordered tap by tap: one kernel for all draws."""
-    x, s = _channels_last(x), _Shape.of(geometry, x)
+    s = _Shape.of(geometry, x)
+    x = s.laid(x)
     K, _, d_out = W.shape
     rows, (BK, whole) = s.rows // K, s.tile()
     y = s.output(x, d_out)
-    residual = y if after.residual is None else _channels_last(after.residual.expand_as(y))
+    residual = s.added(after.residual, y)
     tile = tile_dense(rows, d_out, after.residual is not None)
     with torch.cuda.device_of(x):
         _dense_kernel[triton.cdiv(rows, tile.BM) * triton.cdiv(d_out, tile.BN), K](
             x, W, y, residual, after.scale, after.shift, after.floor,
             rows, s.H, s.W, s.C, s.Ho, s.Wo, d_out, s.stride, s.padding, W.stride(0),
-            s.side, whole, s.point, tile.BM, tile.BN, BK, after.residual is not None,
+            s.side, whole, s.point, tile.BM, tile.BN, BK, geometry.bias, after.residual is not None, after.gelu,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return y

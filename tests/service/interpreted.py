@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dubito.models import bayesianize
 from dubito.models.conversion.directions import set_directions
-from dubito.models.network.geometry import Conv, apply
+from dubito.models.network.geometry import Conv, Linear, apply
 from dubito.models.numerics.hadamard_kernel import transform_on_gpu
 from dubito.models.numerics.normals_kernel import FOUR, fill
 from dubito.models.numerics.parameters import alike
@@ -28,27 +28,48 @@ CLOSE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 AGAIN = 10
 EVEN = [(4, 8, 3), (8, 72, 3), (72, 8, 1), (8, 20, 1), (20, 10, 1)]
 
-# K, B, size, channels, filters, side, stride, padding, r, λ-noise, residual, ReLU
+# K, B, size, channels, filters, side, stride, padding, bias, r, λ-noise, residual, activation
 CASES = [
-    (2, 2, 6, 3, 40, 3, 2, 1, 27, False, False, False),
-    (1, 1, 9, 64, 32, 1, 2, 0, 64, False, False, True),
-    (2, 3, 5, 48, 72, 1, 1, 0, 48, False, True, True),
-    (2, 1, 2, 48, 24, 3, 1, 1, 7, True, False, True),
-    (2, 1, 4, 32, 80, 3, 1, 1, 36, True, True, True),
+    (2, 2, 6, 3, 40, 3, 2, 1, False, 27, False, False, None),
+    (1, 1, 9, 64, 32, 1, 2, 0, False, 64, False, False, "relu"),
+    (2, 3, 5, 48, 72, 1, 1, 0, True, 48, False, True, "relu"),
+    (2, 1, 2, 48, 24, 3, 1, 1, True, 7, True, False, "gelu"),
+    (2, 1, 4, 32, 80, 3, 1, 1, False, 36, True, True, "relu"),
+]
+# K, axes before the last, inputs, outputs, bias, r, λ-noise, residual, activation
+LINEAR = [
+    (2, (3, 5), 40, 72, True, 36, True, True, "gelu"),
+    (3, (7,), 128, 24, False, 17, False, False, None),
+    (2, (2, 2, 3), 48, 40, True, 49, True, False, "relu"),
 ]
 LAWS: list[tuple[float, LambdaLaw]] = [(0.0, "exact"), (0.3, "factored"), (0.3, "exact")]
 
 
 def check_convolution(
-    K: int, B: int, size: int, C: int, d_out: int, side: int, stride: int, padding: int, r: int,
-    noise: bool, add: bool, relu: bool, dtype: torch.dtype,
+    K: int, B: int, size: int, C: int, d_out: int, side: int, stride: int, padding: int, bias: bool, r: int,
+    noise: bool, add: bool, then: str | None, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Every kernel against torch in float64, on inputs rounded as the kernel's are."""
+    geometry = Conv(C, d_out, (side, side), (stride, stride), (padding, padding), (1, 1), 1, bias)
+    check_layer(geometry, (B, C, size, size), K, r, noise, add, then, dtype)
+
+
+def check_linear(
+    K: int, leading: tuple[int, ...], d_in: int, d_out: int, bias: bool, r: int,
+    noise: bool, add: bool, then: str | None, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    check_layer(Linear(d_in, d_out, bias), (*leading, d_in), K, r, noise, add, then, dtype)
+
+
+def check_layer(
+    geometry: Conv | Linear, shape: tuple[int, ...], K: int, r: int,
+    noise: bool, add: bool, then: str | None, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Every kernel against torch in float64, on inputs rounded as the kernel's are; `shape` of one draw's inputs."""
     torch.manual_seed(0)
-    geometry = Conv(C, d_out, (side, side), (stride, stride), (padding, padding), (1, 1), 1, False)
     assert suits(geometry)
-    x = torch.randn(K * B, C, size, size, device=DEVICE).to(dtype)
-    basis = torch.linalg.qr(torch.randn(C * side**2, r))[0].to(DEVICE, dtype)
+    d_out, d_in = geometry.shape
+    x = torch.randn(K * shape[0], *shape[1:], device=DEVICE).to(dtype)
+    basis = torch.linalg.qr(torch.randn(d_in, r))[0].to(DEVICE, dtype)
     G = (torch.randn(K, d_out, r, device=DEVICE) / math.sqrt(r)).to(dtype)
     e = (torch.randn(K, d_out, device=DEVICE) / 10).to(dtype) if noise else None
     scale, shift = torch.randn(2, d_out, device=DEVICE)
@@ -58,7 +79,7 @@ def check_convolution(
         "dense": apply(geometry, x.double(), Dense(wide.dense()), K, "loop"),
     }
     residual = torch.randn(expected["dense"].shape, device=DEVICE).to(dtype) if add else None
-    after = Epilogue(scale, shift, residual, 0.0 if relu else -math.inf)
+    after = Epilogue(scale, shift, residual, 0.0 if then == "relu" else -math.inf, then == "gelu")
     W = tap_by_tap(geometry, (G @ basis.T).mT)
     B_ = tap_by_tap(geometry, basis).T.contiguous().T  # one filter after the other, as factors have them
     found = {
@@ -69,14 +90,15 @@ def check_convolution(
         for k, first in zip((factored, parted), found["factored"], strict=True):
             assert torch.equal(k(geometry, x, B_, G, e, after), first)
         assert torch.equal(dense(geometry, x, W, after), found["dense"][0])
+    own = (-1, 1, 1) if isinstance(geometry, Conv) else (-1,)
     for name, y in expected.items():
-        y = y * scale.double()[:, None, None] + shift.double()[:, None, None]
+        y = y * scale.double().view(own) + shift.double().view(own)
         y = y if residual is None else y + residual.double()
-        y = y.relu() if relu else y
+        y = y.relu() if then == "relu" else torch.nn.functional.gelu(y) if then == "gelu" else y
         for out in found[name]:
             assert out.shape == y.shape
             error = float((out.double() - y).norm() / y.norm())
-            assert error < CLOSE[dtype], (name, K, B, size, C, d_out, side, stride, padding, r, noise, add, relu, error)
+            assert error < CLOSE[dtype], (name, geometry, shape, K, r, noise, add, then, error)
 
 
 def philox(counter: list[NDArray[np.uint64]], key: tuple[int, int]) -> list[NDArray[np.uint64]]:
@@ -175,8 +197,11 @@ if __name__ == "__main__":
     short = sys.argv[1:] == ["short"]
     for case in [CASES[0], CASES[4]] if short else CASES:
         check_convolution(*case, torch.float32)
+    for linear in LINEAR[:1] if short else LINEAR:
+        check_linear(*linear, torch.float32)
     for lam, law in LAWS[:2] if short else LAWS:
         check_together(lam, law, torch.float32)
     if not short:
         check_convolution(*CASES[-1], HALF)
+        check_linear(*LINEAR[0], HALF)
         check_normals(3, 0, 2, 5000)

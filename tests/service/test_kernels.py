@@ -1,5 +1,6 @@
 """What a GPU serves with, as far as that can be told without one; `test_cuda.py` has the rest."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,6 +82,45 @@ def test_units_answer_as_the_network_does(architecture: str, units: int, normed:
     calls = [node for node in form.graph.nodes if "unit" in str(node.target)]  # type: ignore[union-attr]
     assert sum(len(node.args) == 2 for node in calls) == summed
     torch.testing.assert_close(answers(network, x, form=form), answers(network, x), rtol=1e-4, atol=1e-5)
+
+
+def transformer() -> nn.Module:
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(32, 8, 2, 2, 16, 32, dropout=0.1, num_classes=5)
+
+
+def convnext() -> nn.Module:
+    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+    return ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=5)
+
+
+@pytest.mark.parametrize("lam_max", [0.0, 0.3])
+@pytest.mark.parametrize(("build_net", "layers", "summed"), [(transformer, 10, 2), (convnext, 7, 0)])
+def test_units_of_transformers(build_net: Callable[[], nn.Module], layers: int, summed: int, lam_max: float) -> None:
+    """Projections of attention are units too; GELU is part of one, and a sum behind dropout that does nothing."""
+    torch.manual_seed(0)
+    net = build_net().eval()
+    for p in net.parameters():
+        nn.init.normal_(p, std=0.2)  # heads and layer scales of a new network are next to nothing
+    network, x = bayesianize(net, "ffg-u", inducing=4, lam_max=lam_max).eval(), torch.randn(2, 3, 32, 32)
+    form = fuse(network.net, CPU)
+    found = [m for m in form.modules() if isinstance(m, Unit)]
+    assert len(found) == len(network.layers) == layers
+    assert sum(unit.then == "gelu" for unit in found) == 2
+    calls = [node for node in form.graph.nodes if "unit" in str(node.target)]  # type: ignore[union-attr]
+    assert sum(len(node.args) == 2 for node in calls) == summed
+    expected = answers(network, x)
+    assert float(expected.std(0).min()) > 0
+    torch.testing.assert_close(answers(network, x, form=form), expected, rtol=1e-4, atol=1e-5)
+    reordered = tap_by_tap(network.factors(), form)
+    torch.testing.assert_close(
+        answers(network, x, form=form, layers=reordered.layers),
+        expected,
+        rtol=1e-4,
+        atol=1e-4 * float(expected.abs().max()),
+    )
 
 
 class Odd(nn.Module):
