@@ -238,9 +238,12 @@ def _plain_of(origin: Model, model: Model) -> Plain | None:
 
 
 def _compared(plain: Plain, after: dict[str, float]) -> Plain:
-    """With the differences of the figures as stored; their standard errors are those measured in training."""
-    rival = plain.tempered or plain.metrics
-    changed = {key: d.model_copy(update={"value": after[key] - rival[key]}) for key, d in plain.differences.items()}
+    """With the differences of the figures as stored; their standard errors are those measured in training, or what
+    rounding changed, where that is more."""
+    rival, changed = plain.tempered or plain.metrics, {}
+    for key, was in plain.differences.items():
+        value = after[key] - rival[key]
+        changed[key] = was.model_copy(update={"value": value, "se": max(was.se, abs(value - was.value))})
     return plain.model_copy(update={"differences": changed})
 
 
