@@ -9,7 +9,7 @@ LEAST, MOST = 4, 16  # requests that begin in one turn of the event loop
 LONG = 0.002  # seconds of a turn, after which fewer begin in the next
 
 
-class Beginning(Protocol):
+class Begins(Protocol):
     """A connection, as far as beginning a request is concerned."""
 
     def begin(self, exchange: Any) -> None:
@@ -25,13 +25,13 @@ class Starts:
     """
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[float, int, Beginning, object]] = []  # a heap
+        self.waiting: list[tuple[float, int, Begins, object]] = []  # a heap
         self.begun = 0  # in this turn
         self.few = MOST  # that may begin in a turn
         self.since = 0.0  # time at which the turn began
         self.numbers = count()
 
-    def put(self, loop: asyncio.AbstractEventLoop, answered: float, connection: Beginning, exchange: object) -> None:
+    def put(self, loop: asyncio.AbstractEventLoop, answered: float, connection: Begins, exchange: object) -> None:
         """`answered`: when the connection had its last answer."""
         if not self.begun:
             self.since = loop.time()
