@@ -50,6 +50,7 @@ SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # of a table's epo
 PHASES = ("epochs", "pretrain_epochs", "noise_epochs", "likelihood_epochs", "warmup_epochs", "patience")
 NO_PHASES = ("fit.likelihood_epochs=0", "fit.warmup_epochs=0")
 BATCH = 32, 128  # for pictures, by their number
+MOST_HELD = 0.35  # share of few examples that may be held out to calibrate on
 SMALLEST = 8  # side of a picture that a CNN takes
 
 
@@ -134,11 +135,22 @@ def choose(request: Request, facts: Facts, machine: Machine) -> list[str]:
     """
     minutes = QUICK if request.quick else FROM_WEIGHTS if request.recipe().network.weights else MINUTES
     chosen: list[str] = []
+    held = _enough_to_calibrate(request, facts)
     for values in _candidates(request, facts):
-        chosen = [f"{key}={as_toml(value)}" for key, value in values.items()]
+        chosen = [f"{key}={as_toml(value)}" for key, value in (values | held).items()]
         if seconds(request.recipe(chosen), facts, machine) * machine.rounded <= 60 * minutes:
             break
     return chosen
+
+
+def _enough_to_calibrate(request: Request, facts: Facts) -> dict[str, Any]:
+    """Of few examples a larger share is held out to calibrate on, as long as most are left to train on."""
+    data = request.recipe().data
+    rest = facts.examples * (1 if facts.tested else 1 - data.test)
+    share = math.ceil(100 * (FEWEST + 1) / max(1.0, rest)) / 100
+    if request.sets("data.calibration") or data.calibration * rest >= FEWEST + 1 or share > MOST_HELD:
+        return {}
+    return {"data.calibration": share, "calibrate.temperature": False}  # which would take examples from that part
 
 
 def _candidates(request: Request, facts: Facts) -> Iterator[dict[str, Any]]:

@@ -306,3 +306,14 @@ def test_progress_is_said_now_and_then(capfd: pytest.CaptureFixture[str], monkey
         advance(5)
         advance(5)
     assert re.fullmatch(r"working: 50%, 0 seconds left\n", capfd.readouterr().err)
+
+
+def test_of_few_examples_more_are_held_out_to_calibrate_on() -> None:
+    table, request = Facts(150, 0, (3,), 1), Request("csv:x")
+    data = chosen(request, table).data
+    assert 150 * (1 - data.test) * data.calibration >= 20
+    assert not chosen(request, table).calibrate.temperature
+    assert chosen(request, replace(table, examples=1000)).data.calibration == request.recipe().data.calibration
+    assert chosen(request, replace(table, examples=30)).data.calibration == request.recipe().data.calibration  # refused
+    own = Request("csv:x", ("data.calibration=0.12",))
+    assert chosen(own, table).data.calibration == 0.12

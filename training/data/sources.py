@@ -367,7 +367,7 @@ def _npz(path: Path, regression: bool | None) -> DataSet:
             names = arrays.files
             contents = {key: np.asarray(arrays[key]) for key in ARRAYS if key in names}
     except Exception as error:  # numpy and zipfile raise many kinds, all of them about the file
-        raise DataError(f"cannot read {path}: {_reason(error)}.") from None
+        raise DataError(f"cannot read {path}: {_reason(error)}; expected arrays of numbers.") from None
     if not {"x", "y"} <= contents.keys() or ("x_test" in contents) != ("y_test" in contents):
         raise DataError(f"{path} holds {', '.join(names) or 'nothing'}; expected arrays x and y (and x_test, y_test).")
     train, test = _arrays(path, contents["x"], contents["y"], regression), None
@@ -484,7 +484,9 @@ def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, skipinitialspace=True, strict=True)
             rows = [(reader.line_num, [text.strip() for text in row]) for row in reader if row not in ([], [""])]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not in UTF-8; expected a table of text in UTF-8. Save it so.") from None
+    except (OSError, csv.Error) as error:
         raise DataError(f"cannot read {path}: {_reason(error)}.") from None
     if len(rows) < 2:
         raise DataError(f"{path} has {len(rows)} lines; expected a header and examples.")
