@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks._measure import machine
 from benchmarks._server import Server, running
-from benchmarks.gpu_predict import DEVICE, HALF, SHAPE, median_ms, network_of, ours
+from benchmarks.gpu_predict import DEVICE, HALF, median_ms, network_of, ours
 from benchmarks.http_overhead import drive
 from dubito.models import load, save
 from dubito.models.manifest import Card, Input
@@ -37,6 +37,7 @@ from dubito.service.load import Target, post
 from dubito.service.metrics import STAGES
 from dubito.service.settings import Settings
 
+SHAPE = (3, 32, 32)
 CONNECTIONS = 64
 
 
@@ -98,7 +99,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         clients = [stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for _ in range(args.clients)]
         artifact = Path(folder) / "net.safetensors"
-        save(network_of(args.architecture, args.inducing, noisy=False), artifact, card=Card(input=Input(shape=SHAPE)))
+        save(network_of(args.architecture, args.inducing, False, SHAPE), artifact, card=Card(input=Input(shape=SHAPE)))
         device = device_ms(artifact, [1, args.full], args.samples)
         most = args.full / device[args.full] * 1000
         command = ["dubito", "serve", str(artifact), "--device", "cuda", "--set", f"samples={args.samples}"]

@@ -167,6 +167,11 @@ def model_of(network: BayesianNetwork, shape: Shape) -> Model:
         return reside(load(file), DEVICE, HALF)
 
 
+def shape_of(model: Model) -> tuple[int, ...]:
+    assert model.card.input is not None
+    return model.card.input.shape
+
+
 def resident_bytes(network: BayesianNetwork, shape: Shape) -> int:
     """Bytes that the device's allocator gives out for a served model."""
     gc.collect()
@@ -182,7 +187,7 @@ def engine_of(model: Model, B: int, samples: Sequence[int], memory: PlanCache, s
     """An engine with plans for the usual K, as in a server, and graphs for every K."""
     engine = Engine(model, [B], memory, seconds)
     engine.warm(USUAL if USUAL in samples else samples[0], nullcontext())
-    job = engine._job(torch.zeros(B, *model.card.input.shape), 0, None)
+    job = engine._job(torch.zeros(B, *shape_of(model)), 0, None)
     assert engine.graphs is not None
     for _, k in (part for K in samples for part in parts_of(engine, B, K)):
         engine.graphs.capture(job, k)
@@ -191,7 +196,7 @@ def engine_of(model: Model, B: int, samples: Sequence[int], memory: PlanCache, s
 
 def parts_of(engine: Engine, B: int, K: int) -> list[tuple[int, int]]:
     """The passes of a request: first draw, and number of draws."""
-    once = engine._job(torch.zeros(B, *engine.model.card.input.shape), 0, None, K).samples_at_once(B)
+    once = engine._job(torch.zeros(B, *shape_of(engine.model)), 0, None, K).samples_at_once(B)
     return [(start, min(once, K - start)) for start in range(0, K, once)]
 
 

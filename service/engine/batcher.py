@@ -130,9 +130,7 @@ class Batcher:
         self.cost = 0  # rows × draws as many as are usual
         self.running: list[Ticket] = []  # taken and not yet delivered
         self.since: float | None = None  # time at which the running batch began, or last made progress
-        self.pace = Pace()
-        for work, seconds in engine.timed:
-            self.pace.add(work, seconds)
+        self.pace = Pace(engine.timed)
         self.closing = self.dead = False
         self.asleep = False  # the thread waits for the bell
         self.ringing = False  # a call that wakes it is scheduled
@@ -426,7 +424,10 @@ class Batcher:
         self.outer, work = batch, sum(request.cost for request in requests)
         finest = int(min(self.short, self.engine.finest)) if self.device.contended else self.short
         self.engine.pause = self._between if work > finest else None
-        self.engine.pass_work = finest if self.contended else self.max_work
+        contended = self.contended
+        self.engine.pass_work = finest if contended else self.max_work
+        if any(ticket.long for ticket in batch.wanted):
+            self.engine.pass_work = min(self.engine.pass_work, self.engine.long_passes[0 if contended else 1])
         try:
             launched = batch.run(lambda: self.engine.launch(requests)) if requests else None
         finally:

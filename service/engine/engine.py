@@ -128,9 +128,10 @@ class Engine:
         self.draws = 0  # of the largest pass so far
         self.timed: list[tuple[int, float]] = []  # work (rows × draws) and seconds of batches, at the start
         self.slices = math.inf, math.inf  # work of a short batch, and of a long one
+        self.long_passes = math.inf, math.inf  # work of a pass of a long request: while others wait, and alone
         self.finest = math.inf  # work of a pass while other models wait
         self.pause: Callable[[], None] | None = None  # called between the passes of a batch
-        self.pass_work = sys.maxsize  # of a pass of a batch with pauses
+        self.pass_work: float = sys.maxsize  # of a pass of a batch with pauses
         self.seed = seed_of(None)  # for the next launch without a seed
         self.model, self.buckets = model, buckets
         self.rulebook = Rulebook(model.card.calibration)
@@ -254,12 +255,13 @@ class Engine:
                     self._time(requests[0])
         self.plans.cache.save()
         if slices is not None:
-            pace = Pace()
-            for work, seconds in self.timed if self.compiled is None else by_torch:  # as passes of other sizes run
-                pace.add(work, seconds)
+            pace = Pace(self.timed)
             least = max(1, samples)  # one input is always short
             self.slices = max(least, pace.work_in(slices[0])), max(least, pace.work_in(slices[1]))
             self.finest = max(CHUNK, pace.work_in(slices[0]))
+            if self.compiled is not None:  # passes of other sizes than the compiled ones take longer
+                pace = Pace(by_torch)
+                self.long_passes = max(CHUNK, pace.work_in(slices[0])), max(CHUNK, pace.work_in(slices[1]))
 
     def _time(self, request: PredictRequest) -> None:
         """Time an answer that was given before: the first of a size takes longer."""
@@ -452,7 +454,7 @@ class Engine:
     def _passes(self, watch: Stopwatch | None, seed: int | None) -> Passes:
         """A seed's passes do not depend on who else asks: their size would change its sums by a rounding."""
         sliced = self.pause is not None and self.graphs is None  # graphs have the sizes that they were captured with
-        work = self.pass_work if seed is None else self.slices[0]
+        work = self.pass_work if seed is None else min(self.slices[0], self.long_passes[0])
         return {
             "pause": self.pause,
             "pass_rows": int(work) if sliced and work < sys.maxsize else None,

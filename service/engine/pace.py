@@ -1,6 +1,7 @@
 """Estimates queueing time from recent batches: seconds of a batch = a + b · work, by least squares."""
 
 import math
+from collections.abc import Iterable
 
 MEMORY = 0.95  # weight of a batch relative to the next one
 
@@ -8,9 +9,12 @@ MEMORY = 0.95  # weight of a batch relative to the next one
 class Pace:
     """A batch has a fixed cost, so seconds per work of small batches would overestimate those of full ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, timed: Iterable[tuple[float, float]] = ()) -> None:
+        """`timed`: work and seconds of batches."""
         self.n = self.work = self.seconds = self.work2 = self.both = 0.0  # exponentially weighted sums
         self.a = self.b = 0.0
+        for work, seconds in timed:
+            self.add(work, seconds)
 
     def add(self, work: float, seconds: float) -> None:
         self.n = MEMORY * self.n + 1

@@ -87,13 +87,15 @@ def test_units_answer_as_the_network_does(architecture: str, units: int, normed:
 def transformer() -> nn.Module:
     from torchvision.models.vision_transformer import VisionTransformer
 
-    return VisionTransformer(32, 8, 2, 2, 16, 32, dropout=0.1, num_classes=5)
+    net: nn.Module = VisionTransformer(32, 8, 2, 2, 16, 32, dropout=0.1, num_classes=5)
+    return net
 
 
 def convnext() -> nn.Module:
     from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
-    return ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=5)
+    net: nn.Module = ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=5)
+    return net
 
 
 @pytest.mark.parametrize("lam_max", [0.0, 0.3])
