@@ -41,7 +41,10 @@ def _preset(architecture: str) -> dict[str, Any]:
     if architecture.startswith(TORCHVISION):
         import torchvision.models
 
-        made = torchvision.models.get_model_weights(architecture.removeprefix(TORCHVISION)).DEFAULT.transforms()
+        name = architecture.removeprefix(TORCHVISION)
+        if name not in torchvision.models.list_models(module=torchvision.models):
+            return {}  # building it says what there is
+        made = torchvision.models.get_model_weights(name).DEFAULT.transforms()
         size, resize, how = made.crop_size[0], made.resize_size[0], made.interpolation.value
         mean, std, crop = made.mean, made.std, size / resize
     elif architecture.startswith(TIMM):

@@ -66,6 +66,11 @@ def save(
     ):
         if value not in known:
             raise ArtifactError(f"{name} is {value!r}; expected one of {', '.join(known)}.")
+    if not isinstance(model, Model | BayesianNetwork):
+        raise ArtifactError(
+            f"save got {type(model).__name__}; expected a Bayesian network: bayesianize(net, …), with the method "
+            '"deterministic" for a plain one.'
+        )
     network = model.network if isinstance(model, Model) else model
     if card is None:
         card = model.card if isinstance(model, Model) else Card(input=input_of(architecture_of(network.net)))

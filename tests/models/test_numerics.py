@@ -3,6 +3,7 @@
 The oracle is float64; rounding is a few machine epsilons of the largest value.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +183,17 @@ def test_what_cancels_is_no_fault(dtype: torch.dtype) -> None:
     with Checked() as checked:
         F.linear(x[:0], W)  # no rows at all
     assert checked.fault is None
+
+
+@torch.inference_mode()
+def test_a_gradient_that_nobody_asked_for_is_no_fault() -> None:
+    """In float32 it may be a tensor that nobody reads, in float64 None."""
+    x, W, g = torch.randn(2, 3, 8, 8), torch.randn(8, 3, 3, 3), torch.randn(2, 8, 8, 8)
+    sizes: Any = ([8], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    for mask in itertools.product([False, True], repeat=3):
+        with Checked() as checked:
+            torch.ops.aten.convolution_backward(g, x, W, *sizes, list(mask))
+        assert checked.fault is None
 
 
 @torch.inference_mode()
