@@ -56,8 +56,6 @@ DEVICE = torch.device("cuda")
 HALF = torch.bfloat16
 USUAL = 20  # samples that plans are measured for
 DRAWS = 48  # of the rule, where it is compared
-Shape = tuple[int, int, int]
-
 FAR = 5.0  # standard errors, which of 40 numbers none should reach in ten thousand runs
 COLUMNS = (
     "network",
@@ -74,6 +72,8 @@ COLUMNS = (
     "peak MB",
     "error",
 )
+
+Shape = tuple[int, int, int]  # of a picture
 
 
 def plain(architecture: str) -> nn.Module:

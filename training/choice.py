@@ -145,8 +145,8 @@ def choose(request: Request, facts: Facts, machine: Machine) -> list[str]:
 
 def _enough_to_calibrate(request: Request, facts: Facts) -> dict[str, Any]:
     """Of few examples a larger share is held out to calibrate on, as long as most are left to train on."""
-    data = request.recipe().data
-    rest = facts.examples * (1 if facts.tested else 1 - data.test)
+    recipe = request.recipe()
+    data, rest = recipe.data, _not_tested(recipe, facts)
     share = math.ceil(100 * (FEWEST + 1) / max(1.0, rest)) / 100
     if request.sets("data.calibration") or data.calibration * rest >= FEWEST + 1 or share > MOST_HELD:
         return {}
@@ -235,8 +235,12 @@ def seconds(recipe: Recipe, facts: Facts, machine: Machine) -> float:
 
 def _training(recipe: Recipe, facts: Facts) -> float:
     """Examples to train on."""
-    rest = facts.examples * (1 if facts.tested else 1 - recipe.data.test)
-    return rest * (1 - recipe.data.validation - recipe.data.calibration)
+    return _not_tested(recipe, facts) * (1 - recipe.data.validation - recipe.data.calibration)
+
+
+def _not_tested(recipe: Recipe, facts: Facts) -> float:
+    """Examples outside the test part."""
+    return facts.examples * (1 if facts.tested else 1 - recipe.data.test)
 
 
 def _input(recipe: Recipe, facts: Facts) -> tuple[tuple[int, ...], int]:

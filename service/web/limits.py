@@ -103,7 +103,8 @@ class ConnectionLimits:
     def hold(self, body: bytes) -> None:
         """A large body waits to be sent. One that several connections send, such as a static file, counts once.
 
-        Where too much waits, the connection that has waited longest is closed, for its client if there is such a one.
+        Where too much waits, a connection is closed: the longest waiting one of those that wait for their clients, else
+        of all that are sending.
         """
         senders, size = self.bodies.get(id(body), (0, len(body)))
         self.bodies[id(body)] = (senders + 1, size)

@@ -70,8 +70,8 @@ def routes(state: State) -> FastAPI:
 
 
 def without_parameters(app: FastAPI) -> dict[str, Callable[[], Awaitable[Response]]]:
-    """The functions behind GET of fixed paths that take nothing. Called as they are they cost a fifth of what FastAPI
-    adds, so that many of them hold up nobody."""
+    """The functions behind GET of fixed paths that take nothing. Called as they are, a reply costs about half of what
+    it does through FastAPI (benchmarks/RESULTS.md), so that many of them hold up others less."""
     return {
         route.path: route.endpoint
         for route in app.routes
@@ -294,6 +294,9 @@ def _json(value: object) -> Response:
     return Response(orjson.dumps(value), media_type="application/json")
 
 
+_paths: dict[tuple[str, str], Path] = {}  # of static files that were asked for and are there
+
+
 def asset(name: str, below: str = "") -> Response:
     """A file of the console's folder, or of the folder `below` in it."""
     kind, path = ASSETS.get(name.rpartition(".")[2]), _paths.get((below, name))
@@ -305,9 +308,6 @@ def asset(name: str, below: str = "") -> Response:
             raise HTTPException(404)
         _paths[below, name] = path
     return Response(_content(path, path.stat().st_mtime_ns), headers={"cache-control": "no-cache"}, media_type=kind)
-
-
-_paths: dict[tuple[str, str], Path] = {}  # of files that were asked for and are there
 
 
 @lru_cache(maxsize=64)
