@@ -114,7 +114,7 @@ def test_a_batch_links_to_its_requests_and_they_to_it() -> None:
     async def ask(client: httpx.AsyncClient) -> None:
         await asyncio.gather(*(client.post(PREDICT, json={"inputs": X}) for _ in range(12)))
 
-    seen = traced(ask)
+    seen = traced(ask, slice_ms=10_000)  # on a slow machine too, a batch holds more than one
     assert len(seen.requests) == 12
     batches = seen.named("batch")
     linked = [link.context for batch in batches for link in batch.links]

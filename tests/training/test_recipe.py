@@ -37,7 +37,8 @@ def table(path: Path, n: int, scale: float = 1.0) -> Path:
 @pytest.mark.parametrize(
     ("n", "scale", "changes", "said"),
     [
-        (150, 1.0, [], "12 examples are too few to calibrate on"),
+        (50, 1.0, [], "4 examples are too few to calibrate on"),
+        (150, 1.0, ["data.calibration=0.1"], "12 examples are too few to calibrate on"),
         (400, 1.0, ["calibrate.coverage=0.99"], "need at least 99"),
         (400, 1.0, ["calibrate.temperature=true"], "a temperature belongs to classification"),
         (400, 1e-23, [], "expected one between 1e-15 and 1e15"),
