@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from dubito.models.artifact.artifact import load
 from dubito.models.errors import ArtifactError, DubitoError, InputError, NumericsError
@@ -250,8 +251,11 @@ class Repository:
         except Exception as error:
             self.budget.release(share)
             log.exception("the model fails before any request")
+            reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+            looks_up = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in model.network.modules())
+            tokens = " It has a table of token ids; those are not served, only real numbers." if looks_up else ""
             raise ArtifactError(
-                f"{source.path} fails on inputs of zeros or of random numbers: {type(error).__name__}."
+                f"{source.path} fails on inputs of zeros or of random numbers: {reason}.{tokens}"
             ) from error
         return engine
 

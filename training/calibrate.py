@@ -282,7 +282,8 @@ def check_enough(n: int, settings: Calibrate, apart: int = 0) -> None:
             f"{n} examples are too few to calibrate on: a coverage of {settings.coverage} and false positives at "
             f"{settings.false_positive_rate} need at least {least}"
             + (f", beside {apart} for the temperature or the constants of RAPS" if apart else "")
-            + ". Bring more examples (in a recipe, raise data.calibration), or ask for less."
+            + ". Bring more examples (in a recipe, raise data.calibration), or ask for less"
+            + (": no temperature (--no-temperature, in a recipe calibrate.temperature = false)." if apart else ".")
         )
 
 

@@ -109,7 +109,7 @@ Mean = Annotated[
 Std = Annotated[list[float] | None, typer.Option(help="The standard deviation that goes with --mean.")]
 Exif = Annotated[bool, typer.Option(help="Turn the pictures of a folder as their EXIF orientation says, or not.")]
 Target = Annotated[str | None, typer.Option(help="With csv:PATH: the column to predict; without it, the last.")]
-HELD_OUT = {"validation": 0.15, "calibration": 0.25}  # shares of data that a network is not trained on here
+MOST_PIXELS = 1 << 13  # of a side of a picture
 MOST_SAID = 5  # classes or groups with too few examples that are named
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The artifact to write.")]
 
@@ -444,14 +444,14 @@ def laplace(
         if precision is not None:
             common["precision"] = chosen_precision(precision)
         if name is None:
-            for option in (*inputs, *(["labels"] if labels is not None else []), *(["rename"] if rename else [])):
-                given = "--mean" if option == "normalise" and mean is not None else OPTIONS.get(option, f"--{option}")
-                raise InputError(f"{given} belongs to weights; say which network they are of with --network.")
-            model = from_artifact(file, data, out, settings, **common)
+            for option, value in {"--labels": labels, "--rename": rename, "--target": target}.items():
+                if value:
+                    raise InputError(f"{option} belongs to weights; say which network they are of with --network.")
+            model = from_artifact(file, data, out, settings, pictures=inputs, **common)
         else:
             if task not in ("classification", "regression"):
                 raise InputError(f"--task is {task!r}; expected classification or regression.")
-            pictures = Data.model_validate({"name": data, **HELD_OUT, **inputs})
+            pictures = Data.model_validate({"name": data, **inputs})
             named = config.Network(architecture=name, rename=tuple(rename or ()))
             known = None if labels is None else read_labels(labels)
             model = from_weights(file, named, pictures, out, settings, task=task, labels=known, **common)  # type: ignore[arg-type]
@@ -533,8 +533,9 @@ def chosen_size(text: str) -> tuple[int, int]:
     from dubito.models.errors import InputError
 
     sides = text.lower().replace("×", "x").split("x")
-    if len(sides) > 2 or not all(side.isdecimal() and 0 < int(side) <= 1 << 13 for side in sides):
-        raise InputError(f"--input-size is {text}; expected a number of pixels, such as 224, or 224x320.")
+    if len(sides) > 2 or not all(side.isdecimal() and 0 < int(side) <= MOST_PIXELS for side in sides):
+        expected = f"expected a number of pixels up to {MOST_PIXELS:,}, such as 224, or 224x320"
+        raise InputError(f"--input-size is {text}; {expected}.")
     return int(sides[0]), int(sides[-1])
 
 

@@ -27,7 +27,7 @@ from dubito.training.beside import as_stored, beside_plain
 from dubito.training.calibrate import calibrate, divided
 from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data.augment import augmentation
-from dubito.training.data.data import Examples, Parts, divide, enter, input_of
+from dubito.training.data.data import DataSet, Examples, Parts, divide, enter, input_of
 from dubito.training.data.sources import numbered, read_data
 from dubito.training.estimate import in_all, time_phases
 from dubito.training.evaluation.evaluate import measure
@@ -181,6 +181,13 @@ def read_parts(
     recipe: Recipe, root: Path | None, download: bool = False, labels: tuple[str, ...] | None = None
 ) -> Parts:
     """The data set, divided; its classes are numbered as `labels` has them, if those are known."""
+    return parts_of(read_whole(recipe, root, download, labels), recipe)
+
+
+def read_whole(
+    recipe: Recipe, root: Path | None, download: bool = False, labels: tuple[str, ...] | None = None
+) -> DataSet:
+    """The data set of a recipe, if it suits the task."""
     d, regression = recipe.data, recipe.task == "regression"
     data = read_data(
         d.name,
@@ -199,12 +206,16 @@ def read_parts(
         raise RecipeError(f"the targets of {d.name} are {kind}, but the recipe's task is {recipe.task}: set task.")
     if data.labels is not None and len(data.labels) < 2:
         raise RecipeError(f"{d.name} has one class only ({data.labels[0]!r}); expected two or more to tell apart.")
-    if labels is not None:
-        data = numbered(data, d.name, labels)
+    return data if labels is None else numbered(data, d.name, labels)
+
+
+def parts_of(data: DataSet, recipe: Recipe) -> Parts:
+    """Divided by the recipe's shares, with enough to calibrate on."""
+    d = recipe.data
     parts = divide(data, d.validation, d.calibration, d.test, recipe.seed)
     held = (parts.calibration, parts.validation)
     divided(*held, recipe.calibrate, recipe.task, recipe.seed)  # raises before the work if calibration would fail
-    if regression:
+    if recipe.task == "regression":
         _check_units(parts.train.y, d.name)
     return parts
 
@@ -230,9 +241,11 @@ def read_context(recipe: Recipe, train: Examples, root: Path | None, download: b
 
 
 def _check_units(y: Tensor, name: str) -> None:
-    """Refuse targets whose variances float32 cannot hold."""
-    for spread in y.double().std(0, unbiased=False).tolist():
-        if spread > 0 and not 1e-15 < spread < 1e15:
+    """Refuse targets without a variance, or with one that float32 cannot hold."""
+    for column, spread in enumerate(y.double().std(0, unbiased=False).tolist()):
+        if spread == 0:
+            raise RecipeError(f"the targets of {name} are all {y[0, column]:g}; expected numbers that differ.")
+        if not 1e-15 < spread < 1e15:
             raise RecipeError(
                 f"the targets of {name} have a standard deviation of {spread:.3g}; "
                 "expected one between 1e-15 and 1e15. Give them in other units."

@@ -9,6 +9,7 @@ import argparse
 import json
 import pathlib
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ WRAPPED = ("state_dict", "model_state_dict", "model", "net", "network", "weights
 NAMES = ("classes", "class_names", "labels", "categories", "class_to_idx", "idx_to_class")
 BESIDE = ("aux", "AuxLogits")  # heads that are used in training only
 MOST_NAMED = 4  # keys in a message
+SAVE = "Save the weights alone: torch.save(model.state_dict(), path)."
 
 
 class WeightsError(DubitoError):
@@ -65,21 +67,21 @@ def read_weights(path: Path) -> Weights:
             start = file.read(9)
     except OSError as error:
         raise WeightsError(f"cannot read {path}: {error.strerror}.") from None
+    if not start:
+        raise WeightsError(f"{path} is empty; expected weights.")
     if start[8:9] == b"{":
         try:
             return Weights(path, load_file(path))
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{path} is no whole .safetensors file: {error}.") from None
     content = _loaded(path)
-    labels = _labels_in(content)
+    labels = _labels_in(path, content)
     tensors, places = _unwrapped(content)
     if tensors is None:
         kind = type(content).__name__
-        keys = f" with {_some(map(str, content))}" if isinstance(content, Mapping) else ""
-        raise WeightsError(
-            f"{path} holds a {kind}{keys}, and no tensors by name; expected a state dict: "
-            "torch.save(model.state_dict(), path)."
-        )
+        keys = f" with {_some(map(str, content))}" if isinstance(content, Mapping) and content else ""
+        kind = f"{kind}{keys}" if keys or not isinstance(content, Mapping) else f"{kind} without entries"
+        raise WeightsError(f"{path} holds a {kind}, and no tensors by name; expected a state dict. {SAVE}")
     remarks = []
     if places:
         averaged = ", the average over training (EMA)" if places[0] in AVERAGED else ""
@@ -96,11 +98,26 @@ def _loaded(path: Path) -> Any:
         if found := re.search(r"GLOBAL ([\w.]+)", said):
             raise WeightsError(
                 f"{path} holds an object of {found[1]}, beside or instead of weights. Reading it would run code that "
-                "the file names, so it is refused. Save the weights alone: torch.save(model.state_dict(), path)."
+                f"the file names, so it is refused. {SAVE}"
             ) from None
-        raise WeightsError(
-            f"{path} is no .safetensors file, and no state dict that torch.save wrote: {said[:200]}."
-        ) from None
+        raise WeightsError(f"{path} {_instead(path)}") from None
+
+
+def _instead(path: Path) -> str:
+    """What a file is that torch.load cannot read, and what to do."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"PK\x03\x04":
+        try:
+            with zipfile.ZipFile(path) as archive:
+                inside = archive.namelist()
+        except (OSError, zipfile.BadZipFile):
+            return "was cut off or damaged after torch.save wrote it: copy or download it again."
+        if any("/code/" in name for name in inside):
+            return f"is a TorchScript archive, which holds code. {SAVE}"
+    if start == b"\x89HDF":
+        return "is an HDF5 file, as Keras writes; expected the weights of a PyTorch network."
+    return f"is neither a .safetensors file nor one of torch.save, or it is damaged. {SAVE}"
 
 
 def _unwrapped(content: Any) -> tuple[dict[str, Tensor] | None, list[str]]:
@@ -115,15 +132,19 @@ def _unwrapped(content: Any) -> tuple[dict[str, Tensor] | None, list[str]]:
     return found if any(t.dim() > 0 for t in found.values()) else None, []
 
 
-def _labels_in(content: Any) -> tuple[str, ...] | None:
+def _labels_in(path: Path, content: Any) -> tuple[str, ...] | None:
     """Names of the classes that a checkpoint states, itself or among its hyper-parameters."""
     if not isinstance(content, Mapping):
         return None
     inner = (content.get(key) for key in ("hyper_parameters", "args", "meta", "config"))
     for part in (content, *(vars(i) if isinstance(i, argparse.Namespace) else i for i in inner)):
-        stated = [as_labels(part.get(key)) for key in NAMES] if isinstance(part, Mapping) else []
-        if labels := next(filter(None, stated), None):
-            return labels
+        stated = {key: as_labels(part.get(key)) for key in NAMES} if isinstance(part, Mapping) else {}
+        named = {key: labels for key, labels in stated.items() if labels is not None}
+        if len(set(named.values())) > 1:
+            said = "; ".join(f"{key}: {', '.join(labels[:3])}, …" for key, labels in named.items())
+            raise WeightsError(f"{path} names its classes in ways that disagree ({said}). Give them by --labels FILE.")
+        if named:
+            return next(iter(named.values()))
     return None
 
 
@@ -199,6 +220,8 @@ def fill(net: nn.Module, weights: Weights, name: str) -> None:
             )
         if not tensor.is_floating_point() and state[key].is_floating_point():
             raise WeightsError(f"{weights.path} has {key} as {tensor.dtype}; expected floats, not a quantised network.")
+        if not tensor.isfinite().all():
+            raise WeightsError(f"{weights.path} has NaN or infinity in {key}: the training that wrote it diverged.")
     net.load_state_dict(dict(tensors), strict=False)
 
 

@@ -72,6 +72,8 @@ def save(
             '"deterministic" for a plain one.'
         )
     network = model.network if isinstance(model, Model) else model
+    if empty := [name for name, tensor in network.state_dict().items() if tensor.is_meta]:
+        raise ArtifactError(f"{empty[0]} has no storage (meta device); expected trained weights: load them first.")
     if card is None:
         card = model.card if isinstance(model, Model) else Card(input=input_of(architecture_of(network.net)))
     if batchnorm == "fold":

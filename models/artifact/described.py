@@ -1,23 +1,21 @@
 """Which network an artifact is of: one that has a name here, one that is traced, or one that a factory makes."""
 
 import re
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from dubito.models.conversion.architectures import build, check_permitted, is_factory, only_factory, remember
+from dubito.models.artifact.trial import Trial, check_width
+from dubito.models.conversion.architectures import build, check_permitted, is_factory, on_meta, only_factory, remember
 from dubito.models.conversion.conversion import assemble
 from dubito.models.errors import ArtifactError
 from dubito.models.manifest import Architecture, Manifest
 from dubito.models.network.feature_bank import FeatureBank
 from dubito.models.network.joint import JOINT
-from dubito.models.network.layers import Structure
-from dubito.models.network.network import BayesianNetwork, Draws
+from dubito.models.network.network import BayesianNetwork
 from dubito.models.network.normalisation import fold_batchnorm
 from dubito.models.numerics.parameters import Free, Positive
-from dubito.models.predictions.prediction import evaluating
 from dubito.models.traced import Traced
 from dubito.models.tracing.rebuild import Container, TracedNetwork, rebuild, try_out
 from dubito.models.tracing.trace import TraceError, trace
@@ -43,14 +41,14 @@ def bare_by(manifest: Manifest) -> nn.Module:
 
 
 def check_input(bare: nn.Module, manifest: Manifest) -> None:
-    """That a traced network takes the inputs that the manifest declares, before it has storage."""
+    """That a network takes the inputs that the manifest declares, with outputs to match, before it has storage."""
     declared = manifest.card.input
-    if manifest.traced is None or declared is None:
+    if declared is None or (manifest.traced is None and not on_meta(manifest.architecture.name)):
         return
-    if manifest.traced.input not in (None, declared.shape):
+    if manifest.traced is not None and manifest.traced.input not in (None, declared.shape):
         came = f"takes inputs of shape {manifest.traced.input}, but it declares {declared.shape}"
         raise ArtifactError(f"its network {came}.")
-    try_out(bare, declared.shape)
+    check_width(try_out(bare, declared.shape), manifest)
 
 
 def skeleton_of(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
@@ -89,16 +87,20 @@ def describe_network(network: BayesianNetwork, manifest: Manifest) -> tuple[Mani
     """The manifest with what rebuilds the network, and the tensors of it that the network's state does not hold."""
     known, net = manifest.architecture, network.net
     before = net.calls.described if isinstance(net, TracedNetwork) else None
-    if before is not None and _is_still(network, _with(manifest, known, before)):
-        return _with(manifest, known, before), {}
-    if before is None and known.name != "custom" and not is_factory(known.name) and _is_still(network, manifest):
-        return manifest, {}
+    described = manifest if before is None else _with(manifest, known, before)
+    has_name = before is not None or (known.name != "custom" and not is_factory(known.name))
+    if has_name and _is_still(network, described):
+        with torch.device("meta"):
+            check_input(bare_by(described), described)
+        return described, {}
     declared = manifest.card.input
     shape = before.input if before is not None and declared is None else None if declared is None else declared.shape
     try:
         traced, constants = trace(net, shape)
     except TraceError as error:
         if is_factory(known.name) and _is_still(network, manifest):
+            if shape is not None:
+                Trial.of(network, shape).check(network, manifest)
             return manifest, {}
         raise ArtifactError(str(error)) from None
     manifest = _with(manifest, known if is_factory(known.name) else Architecture(name="custom"), traced)
@@ -138,32 +140,14 @@ def _prove(
         unsaved[name] = constants[COPY.sub("", name.removeprefix("net."))] if held is None else held
     if shape is None:
         return unsaved
+    trial = Trial.of(network, shape)
+    trial.check(network, manifest)
     device = next(iter(state.values())).device
     again.load_state_dict(state | {name: t.to(device) for name, t in unsaved.items()}, assign=True)
     set_masks(again, masks)
-    if not _answer_alike(network, again, shape, device):
+    if not trial.agrees(again):
         raise ArtifactError(
             "the network cannot be written as data: its forward method answers differently when it is followed step "
             "by step. It may draw random numbers, keep a state, or ask for the type of its input."
         )
     return unsaved
-
-
-@torch.no_grad()
-def _answer_alike(one: BayesianNetwork, other: BayesianNetwork, shape: tuple[int, ...], device: torch.device) -> bool:
-    """By the answers of the posterior mean to two random inputs: numbers in [0, 1), or indices where it takes those."""
-    factors = one.factors()
-    structures = [replace(factors, structure=Structure.of(net.net)) for net in (one, other)]
-    mean = Draws(1, None, 0)
-    x = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(device, factors.dtype)
-    with evaluating(one), evaluating(other):
-        for given in (x, x.round().long()):
-            try:
-                expected = structures[0].outputs(one, given, mean, lambda B, K: {}, len(given))
-            except Exception as error:  # whatever the network's code comes up with
-                failed = error
-                continue
-            answer = structures[1].outputs(other, given, mean, lambda B, K: {}, len(given))
-            return torch.allclose(answer, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
-    reason = (str(failed) or type(failed).__name__).splitlines()[0].rstrip(".")
-    raise ArtifactError(f"the network fails on inputs of shape {shape}: {reason}.")

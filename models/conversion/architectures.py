@@ -261,6 +261,8 @@ def build(name: str, **arguments: JsonValue) -> nn.Module:
 
     `package.module:factory` names a class or a function of one's own, which is imported and called.
     """
+    if not isinstance(name, str):
+        raise ArchitectureError(f"build got {type(name).__name__}; expected the name of a network, such as resnet18.")
     if is_factory(name):
         permit(name)
     builder = _builder(name)
@@ -289,8 +291,9 @@ def permit(name: str) -> None:
         made = getattr(importlib.import_module(module), factory)
     except Exception as error:  # whatever the module's code comes up with
         raise ArchitectureError(f"the network {name!r} cannot be imported: {error!r}.") from error
-    if not callable(made):
-        raise ArchitectureError(f"the network {name!r} is {type(made).__name__}; expected a class or a function.")
+    if not callable(made) or isinstance(made, nn.Module):
+        came = f"a {type(made).__name__}" + (" that is built already" if isinstance(made, nn.Module) else "")
+        raise ArchitectureError(f"the network {name!r} is {came}; expected a class, or a function that builds it.")
     FACTORIES[name] = made
 
 

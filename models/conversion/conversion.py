@@ -10,7 +10,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
 
 from dubito.models.conversion.architectures import architecture_of, remember
 from dubito.models.conversion.options import Options, Overrides, check_used, names_it, naming, one_of, options_for, pair
@@ -29,6 +31,8 @@ from dubito.models.numerics.parameters import owners
 from dubito.models.posteriors.dictionary import COMPOSED
 from dubito.models.posteriors.entry import Origin
 from dubito.models.predictions.prediction import evaluating, predict
+
+REMOVE = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}  # by the class of the hook
 
 
 def bayesianize(
@@ -61,6 +65,7 @@ def bayesianize(
     The inducing points of gi and li start at some of the `examples`: inputs (N, ...), and classes (N,) or targets
     (N, D) in the network's units, or None.
     """
+    _check_network(net)
     one_of("start", start, get_args(Start))
     one_of("unsupported", unsupported, ("error", "leave"))
     if spread is not None and not 0 < spread < math.inf:
@@ -68,6 +73,8 @@ def bayesianize(
     below, method = COMPOSED.get(method, (method, method))
     base = Options(method).changed({"method": method, "inducing": inducing, **options})
     whole, net = net, opened(net)
+    if method == "deterministic" and not layers:
+        unsupported = "leave"  # nothing is converted
     convertible = _convertible(net, unsupported)
     entries: dict[str, Layer] = {}
     for name, module in convertible.items():
@@ -170,7 +177,13 @@ def assemble(
         above = BayesianLayer(sides, q_V, hierarchy.layer)
     # deepcopy with the memo pre-filled: swapped layers stand in the copy wherever the old ones stood, shared ones too
     memo: dict[int, object] = {id(old): new for old, new in swaps.items()}
-    swapped = copy.deepcopy(net, memo)
+    try:
+        swapped = copy.deepcopy(net, memo)
+    except Exception as error:  # whatever the network's objects come up with
+        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        if computed := [name for name, m in net.named_modules() if type(vars(m).get("weight")) is Tensor]:
+            reason = f"{computed[0]}.weight is computed from other tensors{_apart(modules[computed[0]])}"
+        raise ConversionError(f"the network cannot be copied: {reason}.") from None
     remember(swapped, known)
     return BayesianNetwork(swapped, hierarchy=above, task=task)
 
@@ -194,7 +207,9 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
         elif isinstance(module, CONVERTIBLE) or any(_is_matrix(p) for p in own):
             if isinstance(module, nn.MultiheadAttention | nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
                 closed.append(name)
-            why = ", tied weights" if tied else ", whose weights are read without calling it" if past else ""
+            why = (
+                ", tied weights" if tied else ", whose weights are read without calling it" if past else _apart(module)
+            )
             refused[name] = f"{name or 'the network itself'} ({type(module).__name__}{why})"
     if refused and unsupported == "error":
         raise ConversionError(
@@ -202,6 +217,34 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
             'be made Bayesian. Pass unsupported="leave" to keep these deterministic.'
         )
     return convertible
+
+
+def _check_network(net: object) -> None:
+    if isinstance(net, Mapping):
+        raise ConversionError(
+            "bayesianize got a dictionary, which may be a state dict; expected the network itself: build it, "
+            "load_state_dict(…), and pass it."
+        )
+    if not isinstance(net, nn.Module):
+        came = f"the class {net.__name__}" if isinstance(net, type) else type(net).__name__
+        raise ConversionError(f"bayesianize got {came}; expected a network, an instance of nn.Module.")
+    if isinstance(net, torch.jit.ScriptModule):
+        raise ConversionError("bayesianize got a TorchScript module; expected the nn.Module that it was made from.")
+
+
+def _apart(module: nn.Module) -> str:
+    """Why a layer of a kind that can be converted is not plain."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
+    normed = next((h for h in hooks if type(h).__name__ in REMOVE), None)
+    if normed is not None:
+        return f", with hooks of {type(normed).__name__}: call torch.nn.utils.{REMOVE[type(normed).__name__]} first"
+    if isinstance(module, LazyModuleMixin):
+        return ", without sizes yet: run the network once first"
+    if parametrize.is_parametrized(module):
+        return ", parametrized: call torch.nn.utils.parametrize.remove_parametrizations first"
+    if isinstance(module, CONVERTIBLE):
+        return ", with hooks" if _hooked(module) else ", a class of its own"
+    return ""
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -495,7 +495,12 @@ class BayesianNetwork(nn.Module):
             folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
         here = replace(run, B=len(x), channels_last=channels_last, features=[])
         with running(here), layer_by_layer(run.structure.attends):
-            out = (self.net if run.form is None else run.form)(folded)
+            try:
+                out = (self.net if run.form is None else run.form)(folded)
+            except IndexError as error:
+                raise InputError(
+                    f"the network has no such index: {error}. A token id may be beyond its table."
+                ) from None
         if not isinstance(out, Tensor) or len(out) != run.K * len(x):
             came = f"a tensor of {len(out)} rows" if isinstance(out, Tensor) else type(out).__name__
             raise PredictionError(f"the network answers with {came}; expected a tensor with one row per input.")

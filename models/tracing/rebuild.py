@@ -135,15 +135,18 @@ def _check_calls(net: nn.Module, forward: TracedForward | Traced) -> None:
             raise ArtifactError(f"its network calls for the {call.do} {short(call.of)}, which it does not have.")
 
 
-def try_out(net: nn.Module, shape: tuple[int, ...]) -> None:
-    """Run the network without storage on inputs of this shape: it fits together, and no result is beyond reason."""
+def try_out(net: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Run the network without storage on inputs of this shape: it fits together, and no result is beyond reason.
+
+    Returns the shape of the answer to one input.
+    """
     failed: Exception | None = None
     for dtype in (torch.float32, torch.int64):  # numbers, or indices
         try:
             with torch.no_grad(), torch.device("meta"), layer_by_layer(True), _Sizes():
                 out = net(torch.empty(ROWS, *shape, dtype=dtype))
             if isinstance(out, Tensor) and out.dim() > 0 and len(out) == ROWS and out.is_floating_point():
-                return
+                return tuple(out.shape[1:])
             kind = type(out).__name__
             came = f"a tensor of shape {tuple(out.shape)} and {out.dtype}" if isinstance(out, Tensor) else kind
             raise ValueError(f"it answers {ROWS} of them with {came}; expected one row of real numbers for each")

@@ -5,6 +5,7 @@ code that branches on sizes is followed where both agree.
 """
 
 import copy
+import inspect
 import linecache
 import operator
 import sysconfig
@@ -204,6 +205,10 @@ class _NetworkTracer(fx.Tracer):
 
     def follow(self, module: nn.Module) -> tuple[tuple[TracedCall, ...], JsonValue]:
         """The calls of its forward method, and which result it returns."""
+        given = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
+        if len(given) > 1 and given[1].kind is given[1].POSITIONAL_OR_KEYWORD:
+            names = ", ".join(p.name for p in given)
+            raise TraceError(f"the network takes several inputs ({names}); expected one: join them into one tensor.")
         self.entries = {part: describe(part) for part in module.modules()}  # while torch's modules are as ever
         try:
             with _recorded_factories(self), _recorded_len(self, module), torch.no_grad():
@@ -222,10 +227,10 @@ class _NetworkTracer(fx.Tracer):
 
         for node in graph.nodes:
             if node.op == "output":
-                output = encode(node.args[0], number)
                 if not isinstance(node.args[0], fx.Node):
-                    came = type(node.args[0]).__name__
-                    raise TraceError(f"the network's forward method returns {came}; expected one tensor.")
+                    came = type(node.args[0]).__name__.removeprefix("immutable_")
+                    raise TraceError(f"the network's forward method returns a {came}; expected one tensor.")
+                output = encode(node.args[0], number)
             elif node.op != "placeholder":
                 calls.append(self._call(node, number))
             numbers[node] = len(calls)
@@ -247,6 +252,9 @@ class _NetworkTracer(fx.Tracer):
                 return TracedCall(do="module", of=str(target), args=encoded, named=named)
             case "call_method":
                 return TracedCall(do="method", of=str(target), args=encoded, named=named)
+        if target not in NAMES:  # torch.fx records that a named tuple is made
+            name = getattr(target, "__name__", str(target))
+            raise TraceError(f"the network's forward method makes a {name}; expected to return one tensor.")
         return TracedCall(do="function", of=NAMES[target], args=encoded, named=named)
 
     # what torch.fx asks
@@ -425,12 +433,13 @@ def _where(error: Exception) -> str:
     own = [(code, line) for code, line in frames if _is_own(code.co_filename)]
     reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
     advice = (
-        "Change that line, or let the network be built by its own code: "
+        "{}et the network be built by its own code: "
         'build("package.module:factory", ...) here, and --network package.module:factory where it is loaded.'
     )
+    said = "the network cannot be written as data:"
     if not own:
-        return f"the network cannot be written as data: {reason}. {advice}"
+        return f"{said} {reason}. {advice.format('L')}"
     code, line = own[-1]
     source = linecache.getline(code.co_filename, line).strip()
     place = f"{Path(code.co_filename).name}, line {line}, in {code.co_name}"
-    return f"the network cannot be written as data: {place}: {source and f'`{source}`: '}{reason}. {advice}"
+    return f"{said} {place}: {source and f'`{source}`: '}{reason}. {advice.format('Change that line, or l')}"

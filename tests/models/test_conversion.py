@@ -294,10 +294,13 @@ UNSUPPORTED: dict[str, tuple[nn.Module, str]] = {
     "tied": (Tied(), "a (Linear, tied weights), b (Linear, tied weights)"),
     "parametrised": (
         nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
-        "1 (ParametrizedLinear)",
+        "1 (ParametrizedLinear, parametrized: call",
     ),
-    "hooked": (_hooked(), "0 (Linear)"),
-    "lazy": (nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3)), "1 (LazyLinear)"),
+    "hooked": (_hooked(), "0 (Linear, with hooks)"),
+    "lazy": (
+        nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3)),
+        "1 (LazyLinear, without sizes yet: run",
+    ),
 }
 
 

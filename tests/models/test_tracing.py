@@ -421,10 +421,10 @@ REFUSED: dict[str, tuple[type[nn.Module], str]] = {
         ByRows,
         r"`return self.a\(x\) if len\(x\) > 2 else self.b\(x\)`: it needs the number of inputs in a batch",
     ),
-    "random numbers": (Random, "answers differently when it is followed step by step. It may draw random numbers"),
+    "random numbers": (Random, "changes from call to call: it draws random numbers or keeps a state"),
     "types": (Asking, "answers differently .* ask for the type of its input"),
-    "several outputs": (Several, "forward method returns tuple; expected one tensor"),
-    "several inputs": (Two, "missing 1 required positional argument: 'y'"),
+    "several outputs": (Several, "forward method returns a tuple; expected one tensor"),
+    "several inputs": (Two, r"takes several inputs \(x, y\); expected one"),
     "state": (Counting, r"line \d+, in forward: `self.a.bias.add_\(1\)`: it changes 'a.bias' in place"),
     "other functions": (
         Exotic,

@@ -28,7 +28,7 @@ from dubito.models.errors import InputError
 from dubito.models.manifest import Image, Input
 from dubito.training.data import sources as module
 from dubito.training.data.data import DataError, DataSet, Examples, divide, enter, input_of
-from dubito.training.data.sources import read_data
+from dubito.training.data.sources import count_pictures, numbered, read_data
 from tests.examples import at_most
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
@@ -388,12 +388,15 @@ def test_a_written_table_is_read(data: st.DataObject, columns: int) -> None:
         ("a,b\n", "has 1 lines; expected a header and examples"),
         ("a\n1\n2\n", "has one column, 'a'; expected features and a target, divided by commas"),
         ("a;b\n1;2\n", "has one column, 'a;b'"),
+        ("a;b\n1;2\n", "It seems to be divided by semicolons: save it with commas."),
+        ("a\tb\n1\t2\n", "divided by tabs"),
+        ("a,b,a,c\n1,2,3,4\n", "has 2 columns 'a'; expected a name for each column"),
         ("a,b,c\n1,2,3\n\n1,2\n", "line 4 has 2 fields; the header has 3"),
         ("a,b\n1,2\n1,2,3\n", "line 3 has 3 fields; the header has 2"),
         ("5.1,3.5,setosa\n4.9,3,setosa\n7,3.2,virginica\n", "begins with 5.1, 3.5, setosa; expected a header"),
         ("1,2,3\n4,5,6\n", "begins with 1, 2, 3; expected a header that names the columns"),
-        ("a,b\nx,1\n", "line 2, column 'a' is 'x'; expected a number"),
-        ('a,b\n1,1\n"",1\n', "line 3, column 'a' is ''; expected a number"),
+        ("a,b\nx,1\n", "line 2, column 'a' is 'x'; expected a number. Write words as numbers"),
+        ('a,b\n1,1\n"",1\n', "line 3, column 'a' is ''; expected a number. Fill it"),
         ('"a\nb",c\n\n1,1\nx,1\n', "line 5, column 'a\\nb' is 'x'; expected a number"),
         ("a,b\nnan,1\n2,1\n", "x holds NaN"),
         ("a,b\n1,inf\n2,1.5\n", "y holds NaN, infinity"),
@@ -450,6 +453,40 @@ def test_a_folder_of_pictures(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert np.array_equal(data.train.x.numpy(), expected)
     assert read_data(f"folder:{tmp_path}").hash() == data.hash()
     assert capfd.readouterr() == ("", "")  # the progress bar is for terminals
+
+
+def test_hidden_folders_and_files_are_no_classes_and_no_pictures(tmp_path: Path) -> None:
+    for name in ("cat/a.png", "dog/b.png"):
+        picture(tmp_path / name, pixels(6, 7, 3, seed=1))
+    for name in (".ipynb_checkpoints/a.png", "__MACOSX/cat/a.png", "cat/._a.png"):
+        picture(tmp_path / name, pixels(2, 2, 3, seed=1))
+    data = read_data(f"folder:{tmp_path}")
+    assert (data.labels, data.train.y.tolist()) == (("cat", "dog"), [0, 1])
+    assert count_pictures(tmp_path) == (2, 0, (6, 7), 2)
+
+
+def test_classes_are_told_apart_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    def known_as(*names: str) -> list[int]:
+        return numbered(data, "these", names).train.y.tolist()
+
+    data = DataSet(Examples(torch.zeros(3, 1), torch.tensor([0, 1, 2])), None, ("cat", "dog", "owl"))
+    assert known_as("owl", "cat", "dog") == [1, 2, 0]
+    assert known_as("owl", "cat", "dog", "hen") == [1, 2, 0]
+    assert known_as("0", "1", "2") == [0, 1, 2]
+    assert capsys.readouterr().err == ""
+    assert known_as("Katze", "Hund", "Eule") == [0, 1, 2]
+    assert "taken in order, cat for Katze, dog for Hund, owl for Eule" in capsys.readouterr().err
+    with pytest.raises(DataError, match="only cat, dog are the same"):
+        known_as("dog", "cat", "hen")
+    with pytest.raises(DataError, match="has 3 classes"):
+        known_as("Katze", "Hund", "Eule", "Huhn")
+
+
+def test_an_npz_that_lacks_classes_says_so(npz: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    read_data(npz(x=np.zeros((4, 2)), y=np.array([0, 1, 2, 1])))
+    assert capsys.readouterr().err == ""
+    read_data(npz(x=np.zeros((4, 2)), y=np.array([0, 7, 7, 0])))
+    assert "y goes up to 7, but has no example of class 1, 2, 3, 4, 5, …" in capsys.readouterr().err
 
 
 def test_pictures_of_every_mode_become_red_green_and_blue(tmp_path: Path) -> None:
@@ -526,13 +563,13 @@ def test_trains_are_a_class(tmp_path: Path) -> None:
 def test_pictures_without_classes_in_train_and_test(tmp_path: Path) -> None:
     for name in ("test", "train"):
         picture(tmp_path / name / "x.png", pixels(4, 4, 3))
-    assert "Couldn't find any class folder" in complaint(f"folder:{tmp_path}")
+    assert "it has no folders" in complaint(f"folder:{tmp_path}")
 
 
 def test_a_folder_without_classes(tmp_path: Path) -> None:
     assert "expected one folder of pictures per class" in complaint(f"folder:{tmp_path}")
     picture(tmp_path / "x.png", pixels(4, 4, 3))
-    assert "Couldn't find any class folder" in complaint(f"folder:{tmp_path}")
+    assert "it has no folders" in complaint(f"folder:{tmp_path}")
     assert "Not a directory; expected one folder" in complaint(f"folder:{tmp_path / 'x.png'}")
     picture(tmp_path / "a" / "x.png", pixels(4, 4, 3))
     (tmp_path / "empty").mkdir()

@@ -203,7 +203,9 @@ def test_what_is_refused(plain: Path, data: Path, tmp_path: Path) -> None:
     last = ["--select", "last-layer", "--size", "27"]
     assert "the last layer has 26 weights" in refused("laplace", plain, *of, "--out", out, *last)
     assert "expected probit or sampling" in refused("laplace", plain, *of, "--out", out, "--method", "guess")
-    assert "--mean belongs to weights" in refused("laplace", plain, *of, "--out", out, "--mean", "0.5", "--std", "1")
+    assert "takes inputs of shape (8,), which are no pictures" in refused(
+        "laplace", plain, *of, "--out", out, "--mean", "0.5", "--std", "1"
+    )
     weights = tmp_path.parent / "plain.pt"
     torch.save(load(plain).network.net.state_dict(), weights)
     assert "name that one: --network NAME" in refused("laplace", weights, *of, "--out", out)

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from dubito.models import load
-from dubito.models.manifest import Classification, Fitting
+from dubito.models import bayesianize, build, load, save
+from dubito.models.manifest import Card, Classification, Fitting, Input
+from dubito.models.manifest import Image as Manifested
 from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.training.data.data import divide, input_of
 from dubito.training.data.sources import read_data
@@ -125,6 +126,24 @@ def test_from_a_checkpoint_to_a_calibrated_model_that_carries_its_network(tmp_pa
     assert f"OOD by {calibration.closed.measure} at" in told.stdout  # what replies name too
     answer = json.loads(run("predict", out, next((Path("pictures") / "two").iterdir()), "--json").stdout)
     assert answer["predictions"][0]["ood"]["measure"] == calibration.closed.measure
+
+
+def test_an_artifact_that_says_nothing_of_pictures_takes_the_same_options(tmp_path: Path) -> None:
+    net = build("their_nets:small")
+    net.load_state_dict(torch.load("w.pth", weights_only=True))
+    plain, out = tmp_path / "plain.safetensors", tmp_path / "m.safetensors"
+    save(bayesianize(net, "deterministic"), plain, card=Card(input=Input(shape=(3, 16, 16)), labels=ORDER))
+    asked: list[str | Path] = ["laplace", plain, "--data", "folder:pictures", "--out", out]
+    told = run(*asked, *SIZE[2:])
+    assert told.exit_code == 0, told.exception
+    assert "inputs: colour, 16 × 16, the middle of a picture resized to 20" in " ".join(told.stderr.split())
+    model = load(out)
+    assert model.card.input is not None
+    assert model.card.input.image == Manifested(mean=(0, 0, 0), std=(1, 1, 1), fitting=Fitting(resize=20, exif=True))
+    assert model.card.metrics["accuracy"] > 0.75
+    assert "--input-size is 20 × 20; " in refused(*asked, "--input-size", "20")
+    said = refused("evaluate", plain, "--data", "folder:pictures")
+    assert "this model does not say how they become its inputs: save it with Card(input=Input(shape=(3, 16, 16)" in said
 
 
 def test_a_network_that_does_not_know_the_data_stops_with_reasons(

@@ -42,6 +42,7 @@ def table(path: Path, n: int, scale: float = 1.0) -> Path:
         (400, 1.0, ["calibrate.coverage=0.99"], "need at least 99"),
         (400, 1.0, ["calibrate.temperature=true"], "a temperature belongs to classification"),
         (400, 1e-23, [], "expected one between 1e-15 and 1e15"),
+        (400, 0.0, [], "are all 0; expected numbers that differ"),
         (400, 1e20, [], "expected one between 1e-15 and 1e15"),
     ],
 )

@@ -115,6 +115,50 @@ def test_foreign_and_damaged_files_get_one_line(content: bytes, tmp_path: Path) 
     assert "\n" not in str(caught.value)
 
 
+def damaged(kind: str, path: Path) -> None:
+    torch.save(state(), path)
+    match kind:
+        case "empty":
+            path.write_bytes(b"")
+        case "cut":
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        case "script":
+            torch.jit.save(torch.jit.script(mlp(4, 5, 3)), path)
+        case "Keras":
+            path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
+        case "text":
+            path.write_text("see the other file")
+        case "nothing in it":
+            torch.save({}, path)
+        case "diverged":
+            torch.save({key: t * torch.nan for key, t in state().items()}, path)
+        case "two names":
+            torch.save({"state_dict": state(), "classes": ["a", "b", "c"], "labels": ["c", "b", "a"]}, path)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch calls scripts old
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("empty", "is empty; expected weights"),
+        ("cut", "was cut off or damaged after torch.save wrote it: copy or download it again"),
+        ("script", "is a TorchScript archive, which holds code. Save the weights alone"),
+        ("Keras", "is an HDF5 file, as Keras writes"),
+        ("text", "is neither a .safetensors file nor one of torch.save, or it is damaged"),
+        ("nothing in it", "holds a dict without entries, and no tensors by name; expected a state dict"),
+        ("diverged", "has NaN or infinity in "),
+        ("two names", "names its classes in ways that disagree (classes: a, b, c, …; labels: c, b, a, …)"),
+    ],
+)
+def test_what_a_file_is_instead_and_what_to_do(kind: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "w.pth"
+    damaged(kind, path)
+    net = mlp(4, 5, 3)
+    with pytest.raises(WeightsError) as caught:
+        fill(net, fitting_names(read_weights(path), list(net.state_dict())), "mlp")
+    assert said in str(caught.value)
+
+
 def test_what_does_not_fit_is_named_on_both_sides(tmp_path: Path) -> None:
     path = tmp_path / "w.pth"
     assert "none of its names is the network's; it has a, the network 1.weight" in complaint(path, {"a": torch.ones(2)})

@@ -7,7 +7,7 @@ import zipfile
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -19,10 +19,15 @@ from dubito.models.images import fitted, read_pixels
 from dubito.models.manifest import Fitting, Manifest
 from dubito.models.remote.address import Address, Place, place_of
 from dubito.models.remote.cache import local_copy
+from dubito.models.terminal import remark
 from dubito.training.data.data import DataError, DataSet, Examples, data_recipe
 from dubito.training.names import DATA, OWN_DATA, TORCHVISION
 
+if TYPE_CHECKING:
+    from torchvision.datasets import ImageFolder
+
 ARRAYS = ("x", "y", "x_test", "y_test", "group", "group_test")  # of an .npz file
+DIVIDERS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of tables that are not divided by commas
 MOST_LETTERS = 100  # of a group's name
 UCI = {"uci": "standard", "uci-gap": "gap"}  # divided at random; or the middle third of one feature is the test part
 MOST_CLASSES = 1 << 16  # larger whole numbers are not classes
@@ -46,6 +51,11 @@ def read_for(
     """
     recipe, declared, regression = data_recipe(manifest.card), manifest.card.input, manifest.task.kind == "regression"
     image = None if declared is None else declared.image
+    if name.startswith("folder:") and declared is not None and image is None:
+        raise DataError(
+            f"{name} has pictures, but this model does not say how they become its inputs: save it with "
+            f"Card(input=Input(shape={declared.shape}, image=Image(mean=..., std=...)))."
+        )
     shape = None if declared is None or image is None else declared.shape
     fitting = None if image is None else image.fitting
     data = read_data(
@@ -95,7 +105,16 @@ def numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
         train, test = (None if part is None else Examples(part.x, place[part.y], part.group) for part in both)
         assert train is not None
         return replace(data, train=train, test=test, labels=known)
-    if len(labels) == len(known) or (len(labels) < len(known) and labels == tuple(map(str, range(len(labels))))):
+    numbers = labels == tuple(map(str, range(len(labels))))
+    if len(labels) == len(known) and not numbers and known != tuple(map(str, range(len(known)))):
+        if shared := tuple(label for label in labels if label in known):
+            raise DataError(
+                f"{name} has the classes {_some(labels)}, this model {_some(known)}: only {_some(shared)} are the "
+                "same. Expected the model's names, in any order."
+            )
+        pairs = _some(tuple(f"{one} for {other}" for one, other in zip(labels, known, strict=True)))
+        remark(f"{name} and the model name their classes differently: they are taken in order, {pairs}")
+    if len(labels) == len(known) or (len(labels) < len(known) and numbers):
         return replace(data, labels=known)
     raise DataError(
         f"{name} has {len(labels)} classes ({_some(labels)}); this model tells {len(known)} apart ({_some(known)}). "
@@ -277,7 +296,7 @@ def _folder(path: Path, size: tuple[int, int] | None, channels: int, fitting: Fi
 
 def _is_divided(path: Path) -> bool:
     try:
-        folders = {p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")}
+        folders = {p.name for p in path.iterdir() if p.is_dir() and _is_shown(p.name)}
         if "train" not in folders:
             return False
         if "test" not in folders and not any(p.is_dir() for p in (path / "train").iterdir()):
@@ -297,12 +316,8 @@ def _pictures(
 ) -> tuple[Examples, tuple[str, ...], tuple[int, int]]:
     from rich.console import Console
     from rich.progress import track
-    from torchvision.datasets import ImageFolder
 
-    try:
-        folder = ImageFolder(str(path))
-    except OSError as error:
-        raise DataError(f"{path}: {_reason(error)}; expected one folder of pictures per class.") from None
+    folder = _image_folder(path)
     pixels: list[Tensor] = []
     console = Console(stderr=True)
     unseen = not console.is_terminal
@@ -324,17 +339,42 @@ def _pictures(
     return Examples(torch.stack(pixels), torch.tensor(folder.targets)), tuple(folder.classes), size
 
 
+def _image_folder(path: Path) -> "ImageFolder":
+    """Classes and pictures, but not what is hidden there: `.ipynb_checkpoints`, `__MACOSX`, `._1.jpg`."""
+    from torchvision.datasets import ImageFolder
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    class Shown(ImageFolder):  # type: ignore[misc]  # torchvision has no types
+        def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+            names = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and _is_shown(entry.name))
+            if not names:
+                raise FileNotFoundError("it has no folders")
+            return names, {name: i for i, name in enumerate(names)}
+
+    def is_picture(file: str) -> bool:
+        return file.lower().endswith(IMG_EXTENSIONS) and _is_shown(os.path.basename(file))
+
+    try:
+        return Shown(str(path), is_valid_file=is_picture)
+    except OSError as error:
+        raise DataError(f"{path}: {_reason(error)}; expected one folder of pictures per class.") from None
+
+
+def _is_shown(name: str) -> bool:
+    return not name.startswith((".", "__MACOSX"))
+
+
 def count_pictures(path: Path) -> tuple[int, int, tuple[int, int], int]:
     """Number of pictures, of those of a test part, median height and width of some, and number of classes."""
     from PIL import Image
-    from torchvision.datasets import ImageFolder
 
     divided = _is_divided(path)
-    try:
-        train = ImageFolder(str(path / "train" if divided else path))
-        tested = len(ImageFolder(str(path / "test"))) if divided and (path / "test").is_dir() else 0
-    except OSError as error:
-        raise DataError(f"{path}: {_reason(error)}; expected one folder of pictures per class.") from None
+    train = _image_folder(path / "train" if divided else path)
+    tested = len(_image_folder(path / "test")) if divided and (path / "test").is_dir() else 0
+    if len(train.classes) < 2:
+        raise DataError(
+            f"folder:{path} has one class only ({train.classes[0]!r}); expected two or more folders, one per class."
+        )
     sizes = []
     for file, _ in train.samples[:: max(1, len(train) // PEEKED)]:
         try:
@@ -351,7 +391,7 @@ def _picture(file: str, fitting: Fitting) -> Tensor:
     try:
         pixels = torch.from_numpy(read_pixels(file, fitting))
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {file}: {_reason(error)}.") from None
+        raise DataError(f"cannot read {file}: {_reason(error)}. Replace the picture, or remove it.") from None
     return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1)
 
 
@@ -381,6 +421,10 @@ def _npz(path: Path, regression: bool | None) -> DataSet:
     if train.y.dim() == 2:
         return DataSet(train, test, None)
     most = max(int(part.y.max()) for part in (train, test) if part is not None)
+    seen = torch.cat([part.y for part in (train, test) if part is not None]).unique()
+    if len(seen) < most + 1:
+        absent = [c for c in range(most + 1) if c not in set(seen.tolist())]
+        remark(f"{path}: y goes up to {most}, but has no example of class {_some(tuple(map(str, absent)))}")
     return DataSet(train, test, tuple(map(str, range(most + 1))))
 
 
@@ -492,7 +536,13 @@ def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
         raise DataError(f"{path} has {len(rows)} lines; expected a header and examples.")
     (_, header), *body = rows
     if len(header) < 2:
-        raise DataError(f"{path} has one column, {header[0]!r}; expected features and a target, divided by commas.")
+        other = next((name for mark, name in DIVIDERS.items() if mark in header[0]), None)
+        advice = "" if other is None else f" It seems to be divided by {other}: save it with commas."
+        raise DataError(
+            f"{path} has one column, {header[0]!r}; expected features and a target, divided by commas.{advice}"
+        )
+    if twice := [name for name in dict.fromkeys(header) if header.count(name) > 1]:
+        raise DataError(f"{path} has {header.count(twice[0])} columns {twice[0]!r}; expected a name for each column.")
     for line, row in body:
         if len(row) != len(header):
             raise DataError(f"{path}: line {line} has {len(row)} fields; the header has {len(header)}.")
@@ -504,7 +554,12 @@ def _parse(path: Path, line: int, header: list[str], row: list[str]) -> list[flo
     for name, text in zip(header, row, strict=True):
         value = _number(text)
         if value is None:
-            raise DataError(f"{path}: line {line}, column {name!r} is {text!r}; expected a number.")
+            advice = (
+                "Fill it, or leave the line out."
+                if not text
+                else "Write words as numbers, with a column of 0 and 1 for each word, or leave the column out."
+            )
+            raise DataError(f"{path}: line {line}, column {name!r} is {text!r}; expected a number. {advice}")
         values.append(value)
     return values
 

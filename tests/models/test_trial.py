@@ -1,0 +1,170 @@
+"""A network that could not be served is refused where it is converted or saved, in a line that says what to do."""
+
+import re
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dubito.models import bayesianize, build, load, save
+from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError, InputError
+from dubito.models.manifest import Card, Input, Regression, Task
+
+Both = namedtuple("Both", "logits features")
+instance = nn.Linear(4, 3)  # taken for a factory
+
+
+def mlp(outputs: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, outputs))
+
+
+class Around(nn.Module):
+    """A network whose forward method does something beside."""
+
+    def __init__(self, around: Callable[["Around", Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.around, self.calls = mlp(), around, 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.around(self, x)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, one: Tensor, other: Tensor) -> Any:
+        return self.inner(one + other)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.recurrent, self.head = nn.Embedding(9, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.head(self.recurrent(self.table(ids))[0][:, -1])
+
+
+def keep(net: nn.Module, folder: Path, task: Task | None = None, shape: tuple[int, ...] = (4,), **card: Any) -> Path:
+    file = folder / "m.safetensors"
+    save(bayesianize(net, "deterministic", task=task), file, card=Card(input=Input(shape=shape), **card))
+    return file
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "one logit": (lambda: mlp(1), "the network has one output; a classification needs a logit for each class"),
+    "softmax": (lambda: nn.Sequential(mlp(), nn.Softmax(-1)), "outputs are probabilities.*leave out the Softmax"),
+    "others": (lambda: Around(lambda net, x: net.inner(x - x.mean(0))), "depends on the other inputs of its batch"),
+    "a state": (lambda: Around(lambda net, x: net.inner(x) * net.calls), "changes from call to call"),
+    "a named tuple": (lambda: Around(lambda net, x: Both(net.inner(x), x)), "makes a Both; expected to return one"),
+    "a dictionary": (lambda: Around(lambda net, x: {"logits": net.inner(x)}), "returns a dict; expected one tensor"),
+    "no dimension": (lambda: Around(lambda net, x: net.inner(x)[:, 0]), "one number without a dimension of its own"),
+    "a row too many": (lambda: Around(lambda net, x: net.inner(x)[:, :, None]), r"an array of shape \(3, 1\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_network_that_cannot_be_served_is_not_saved(case: str, tmp_path: Path) -> None:
+    make, said = REFUSED[case]
+    with pytest.raises(ArtifactError, match=said) as raised:
+        keep(make(), tmp_path)
+    assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_networks_that_are_near_to_those_are_saved(seed: int, tmp_path: Path) -> None:
+    torch.manual_seed(seed)
+    for net, task in (
+        (nn.Sequential(mlp(), nn.LogSoftmax(-1)), None),  # whose softmax is the right one
+        (mlp(1), Regression()),
+        (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3)), None),
+        (nn.Sequential(mlp(), nn.Softmax(-1), nn.Linear(3, 3)), None),
+        (nn.Sequential(nn.Linear(4, 2), nn.Softmax(-1)), Regression(outputs=2)),
+    ):
+        assert load(keep(net, tmp_path, task)).predict(torch.rand(5, 4), 1)
+
+
+@pytest.mark.parametrize("net", [mlp(), build("mlp", inputs=4, outputs=3)], ids=["own", "by name"])
+def test_as_many_names_as_outputs(net: nn.Module, tmp_path: Path) -> None:
+    file = keep(net, tmp_path, labels=("a", "b", "c"))
+    with pytest.raises(ArtifactError, match="the card names 2 classes, but the network has 3 outputs"):
+        keep(net, tmp_path, labels=("a", "b"))
+    loaded = load(file)  # and again, from a file that knew better
+    with pytest.raises(ArtifactError, match="the card names 1 classes"):
+        save(loaded.with_card(labels=("a",)), file)
+
+
+def test_token_ids_are_kept_as_they_are_and_bounded(tmp_path: Path) -> None:
+    model = load(keep(Words(), tmp_path, shape=(5,)))
+    assert model.predict(torch.randint(0, 9, (2, 5)), 1).summary is not None
+    with pytest.raises(InputError, match="the network has no such index"):
+        model.predict(torch.full((2, 5), 9), 1)
+
+
+def weight_normed() -> nn.Module:
+    net = mlp()
+    torch.nn.utils.weight_norm(net[0])
+    return net
+
+
+def parametrized() -> nn.Module:
+    net = mlp()
+    torch.nn.utils.parametrizations.weight_norm(net[0])
+    return net
+
+
+def hooked() -> nn.Module:
+    net = mlp()
+    net[0].register_forward_hook(lambda module, given, out: out)
+    return net
+
+
+@pytest.mark.filterwarnings("ignore")  # torch calls two of them old
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda: mlp().state_dict(), "got a dictionary, which may be a state dict; expected the network itself"),
+        (lambda: Two, "got the class Two; expected a network, an instance"),
+        (lambda: torch.jit.script(mlp()), "got a TorchScript module; expected the nn.Module"),
+        (weight_normed, r"0 \(Linear, with hooks of WeightNorm: call torch.nn.utils.remove_weight_norm first\)"),
+        (parametrized, r"0 \(ParametrizedLinear, parametrized: call .*remove_parametrizations first\)"),
+        (hooked, r"0 \(Linear, with hooks\)"),
+    ],
+)
+def test_what_is_no_plain_network_is_told_what_was_expected(given: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConversionError, match=said):
+        bayesianize(given(), "ffg-u", inducing=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_network_that_cannot_be_copied_says_why() -> None:
+    with pytest.raises(ConversionError, match=re.escape("0.weight is computed from other tensors, with hooks of")):
+        bayesianize(weight_normed(), "deterministic")
+
+
+def test_a_plain_network_may_have_layers_of_any_kind(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="recurrent"):
+        bayesianize(Words(), "ffg-u", inducing=2)
+    assert bayesianize(Words(), "deterministic").layers == {}
+
+
+def test_weights_without_storage_are_not_saved(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        net = mlp()
+    with pytest.raises(ArtifactError, match=r"0\.weight has no storage \(meta device\)"):
+        keep(net, tmp_path)
+
+
+def test_a_factory_is_a_name_of_what_builds_a_network() -> None:
+    with pytest.raises(ArchitectureError, match="build got Sequential; expected the name of a network"):
+        build(mlp())  # type: ignore[arg-type]
+    with pytest.raises(ArchitectureError, match="is a Linear that is built already; expected a class, or a function"):
+        build(f"{__name__}:instance")
