@@ -16,7 +16,7 @@ from dubito.models.network.joint import JOINT
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.network.normalisation import fold_batchnorm
 from dubito.models.numerics.parameters import Free, Positive
-from dubito.models.traced import Traced
+from dubito.models.traced import TorchModule, Traced
 from dubito.models.tracing.rebuild import Container, TracedNetwork, rebuild, try_out
 from dubito.models.tracing.trace import TraceError, trace
 
@@ -121,6 +121,14 @@ def _is_still(network: BayesianNetwork, manifest: Manifest) -> bool:
     return shapes[0] == shapes[1] and repr(network.net) == repr(again.net)
 
 
+def _ends_in_sigmoid(traced: Traced) -> bool:
+    last = traced.calls[-1] if traced.calls and traced.output == {"#": len(traced.calls)} else None
+    if last is None or last.do != "module":
+        return last is not None and last.of in ("sigmoid", "torch.sigmoid")
+    part = traced.parts.get(last.of)
+    return isinstance(part, TorchModule) and part.kind == "Sigmoid"
+
+
 def _prove(
     network: BayesianNetwork, manifest: Manifest, constants: dict[str, Tensor], shape: tuple[int, ...] | None
 ) -> dict[str, Tensor]:
@@ -142,6 +150,11 @@ def _prove(
         return unsaved
     trial = Trial.of(network, shape)
     trial.check(network, manifest)
+    if manifest.task.kind == "classification" and _ends_in_sigmoid(manifest.traced):
+        raise ArtifactError(
+            "the network ends in a Sigmoid, as one that gives several labels at once. Expected a logit for each class, "
+            "of which one is true: leave out the Sigmoid if that is so; several labels are not served."
+        )
     device = next(iter(state.values())).device
     again.load_state_dict(state | {name: t.to(device) for name, t in unsaved.items()}, assign=True)
     set_masks(again, masks)

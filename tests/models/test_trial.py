@@ -61,6 +61,8 @@ def keep(net: nn.Module, folder: Path, task: Task | None = None, shape: tuple[in
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "one logit": (lambda: mlp(1), "the network has one output; a classification needs a logit for each class"),
     "softmax": (lambda: nn.Sequential(mlp(), nn.Softmax(-1)), "outputs are probabilities.*leave out the Softmax"),
+    "several labels": (lambda: nn.Sequential(mlp(), nn.Sigmoid()), "ends in a Sigmoid.*several labels are not served"),
+    "and by a function": (lambda: Around(lambda net, x: torch.sigmoid(net.inner(x))), "ends in a Sigmoid"),
     "others": (lambda: Around(lambda net, x: net.inner(x - x.mean(0))), "depends on the other inputs of its batch"),
     "a state": (lambda: Around(lambda net, x: net.inner(x) * net.calls), "changes from call to call"),
     "a named tuple": (lambda: Around(lambda net, x: Both(net.inner(x), x)), "makes a Both; expected to return one"),
@@ -88,6 +90,7 @@ def test_networks_that_are_near_to_those_are_saved(seed: int, tmp_path: Path) ->
         (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3)), None),
         (nn.Sequential(mlp(), nn.Softmax(-1), nn.Linear(3, 3)), None),
         (nn.Sequential(nn.Linear(4, 2), nn.Softmax(-1)), Regression(outputs=2)),
+        (nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), Regression()),
     ):
         assert load(keep(net, tmp_path, task)).predict(torch.rand(5, 4), 1)
 
