@@ -31,6 +31,14 @@ def serve(
     device: Annotated[
         Literal["auto", "cpu", "cuda"] | None, typer.Option(help="Where models run.", show_default="auto")
     ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Several devices, each with a copy of every model: cuda:0,cuda:1, or all for every GPU.",
+            show_default="the one of --device",
+        ),
+    ] = None,
     network: Annotated[
         list[str] | None,
         typer.Option(
@@ -60,7 +68,7 @@ def serve(
     from dubito.service.settings import as_toml, settings_of_command
 
     flags: dict[str, object] = {"models": paths, "host": host, "port": port, "device": device, "networks": network}
-    flags["grpc_port"] = grpc_port
+    flags |= {"grpc_port": grpc_port, "devices": None if devices is None else devices.split(",")}
     effective = settings_of_command(settings, flags, change or [])
     if print_settings:
         print(as_toml(effective))
@@ -120,12 +128,13 @@ def score(
     from dubito.models.terminal import bar
 
     need("score", "pyarrow")
+    from dubito.service.engine.device import devices_of
     from dubito.service.scoring.delivery import delivered
     from dubito.service.scoring.rows import input_place
-    from dubito.service.scoring.score import Scoring, devices_of
+    from dubito.service.scoring.score import Scoring
     from dubito.service.scoring.score import score as run
 
-    devices, options = devices_of(device), (chosen_method(method), group, network, on_bad, batch)
+    devices, options = devices_of(device.split(","), "--device"), (chosen_method(method), group, network, on_bad, batch)
     with local_copy(input_place(rows)) as source, delivered(output, fresh=fresh) as target:
         asked = Scoring(file, str(source), target, chosen_samples(samples), seed, *options)
         scored = run(asked, devices, fresh, lambda left: bar("scoring", left))

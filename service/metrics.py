@@ -2,7 +2,7 @@
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -173,12 +173,12 @@ class Counts(Collector):
             yield family
 
 
-def model_bytes(model: Model, artifact: int, deterministic: int) -> dict[str, int]:
+def model_bytes(copies: Sequence[Model], artifact: int, deterministic: int) -> dict[str, int]:
     """Bytes of the file, of the tensors in memory, of the factors among them, and of the plain network."""
     seen: set[int] = set()
-    own = bytes_of(model.network, seen)
-    factors = bytes_of(model.factors, seen)
-    plain = deterministic * model.factors.dtype.itemsize
+    own = sum(bytes_of(model.network, seen) for model in copies)
+    factors = sum(bytes_of(model.factors, seen) for model in copies)
+    plain = deterministic * copies[0].factors.dtype.itemsize
     return {"artifact": artifact, "resident": own + factors, "factors": factors, "deterministic": plain}
 
 

@@ -5,7 +5,8 @@ import gc
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,13 @@ from dubito.models.remote.address import Place
 from dubito.models.remote.cache import fetched
 from dubito.models.report import report
 from dubito.service.engine.bank import Bank, bytes_of_sample
-from dubito.service.engine.batcher import Batch, Batcher
+from dubito.service.engine.batcher import Batcher
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.compiled import PassCache, pass_folder
+from dubito.service.engine.device import Device
 from dubito.service.engine.engine import Engine
 from dubito.service.engine.plans import PlanCache, plan_file
-from dubito.service.engine.turn import Turn
+from dubito.service.engine.worker import Batch
 from dubito.service.metrics import Metrics, Series, model_bytes
 from dubito.service.problems import Problem
 from dubito.service.settings import Settings
@@ -45,7 +47,7 @@ class ServedModel:
     """A version of a model that answers requests."""
 
     source: Source
-    engine: Engine
+    engines: Sequence[Engine]  # one on each of its devices
     declared: Input
     known: dict[str, Any]  # report of `dubito inspect`
     bytes: dict[str, int]
@@ -57,8 +59,12 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         self.name, self.version = self.source.name, self.source.version
-        self.model = self.engine.model
+        self.model = self.engines[0].model
         self.predictive = self.model.method  # predictive of requests that do not choose one
+
+    @property
+    def bank_bytes(self) -> int:
+        return sum(engine.bank.bytes for engine in self.engines if engine.bank is not None)
 
 
 class Repository:
@@ -67,13 +73,12 @@ class Repository:
     def __init__(
         self,
         settings: Settings,
-        device: torch.device,
-        dtype: torch.dtype,
+        devices: Sequence[Device],
         metrics: Metrics,
         trace: Callable[[Batch, float], None] | None = None,
     ) -> None:
         """`trace` is called for each batch of every model, with the time of its end."""
-        self.settings, self.device, self.dtype, self.metrics, self.trace = settings, device, dtype, metrics, trace
+        self.settings, self.devices, self.metrics, self.trace = settings, devices, metrics, trace
         self.sources: dict[Key, Source] = {}
         self.refused: dict[Key, str] = {}  # folders that cannot be served, and why
         self.unread: set[Place] = set()  # addresses that could not be looked up last time
@@ -90,8 +95,19 @@ class Repository:
         self.loading = {name for name, _ in self.sources}  # models that are not served yet, and will be if they can be
         self.broken: set[str] = set()  # models of which no version could be loaded at the start
         self.changing = asyncio.Lock()
-        self.turn = Turn()  # held by the model that uses the device
-        self.budget = Budget.of(settings.memory_bytes, device)
+        self._check_placement()
+
+    def _check_placement(self) -> None:
+        known = [one.name for one in self.devices]
+        for model, names in self.settings.placement.items():
+            if not names or not set(names) <= set(known):
+                came, there = ", ".join(names) or "nothing", ", ".join(known)
+                raise InputError(f"placement of {model} is {came}; expected some of the devices {there}.")
+
+    def devices_of(self, name: str) -> list[Device]:
+        """Those that a model runs on."""
+        names = self.settings.placement.get(name)
+        return [one for one in self.devices if names is None or one.name in names]
 
     @property
     def ready(self) -> bool:
@@ -179,7 +195,7 @@ class Repository:
                 return
             self.loading.add(name)
             try:
-                engine, declared, known = await asyncio.to_thread(self._prepare, source)
+                engines, declared, known = await asyncio.to_thread(self._prepare, source)
             except Exception as error:
                 ours = isinstance(error, DubitoError)
                 fields = {"model": name, "version": source.version, "path": str(source.path), "error": str(error)}
@@ -193,26 +209,26 @@ class Repository:
             self.failed.pop((name, source.version), None)
             series = self.metrics.of(name)
             batcher = Batcher(
-                engine,
+                [(engine, one.turn) for engine, one in zip(engines, self.devices_of(name), strict=True)],
                 max_work=self.settings.batch_work,
                 max_queue=self.settings.queue_work,
-                device=self.turn,
                 on_batch=series.batch,
             )
             batcher.trace = self.trace
-            sizes = model_bytes(engine.model, known["bytes"], known["deterministic"])
+            sizes = model_bytes([engine.model for engine in engines], known["bytes"], known["deterministic"])
             old = self.served.get(name)
-            self.served[name] = ServedModel(source, engine, declared, known, sizes, batcher, series)
+            self.served[name] = ServedModel(source, engines, declared, known, sizes, batcher, series)
             self.expected.add(name)  # again, if it had been unloaded
             self.broken.discard(name)
-            log.info("model serves", extra={"model": name, "version": source.version, "device": str(self.device)})
+            on = ",".join(one.name for one in self.devices_of(name))
+            log.info("model serves", extra={"model": name, "version": source.version, "device": on})
             if old is not None:
                 retired = self._retire(old)
                 del old  # so that it can be freed
                 await retired
 
-    def _prepare(self, source: Source) -> tuple[Engine, Input, dict[str, Any]]:
-        """Load and warm a model, in a thread, so that its first request need not wait."""
+    def _prepare(self, source: Source) -> tuple[list[Engine], Input, dict[str, Any]]:
+        """Load and warm a model on its devices, in a thread, so that its first request need not wait."""
         model = load(source.path)
         declared = model.card.input
         if declared is None:
@@ -221,35 +237,52 @@ class Repository:
                 "save it with a card that has an input."
             )
         known = report(model.manifest, model.network, fetched(source.path).stat().st_size)
+        engines: list[Engine] = []
         try:
-            return self._warmed(model, source, self.dtype), declared, known
-        except NumericsError as error:
-            if self.dtype.itemsize >= torch.float32.itemsize:
-                raise
-            fields = {"model": source.name, "asked": name_of(self.dtype), "why": str(error)}
-            log.warning("model runs in float32", extra=fields)
-        return self._warmed(model, source, torch.float32), declared, known
+            for device in self.devices_of(source.name):
+                engines.append(self._on(device, model, source))
+        except Exception:
+            self._release(source.name, engines)
+            raise
+        return engines, declared, known
 
-    def _warmed(self, model: Model, source: Source, dtype: torch.dtype) -> Engine:
-        model = reside(model, self.device, dtype)
-        plan_cache = PlanCache(plan_file() if self.settings.plan_seconds else None, self.device)
-        share = self.budget.share()
+    def _on(self, device: Device, model: Model, source: Source) -> Engine:
+        """A copy of the model on a device, in float32 where that does not compute right otherwise."""
+        with torch.cuda.device(device.device) if device.device.type == "cuda" else nullcontext():
+            try:
+                return self._warmed(model, source, device, device.dtype)
+            except NumericsError as error:
+                if device.dtype.itemsize >= torch.float32.itemsize:
+                    raise
+                fields = {"model": source.name, "asked": name_of(device.dtype), "why": str(error)}
+                log.warning("model runs in float32", extra=fields)
+            return self._warmed(model, source, device, torch.float32)
+
+    def _release(self, name: str, engines: Sequence[Engine]) -> None:
+        """Give the memory back that a model's copies have reserved."""
+        for engine, device in zip(engines, self.devices_of(name), strict=False):
+            device.budget.release(engine.share)
+
+    def _warmed(self, model: Model, source: Source, on: Device, dtype: torch.dtype) -> Engine:
+        model = reside(model, on.device, dtype)
+        plan_cache = PlanCache(plan_file() if self.settings.plan_seconds else None, on.device)
+        share = on.budget.share()
         seconds = self.settings.plan_seconds
         passes = PassCache(pass_folder()) if seconds else None
         engine = Engine(model, self.settings.buckets, plan_cache, seconds, share=share, pass_cache=passes)
         try:
-            self._enter(engine)
-            banked = self._reserve_bank(engine)
+            self._enter(engine, on.budget)
+            banked = self._reserve_bank(engine, on.budget)
             slices = self.settings.slice_ms / 1000
-            engine.warm(self.settings.samples, self.turn, (slices, LONG * slices))
+            engine.warm(self.settings.samples, on.turn, (slices, LONG * slices))
             if banked:
                 engine.bank = Bank(engine.model, *banked, self.settings.bank_seconds)
                 share.kinds["bank"] = lambda: 0 if engine.bank is None else engine.bank.bytes
         except DubitoError:
-            self.budget.release(share)
+            on.budget.release(share)
             raise
         except Exception as error:
-            self.budget.release(share)
+            on.budget.release(share)
             log.exception("the model fails before any request")
             reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
             looks_up = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in model.network.modules())
@@ -259,20 +292,20 @@ class Repository:
             ) from error
         return engine
 
-    def _enter(self, engine: Engine) -> None:
+    def _enter(self, engine: Engine, budget: Budget) -> None:
         """Register the model's device memory by kind; raises where it exceeds the limit."""
         share, model = engine.share, engine.model
         resident, share.sample = bytes_of([model.network, model.factors]), bytes_of_sample(model)
         share.kinds["resident"] = lambda: resident
         share.kinds["draws"] = lambda: engine.draws * share.sample
         share.kinds["plans"] = lambda: engine.plans.bytes
-        if share.limited and self.budget.left < 0:
+        if share.limited and budget.left < 0:
             raise DubitoError(
-                f"the model takes {resident:,} bytes, {-self.budget.left:,} more than are left of the "
-                f"{self.budget.limit:,} that the setting memory_bytes allows: raise it, or serve fewer models."
+                f"the model takes {resident:,} bytes, {-budget.left:,} more than are left of the "
+                f"{budget.limit:,} that the setting memory_bytes allows: raise it, or serve fewer models."
             )
 
-    def _reserve_bank(self, engine: Engine) -> tuple[int, int] | None:
+    def _reserve_bank(self, engine: Engine, budget: Budget) -> tuple[int, int] | None:
         """Number of seeds and draws of the bank; None without a bank: by settings, for this model, or for lack of
         memory."""
         settings, factors, share = self.settings, engine.model.factors, engine.share
@@ -283,7 +316,7 @@ class Repository:
         size = sets * samples * (share.sample - 4 * factors.normals)  # the normals are not kept
         if size == 0:  # draws are not weights of layers
             return None
-        if share.limited and size > self.budget.left // 2:  # passes need memory too
+        if share.limited and size > budget.left // 2:  # passes need memory too
             log.warning("the bank does not fit the memory: draws are made anew", extra={"bytes": size})
             return None
         share.kinds["bank"] = lambda: size
@@ -299,7 +332,7 @@ class Repository:
 
     async def _retire(self, old: ServedModel) -> None:
         await self._drain(old)
-        self.budget.release(old.engine.share)
+        self._release(old.name, old.engines)
         log.info("model retired", extra={"model": old.name, "version": old.version})
         held = [old]
         del old  # so that only the list refers to it
@@ -309,24 +342,28 @@ class Repository:
         """Answer the accepted requests, and stop the model's threads."""
         served.retired = True
         await served.batcher.close()
-        if (bank := served.engine.bank) is not None:
-            bank.close()
-            while bank.alive:
-                await asyncio.sleep(0.005)
+        for bank in (engine.bank for engine in served.engines):
+            if bank is not None:
+                bank.close()
+                while bank.alive:
+                    await asyncio.sleep(0.005)
 
     def _free(self, held: list[ServedModel]) -> None:
-        """Free a model's memory, in a thread, while holding the device: freeing pinned memory would break a capture of
+        """Free a model's memory, in a thread, while holding its devices: freeing pinned memory would break a capture of
         another model's graphs."""
-        if not self.turn.acquire(timeout=self.settings.stuck_seconds):
-            log.error("the device is stuck: what a model held of it is not given back")
-            return
-        try:
-            held.pop().engine.graphs = None
+        devices = self.devices_of(held[0].name)
+        with ExitStack() as turns:
+            for turn in {id(device.turn): device.turn for device in devices}.values():
+                if not turn.acquire(timeout=self.settings.stuck_seconds):
+                    log.error("the device is stuck: what a model held of it is not given back")
+                    return
+                turns.callback(turn.release)
+            for engine in held.pop().engines:
+                engine.graphs = None
+            del engine
             gc.collect()  # a failed request and its traceback form a cycle that refers to the model
-            if self.device.type == "cuda":
+            if any(device.device.type == "cuda" for device in devices):
                 torch.cuda.empty_cache()
-        finally:
-            self.turn.release()
 
     async def close(self) -> None:
         """Answer the accepted requests; memory is freed with the process."""

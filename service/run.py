@@ -122,7 +122,7 @@ async def _serve(server: Server, front: Front, listener: socket.socket, say: Cal
         await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()  # an error of a model ends the server before it is ready
-            if state.repository is not None and state.repository.device.type == "cuda":
+            if state.repository is not None and state.repository.devices[0].device.type == "cuda":
                 sys.setswitchinterval(SWITCH)
             gc.collect()
             gc.freeze()  # later collections skip the objects that exist now
@@ -189,7 +189,7 @@ def _greeting(state: State, listener: socket.socket, rpc_port: int) -> str:
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(f"{one.name} (version {one.version})" for one in state.repository.served.values())
     where = f"http://{shown}:{port}"
-    lines = [f"dubito serves {names} on {state.repository.device}."]
+    lines = [f"dubito serves {names} on {', '.join(one.name for one in state.repository.devices)}."]
     lines += [
         f"not served: {row['name']} (version {row['version'] or 'none'}): {row['reason']}"
         for row in state.repository.index()

@@ -57,6 +57,15 @@ class Settings(BaseSettings):
     )
     grpc_key: Path | None = Field(default=None, description="TLS of the gRPC port: file of the private key, in PEM.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where models run.")
+    devices: tuple[str, ...] = Field(
+        default=(),
+        description="Devices of one kind, each with a copy of every model and all fed from one queue: cuda:0, cuda:1, "
+        "or all for every GPU. Empty: the one of `device`.",
+    )
+    placement: dict[str, tuple[str, ...]] = Field(
+        default={},
+        description="Models that run on some of `devices` only: their names, and those devices. Others run on all.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="Type of activations; auto: bfloat16 on a GPU that has it natively, else float32. "

@@ -33,7 +33,7 @@ from opentelemetry.util.types import Attributes
 
 from dubito import __version__
 from dubito.models.errors import DubitoError
-from dubito.service.engine.batcher import Batch
+from dubito.service.engine.worker import Batch
 
 CARRIED = (b"traceparent", b"tracestate")  # headers of W3C Trace Context
 LAST = 2.0  # seconds for the last spans to leave when the server ends

@@ -294,7 +294,7 @@ def _restore(manifest: Manifest, tensors: Mapping[str, Tensor], given: nn.Module
     try:
         with torch.device("meta"):
             bare = _without_storage(given) if given is not None else bare_by(manifest)
-            if given is None:
+            if given is None and manifest.traced is not None:
                 check_input(bare, manifest)
             _check_copies(bare, manifest, tensors)
             skeleton = skeleton_of(bare, manifest)

@@ -1,111 +1,50 @@
-"""The batcher: requests that are queued when the device becomes free form a batch; none waits for a batch to fill."""
+"""The batcher: requests that are queued when a device becomes free form a batch; none waits for a batch to fill."""
 
 import asyncio
-import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate, takewhile
-from queue import SimpleQueue
 from secrets import randbits
-from typing import TypeVar
 
 from dubito.models.predictions.prediction import SEED_BITS
-from dubito.service.engine.engine import Answer, Broken, Engine, PredictRequest, PredictResult, joined
+from dubito.service.engine.engine import Answer, Engine, PredictRequest, PredictResult, joined
 from dubito.service.engine.pace import Pace
 from dubito.service.engine.turn import Turn
+from dubito.service.engine.worker import Batch, Ticket, Worker
 from dubito.service.fair import FairQueue
 from dubito.service.problems import Gone, Hopeless, Late, Overloaded
 
-log = logging.getLogger("dubito")
 PATIENCE = 0.05  # seconds after which an answer counts as slow
 WORTH = 1.05  # gain in inputs per second for which some requests are left to the next batch
 TURNS = 8  # turns of the loop, each of some microseconds, without a new request before a batch is formed
-T = TypeVar("T")
 LONGEST_WAIT = 60.0  # longest Retry-After of a refused request, in seconds
 SURE = 1.5  # a request that takes this many times what it has is refused: the pace is an estimate
 RECENT = 1.0  # seconds for which a client counts as one that others share with
 OVERFULL = 2  # times the queue that may be under way, where clients come that have less than their share
 
 
-class Abandoned(BaseException):
-    """Nobody waits any longer for the batch that is being computed."""
-
-
-class Died(BaseException):
-    """The device broke while a batch was computed between the passes of another."""
-
-
-@dataclass(eq=False, slots=True)
-class Ticket:
-    """A queued request, or a part of one."""
-
-    request: PredictRequest
-    future: "asyncio.Future[PredictResult]"
-    most: int  # most rows of a batch that it is in
-    seconds: float  # until its deadline
-    slow: Callable[[], None] | None  # called if it is not answered within `PATIENCE`
-    client: str  # clients share the device
-    long: bool  # worked off in turns with others
-    trace: object = None  # of the request, where it is traced
-    timer: asyncio.TimerHandle | None = None  # of the deadline; set once that is near or the answer is slow
-    queued: float = field(default_factory=time.monotonic)
-    ended: float = 0.0
-    taken: bool = False  # by the inference thread
-    counted: bool = True  # in the batcher's `work` and `rows`
-
-
-class Batch:
-    """Tickets that are answered together."""
-
-    def __init__(self, tickets: list[Ticket]) -> None:
-        self.tickets = tickets
-        self.began = time.monotonic()  # when it came to the device
-        self.wanted: list[Ticket] = []  # those still waited for when the device was free
-        self.answers: Callable[[], list[Answer]] = list
-        self.failed: Exception | None = None  # error of the whole batch
-        self.cpu = 0.0  # seconds of processor time
-        self.others = 0.0  # seconds between its passes that others had
-
-    def run(self, part: Callable[[], T]) -> T | None:
-        """Run a part of the work. An error fails the whole batch; a broken device ends the thread."""
-        if self.failed is not None:
-            return None
-        began = time.thread_time()
-        try:
-            return part()
-        except Broken:
-            raise
-        except Abandoned:
-            self.failed = Gone()
-            return None
-        except Exception as error:
-            self.failed = error
-            return None
-        finally:
-            self.cpu += time.thread_time() - began
-
-
 class Batcher:
-    """One inference thread, fed by coroutines of one event loop.
+    """One queue of one model, fed by coroutines of one event loop, and worked off by a thread for each of its engines.
 
-    The loop appends tickets to a deque and wakes the thread if it sleeps; the thread takes them out, and calls the loop
-    back when they are answered. Only the loop changes the counts, so they need no lock.
+    The loop appends tickets and wakes a worker that sleeps; workers take them out, and call the loop back when they are
+    answered. Only the loop changes the counts, so they need no lock.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        copies: Sequence[tuple[Engine, Turn]],
         *,
         max_work: int,
         max_queue: int,
-        device: Turn,
         on_batch: Callable[[int, float], None] = lambda rows, cpu: None,
     ) -> None:
-        """A batch has at most `max_work` (rows × draws), and at most the rows that the engine computes best together;
-        at most `max_queue` is queued. `device` is held during passes: models that share a device take turns.
+        """`copies` of the model: each engine with its device, which is held during passes, since models may share it.
+
+        A batch has at most `max_work` (rows × draws), and at most the rows that the engine computes best together; at
+        most `max_queue` is queued.
 
         Where the engine knows how long its work takes, batches are shorter than `max_work`, and the shorter where
         clients or models share the device. A request of more than a short batch is long: it goes in parts, and between
@@ -113,39 +52,48 @@ class Batcher:
 
         `on_batch` is called for each batch, with its rows and its processor time.
         """
-        self.engine, self.max_queue, self.on_batch = engine, max_queue, on_batch
+        self.engine = engine = copies[0][0]  # by which batches are formed; the others are its copies
+        self.max_queue, self.on_batch = max_queue, on_batch
         self.max_work = int(min(max_work, max(engine.slices[1], 1)))  # of a batch that nobody waits for
         self.short = int(min(max_work, max(engine.slices[0], 1)))  # of one that others wait for
         self.trace: Callable[[Batch, float], None] | None = None  # called for each batch with the time of its end
         self.max_rows = sys.maxsize  # of a batch, for requests like the last one
-        self.device = device
+        self.taking = threading.Lock()  # held by the worker that forms a batch
         self.queue: FairQueue[Ticket] = FairQueue()
         self.long: FairQueue[Ticket] = FairQueue()  # parts of long requests
-        self.long_next = False  # it is their turn
-        self.outer: Batch | None = None  # long batch between whose passes others are answered
         self.by_client: dict[str, int] = {}  # work under way
         self.long_work = 0  # of long requests under way
         self.shared = -RECENT  # time at which a client last came while others were under way
         self.work = self.rows = 0  # accepted and not yet answered: rows × draws, and rows
         self.cost = 0  # rows × draws as many as are usual
-        self.running: list[Ticket] = []  # taken and not yet delivered
-        self.since: float | None = None  # time at which the running batch began, or last made progress
         self.pace = Pace(engine.timed)
-        self.closing = self.dead = False
-        self.asleep = False  # the thread waits for the bell
-        self.ringing = False  # a call that wakes it is scheduled
+        self.closing = False
+        self.ringing = False  # a call that wakes a worker is scheduled
         self.gathered = 0  # rows queued while it slept
         self.fresh: dict[Ticket, None] = {}  # tickets without a timer, oldest first
         self.look: asyncio.TimerHandle | None = None  # next check of the fresh tickets
-        self.bell: SimpleQueue[None] = SimpleQueue()
         self.loop = asyncio.get_running_loop()
-        self.thread = threading.Thread(target=self._run, name="inference", daemon=True)
-        self.thread.start()
+        self.workers = [Worker(self, engine, device) for engine, device in copies]
+        for worker in self.workers:
+            worker.thread.start()
 
     def alive(self, stuck_seconds: float) -> bool:
-        """Whether the thread runs, and its batch is not stuck."""
-        since = self.since
-        return not self.dead and (since is None or time.monotonic() - since < stuck_seconds)
+        """Whether every thread runs, and no batch is stuck."""
+        return all(worker.alive(stuck_seconds) for worker in self.workers)
+
+    @property
+    def dead(self) -> bool:
+        return all(worker.dead for worker in self.workers)
+
+    @property
+    def asleep(self) -> bool:
+        """A worker waits."""
+        return any(worker.asleep for worker in self.workers)
+
+    @property
+    def running(self) -> list[Ticket]:
+        """Taken and not yet delivered."""
+        return [ticket for worker in self.workers for ticket in worker.running]
 
     @property
     def depth(self) -> int:
@@ -170,7 +118,7 @@ class Batcher:
         ahead = self.work if long else min(self.work, 2 * (self.work - self.long_work))  # short ones go between passes
         before = min(ahead, clients * (mine + more))  # clients take turns
         batch = min(self.max_work, max(1, self.max_rows * self.work // self.rows))
-        wait = self.pace.of(before * self.cost / self.work, batch)
+        wait = self.pace.of(before * self.cost / self.work, batch) / len(self.workers)
         full = self.work + more > self.max_queue and (
             mine + more > self.max_queue // clients or self.work + more > OVERFULL * self.max_queue
         )
@@ -230,10 +178,13 @@ class Batcher:
             self.loop.call_soon(self._ring, self.gathered, left)
 
     def _wake(self) -> None:
+        """Wake one worker that sleeps."""
         self.ringing, self.gathered = False, 0
-        if self.asleep:
-            self.asleep = False
-            self.bell.put(None)
+        self.wake_one()
+
+    def wake_one(self) -> None:
+        if (sleeping := next((worker for worker in self.workers if worker.asleep), None)) is not None:
+            sleeping.wake()
 
     def _parts(self, request: PredictRequest) -> list[PredictRequest]:
         """Split a request into parts that fit a batch, with one seed, so that all rows use the same draws."""
@@ -313,45 +264,25 @@ class Batcher:
             else:
                 self.by_client.pop(ticket.client, None)
 
-    def _run(self) -> None:
-        """The inference thread."""
-        last: Batch | None = None  # computed and not yet delivered: the device can start the next batch meanwhile
-        try:
-            while self._work_comes(last is None):
-                if self.depth:
-                    last = self._serve(last)
-                elif last is not None:
-                    self._conclude(last)
-                    last = None
-        except BaseException:
-            log.critical("the inference loop has died", exc_info=True)
-        finally:
-            self.dead = True
-            self._on_loop(self._drop_all)
-
-    def _work_comes(self, patient: bool) -> bool:
-        """Whether to go on; False once the batcher is closed. If `patient`, wait until something is queued."""
-        while patient and not self.depth:
-            if self.closing:
-                return False
-            self.asleep = True  # set before the queue is checked again: from now on `put` rings the bell
-            if not self.depth and not self.closing:
-                self.bell.get()
-            self.asleep = False
-        return True
-
-    def _take(self) -> list[Ticket]:
+    def take(self, worker: Worker) -> list[Ticket]:
         """The next batch from the queue, without cancelled tickets."""
-        self.long_next = len(self.long) > 0 and (self.long_next or not self.queue)
-        batch = self._from(self.long, 1) if self.long_next else self._from(self.queue)
-        self.long_next = not self.long_next
+        with self.taking:
+            worker.long_next = len(self.long) > 0 and (worker.long_next or not self.queue)
+            batch = self._from(self.long, worker, 1) if worker.long_next else self._from(self.queue, worker)
+        worker.long_next = not worker.long_next
+        if self.depth:
+            self.wake_one()
         return batch
 
-    def _from(self, line: FairQueue[Ticket], count: int = sys.maxsize) -> list[Ticket]:
+    def take_short(self, worker: Worker) -> list[Ticket]:
+        with self.taking:
+            return self._from(self.queue, worker)
+
+    def _from(self, line: FairQueue[Ticket], worker: Worker, count: int = sys.maxsize) -> list[Ticket]:
         """Take the next batch, of at most `count` tickets."""
         batch: list[Ticket] = []
         work, rows, most = 0, 0, sys.maxsize
-        limit = self.short if self.contended or line.clients > 1 else self.max_work
+        limit = self.short if self.contended(worker.device) or line.clients > 1 else self.max_work
         while len(batch) < count and (ticket := line.first()) is not None:
             most = min(most, ticket.most)
             if batch and (work + ticket.request.cost > limit or rows + ticket.request.rows > most):
@@ -363,13 +294,12 @@ class Batcher:
         self._leave(batch)
         for ticket in batch:
             ticket.taken = True
-        self.running += batch
+        worker.running += batch
         return batch
 
-    @property
-    def contended(self) -> bool:
+    def contended(self, device: Turn) -> bool:
         """Clients or models share the device."""
-        return self.device.contended or time.monotonic() - self.shared < RECENT
+        return device.contended or time.monotonic() - self.shared < RECENT
 
     def _leave(self, batch: list[Ticket]) -> None:
         """Return the last tickets to the queue where a smaller batch computes more inputs per second."""
@@ -384,107 +314,15 @@ class Batcher:
             self.queue.put_back(ticket.client, ticket)
         del batch[best + 1 :]
 
-    def _serve(self, last: Batch | None) -> Batch | None:
-        """Compute what is queued once the device is free, while no other model has a better claim to it, and deliver it
-        and the previous batch; returns a batch that is still undelivered.
+    def deliver(self, batch: Batch, answers: Sequence[Answer]) -> None:
+        self._on_loop(lambda: self._deliver(batch, dict(zip(batch.wanted, answers, strict=True))))
 
-        Batches are formed when the device is free, not before: requests that come meanwhile need not wait for another
-        turn.
-        """
-        if not self.device.acquire(blocking=False):
-            if last is not None:  # deliver it while another model has the device
-                self._conclude(last)
-            last = None
-            self.device.acquire()
-        held = True
-        try:
-            while held and self.depth:
-                if not (tickets := self._take()):
-                    continue
-                batch = Batch(tickets)
-                left = self._pass(batch, last)
-                last = batch if left else None
-                if self.depth:
-                    held = self.device.keep()
-                else:
-                    self.device.release()
-                    held = False
-                if not left:
-                    self._conclude(batch)
-        finally:
-            if held:
-                self.device.release()
-        return last
-
-    def _pass(self, batch: Batch, last: Batch | None) -> bool:
-        """Compute a batch; True where its answers are still to be made from what the device returned."""
-        self.since = batch.began = started = time.monotonic()
-        batch.wanted = [t for t in batch.tickets if not t.future.done()]  # some may have expired meanwhile
-        requests = [ticket.request for ticket in batch.wanted]
-        self.outer, work = batch, sum(request.cost for request in requests)
-        finest = int(min(self.short, self.engine.finest)) if self.device.contended else self.short
-        self.engine.pause = self._between if work > finest else None
-        contended = self.contended
-        self.engine.pass_work = finest if contended else self.max_work
-        if any(ticket.long for ticket in batch.wanted):
-            self.engine.pass_work = min(self.engine.pass_work, self.engine.long_passes[0 if contended else 1])
-        try:
-            launched = batch.run(lambda: self.engine.launch(requests)) if requests else None
-        finally:
-            if last is not None:
-                self._conclude(last)
-                self.since = time.monotonic()
-        if launched is not None:
-            batch.run(launched.wait)
-            batch.answers = launched.answers
-        elif requests:
-            answers = batch.run(lambda: self.engine.answer(requests))
-            batch.answers = lambda: answers or []
-        self.engine.pause = self.outer = None
-        if requests:
-            self.pace.add(work, time.monotonic() - started - batch.others)
-        return launched is not None
-
-    def _between(self) -> None:
-        """Between two passes of a batch: other models use the device, and short requests are answered."""
-        batch, began = self.outer, time.monotonic()
-        assert batch is not None
-        if all(ticket.future.done() for ticket in batch.wanted):
-            raise Abandoned
-        self.device.yield_()
-        if batch.wanted[0].long and (tickets := self._from(self.queue)):
-            pause, self.engine.pause = self.engine.pause, None
-            short = Batch(tickets)
-            short.wanted = tickets
-            try:
-                answers = short.run(lambda: self.engine.answer([ticket.request for ticket in tickets]))
-            except Broken as error:
-                raise Died from error  # no error of the long request
-            short.answers = lambda: answers or []
-            self._conclude(short)
-            batch.cpu -= short.cpu
-            self.engine.pause = pause
-            self.since = time.monotonic()
-        batch.others += time.monotonic() - began
-
-    def _conclude(self, batch: Batch) -> None:
-        """Make the answers of a computed batch, and deliver them."""
-        completed = batch.run(batch.answers)
-        answers: Sequence[Answer] = [batch.failed] * len(batch.wanted) if batch.failed is not None else completed or []
-        ended = time.monotonic()
-        for ticket in batch.wanted:
-            ticket.ended = ended
+    def _deliver(self, batch: Batch, answers: dict[Ticket, Answer]) -> None:
         if batch.wanted:
             self.on_batch(sum(ticket.request.rows for ticket in batch.wanted), batch.cpu)
-            if self.trace is not None:
-                self.trace(batch, ended)
-        ended_now = set(batch.tickets)
-        self.running = [ticket for ticket in self.running if ticket not in ended_now]
-        self.since = None
-        self._on_loop(lambda: self._deliver(batch.tickets, dict(zip(batch.wanted, answers, strict=True))))
-
-    def _deliver(self, batch: list[Ticket], answers: dict[Ticket, Answer]) -> None:
-        for ticket in batch:
+        if batch.work:
+            self.pace.add(batch.work, batch.seconds)
+        for ticket in batch.tickets:
             self._discount(ticket)
             if ticket.future.done():
                 continue
@@ -500,6 +338,16 @@ class Batcher:
         except RuntimeError:  # the loop is closed
             return
 
+    def died(self, worker: Worker) -> None:
+        self._on_loop(lambda: self._drop_all() if self.dead else self._lose(worker.running))
+
+    def _lose(self, tickets: Sequence[Ticket]) -> None:
+        """Fail what a worker had taken that ended; others go on."""
+        for ticket in tickets:
+            self._discount(ticket)
+            if not ticket.future.done():
+                ticket.future.set_exception(Gone())
+
     def _drop_all(self) -> None:
         left = [*self.running, *self.queue, *self.long]
         self.queue.clear()
@@ -511,10 +359,11 @@ class Batcher:
                 ticket.future.set_exception(Gone())
 
     async def close(self) -> None:
-        """Refuse new requests, answer the accepted ones, and end the thread."""
+        """Refuse new requests, answer the accepted ones, and end the threads."""
         self.closing = True
-        self._wake()
-        while self.thread.is_alive():
+        for worker in self.workers:
+            worker.wake()
+        while any(worker.thread.is_alive() for worker in self.workers):
             await asyncio.sleep(0.005)
         await asyncio.sleep(0)  # let its last delivery run
         if self.look is not None:

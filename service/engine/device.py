@@ -1,11 +1,43 @@
-"""The device and the dtype in which models run."""
+"""The devices and the dtype in which models run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from dubito.models.errors import DubitoError, NumericsError
+from dubito.models.errors import DubitoError, InputError, NumericsError
 from dubito.models.numerics.proof import fault_of, name_of
+from dubito.service.engine.budget import Budget
+from dubito.service.engine.turn import Turn
 
 BF16 = (8, 0)  # compute capability from which a GPU has it natively
+
+
+@dataclass
+class Device:
+    """A device that models run on, the lock by which they take turns, and its memory."""
+
+    name: str  # as the settings have it
+    device: torch.device
+    dtype: torch.dtype  # of activations
+    budget: Budget
+    turn: Turn = field(default_factory=Turn)
+
+
+def devices_of(names: Sequence[str], option: str) -> list[str]:
+    """`auto` is one device, `all` is every GPU; else a list such as cuda:0, cuda:1 or cpu, cpu."""
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if [*names] in (["auto"], ["all"]):
+        return (gpus if [*names] == ["all"] else gpus[:1]) or ["cpu"]
+    named = ["cuda:0" if name == "cuda" else name for name in names]
+    for name in named:
+        if name != "cpu" and name not in gpus:
+            found = ", ".join(gpus) or "no GPU"
+            raise InputError(f"{option} names {name!r}; expected cpu, auto, all or GPUs, and torch finds {found} here.")
+    if len({name.partition(":")[0] for name in named}) > 1:
+        came = ",".join(names)
+        raise InputError(f"{option} is {came!r}; expected devices of one kind, whose answers agree to the bit.")
+    return named
 
 
 def device_of(name: str) -> torch.device:

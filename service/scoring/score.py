@@ -74,21 +74,6 @@ class Scoring:
         return self.method or (model.method if self.samples is None else "sampling")
 
 
-def devices_of(text: str) -> list[str]:
-    """`auto` is one device, `all` is every GPU; else a list such as cuda:0,cuda:1 or cpu,cpu."""
-    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    if text in ("auto", "all"):
-        return (gpus if text == "all" else gpus[:1]) or ["cpu"]
-    names = ["cuda:0" if name == "cuda" else name for name in text.split(",")]
-    for name in names:
-        if name != "cpu" and name not in gpus:
-            found = ", ".join(gpus) or "no GPU"
-            raise InputError(f"--device names {name!r}; expected cpu, auto, all or GPUs, and torch finds {found} here.")
-    if len({name.partition(":")[0] for name in names}) > 1:
-        raise InputError(f"--device is {text!r}; expected devices of one kind, whose sums agree to the bit.")
-    return names
-
-
 class Scorer:
     """One process's share: the model on its device, the rows, and the folder of parts."""
 

@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from dubito.models.extras import need
 from dubito.models.numerics.proof import name_of
-from dubito.service.engine.budget import KINDS
-from dubito.service.engine.device import device_of, dtype_of, trusted
+from dubito.service.engine.budget import KINDS, Budget
+from dubito.service.engine.device import Device, device_of, devices_of, dtype_of, trusted
 from dubito.service.logs import writer
 from dubito.service.metrics import Counts, Metrics, Sizes, device_bytes
 from dubito.service.repository import Repository
@@ -42,20 +44,34 @@ class State:
 
     async def start(self) -> None:
         """Load and warm every model; raises the error of the first that cannot be loaded."""
-        device = device_of(self.settings.device)
-        self.asked, why = dtype_of(self.settings.dtype, device)
-        dtype, fault = await asyncio.to_thread(trusted, self.asked, device)
+        devices: list[Device] = []
+        for name in self._names():
+            gpu = next((one for one in devices if one.name == name and one.device.type == "cuda"), None)
+            devices.append(await self._device(name) if gpu is None else replace(gpu))  # the same lock and memory
         trace = None if self.tracer is None else self.tracer.batch
         self.repository = await asyncio.to_thread(  # which looks for models: a store may take its time
-            Repository, self.settings, device, dtype, self.metrics, trace
+            Repository, self.settings, devices, self.metrics, trace
         )
-        fields = {"device": str(device), "asked": name_of(self.asked), "dtype": name_of(dtype), "why": fault or why}
-        log.log(logging.WARNING if fault else logging.INFO, "models run", extra=fields)
         self.decoders = Decoders(self.settings)
         self.decoders.start()
         self.predictor = Predictor(self.settings, self.repository, self.decoders)
         await self.repository.load_all()
         self.started = True
+
+    def _names(self) -> list[str]:
+        """Of the devices."""
+        if self.settings.devices:
+            return devices_of(self.settings.devices, "devices")
+        return [str(device_of(self.settings.device))]
+
+    async def _device(self, name: str) -> Device:
+        """A device that has proved itself, and its dtype."""
+        device = torch.device(name)
+        self.asked, why = dtype_of(self.settings.dtype, device)
+        dtype, fault = await asyncio.to_thread(trusted, self.asked, device)
+        fields = {"device": name, "asked": name_of(self.asked), "dtype": name_of(dtype), "why": fault or why}
+        log.log(logging.WARNING if fault else logging.INFO, "models run", extra=fields)
+        return Device(name, device, dtype, Budget.of(self.settings.memory_bytes, device))
 
     async def stop(self, seconds: float) -> None:
         """Answer the accepted requests within that time, then stop."""
@@ -90,11 +106,14 @@ class State:
         bytes_: dict[tuple[str, ...], float] = {
             (name, kind): one.bytes[kind] for name, one in served.items() for kind in kinds
         }
-        bytes_ |= {(name, "bank"): one.engine.bank.bytes for name, one in served.items() if one.engine.bank is not None}
-        memory = device_bytes(torch.device("cpu") if repository is None else repository.device)
-        if repository is not None:
-            memory |= {kind: repository.budget.held(kind) for kind in KINDS}
-            memory |= {} if repository.budget.limit is None else {"limit": repository.budget.limit}
+        bytes_ |= {(name, "bank"): one.bank_bytes for name, one in served.items() if one.bank_bytes}
+        devices = () if repository is None else repository.devices
+        memory: Counter[str] = Counter()  # of all devices; two on one chip share its memory
+        for device in {one.device for one in devices} or {torch.device("cpu")}:
+            memory.update(device_bytes(device))
+        for budget in {id(one.budget): one.budget for one in devices}.values():
+            memory.update({kind: budget.held(kind) for kind in KINDS})
+            memory.update({} if budget.limit is None else {"limit": budget.limit})
         return {
             ("dubito_connections", "Open connections.", ()): {(): len(self.limits.open)},
             ("dubito_unsent_bytes", "Bytes of large replies that clients have not taken yet.", ()): {
@@ -119,13 +138,14 @@ class State:
                 "1 where the device computes right in the dtype asked for; 0 where another one is used.",
                 ("model", "device", "asked", "dtype"),
             ): {
-                (name, str(one.model.device), name_of(self.asked), name_of(one.model.factors.dtype)): float(
-                    one.model.factors.dtype == self.asked
+                (name, str(model.device), name_of(self.asked), name_of(model.factors.dtype)): float(
+                    model.factors.dtype == self.asked
                 )
                 for name, one in served.items()
+                for model in (engine.model for engine in one.engines)
             },
             ("dubito_ways_excluded", "Executions of a layer that gave wrong results, and are not used.", ("model",)): {
-                (name,): len(one.engine.plans.wrong) for name, one in served.items()
+                (name,): sum(len(engine.plans.wrong) for engine in one.engines) for name, one in served.items()
             },
             ("dubito_factor_cache_bytes", "Bytes of a model's factors.", ("model",)): {
                 (name,): one.bytes["factors"] for name, one in served.items()

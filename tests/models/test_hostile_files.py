@@ -234,7 +234,7 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     ),
     "argument changed": (
         says("architecture.arguments.inputs", 13),
-        r"its network cannot take inputs of shape \(12,\)",
+        r"tensor 'net.1.posterior.Z_c.value' has shape \(3, 13\), but the manifest makes it \(3, 14\)",
     ),
     "unknown layer": (says("layers.9", INDUCING), "the network has no Linear or Conv layer '9'"),
     "layer without weights": (says("layers.2", INDUCING), "the network has no Linear or Conv layer '2'"),

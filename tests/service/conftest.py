@@ -21,6 +21,11 @@ from dubito.models.embedded import embedded
 from dubito.models.manifest import Calibration, Card, Image, Input, Regression
 from dubito.models.names import Measure
 from dubito.models.predictions.uncertainty import Classified, Regressed, known_in
+from dubito.service.engine.budget import Budget
+from dubito.service.engine.device import Device
+from dubito.service.metrics import Metrics
+from dubito.service.repository import Repository
+from dubito.service.settings import Settings
 from tests import forked
 from tests.small_models import mlp
 
@@ -205,3 +210,8 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
     finally:
         sys.path.remove(str(site))
     return path, {"PYTHONPATH": str(site)}
+
+
+def repository_on(device: torch.device, dtype: torch.dtype, settings: Settings) -> Repository:
+    """The models of the settings, to be loaded on one device."""
+    return Repository(settings, [Device(str(device), device, dtype, Budget.of(0, device))], Metrics())

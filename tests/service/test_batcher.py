@@ -112,10 +112,9 @@ def in_loop(
         engine, device = Engine(model, BUCKETS), Turn()
         engine.graphs = beside
         batcher = Batcher(
-            engine,
+            [(engine, device)],
             max_work=given["max_work"],
             max_queue=given["max_queue"],
-            device=device,
             on_batch=lambda rows, cpu: batches.append(rows),
         )
         try:
@@ -131,17 +130,17 @@ def in_loop(
 
 async def until_it_waits(batcher: Batcher) -> None:
     """Until the batcher's thread waits for the device."""
-    while not batcher.device.waiting:
+    while not batcher.workers[0].device.waiting:
         await asyncio.sleep(0.001)
 
 
 def test_what_is_queued_goes_together_up_to_a_batch_of_work(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
-        batcher.device.acquire()
+        batcher.workers[0].device.acquire()
         first = batcher.put(ask(rows(1), 20), 30)
         await until_it_waits(batcher)
         tickets = [batcher.put(ask(rows(2, i), 20), 30) for i in range(10)]  # 40 each
-        batcher.device.release()
+        batcher.workers[0].device.release()
         found = [await batcher.result(t) for t in (first, *tickets)]
         assert all(same(f, rows(2, i), 20, model) for i, f in enumerate(found[1:]))
 
@@ -152,14 +151,14 @@ def test_no_more_rows_go_together_than_a_captured_pass_takes(model: Model) -> No
     """However little work they are, and a request of more rows goes in parts; others are not held to it."""
 
     async def body(batcher: Batcher) -> None:
-        batcher.device.acquire()
+        batcher.workers[0].device.acquire()
         first = batcher.put(ask(rows(1), 20), 30)
         await until_it_waits(batcher)
         tickets = [batcher.put(ask(rows(6, i), 4), 30) for i in range(4)]
         long = batcher.put(ask(rows(40), 4), 30)
         free = [batcher.put(ask(rows(40), K), 30) for K in (3, 0)]
         assert (batcher.work, batcher.rows, len(long)) == (20 + 96 + 160 + 120 + 40, 145, 3)
-        batcher.device.release()
+        batcher.workers[0].device.release()
         found = [await batcher.result(t) for t in (first, *tickets, long, *free)]
         assert all(same(f, rows(6, i), 4, model) for i, f in enumerate(found[1:5]))
         assert all(same(f, rows(40), K, model) for f, K in zip(found[5:], (4, 3, 0), strict=True))
@@ -255,11 +254,11 @@ def test_none_are_left_where_no_captured_pass_answers_all(model: Model) -> None:
         one.seconds = 0.02 + 0.01 * B
 
     async def body(batcher: Batcher) -> None:
-        batcher.device.acquire()
+        batcher.workers[0].device.acquire()
         first = batcher.put(ask(rows(1), 8), 30)
         await until_it_waits(batcher)
         tickets = [batcher.put(ask(rows(1, i), 5 if i else 8), 30) for i in range(9)]
-        batcher.device.release()
+        batcher.workers[0].device.release()
         found = [await batcher.result(ticket) for ticket in (first, *tickets)]
         assert all(same(f, rows(1, i), 5 if i else 8, model) for i, f in enumerate(found[1:]))
 
@@ -332,7 +331,7 @@ def test_answers_do_not_wait_for_the_next_batch_to_get_the_device(model: Model) 
 
     async def body(batcher: Batcher) -> None:
         turns = Turns()
-        batcher.device = turns  # type: ignore[assignment]
+        batcher.workers[0].device = turns  # type: ignore[assignment]
         first = batcher.put(ask(rows(1), 8), 30)
         while not turns.taken:
             await asyncio.sleep(0.001)
@@ -386,14 +385,14 @@ def test_oversize_requests_go_in_parts_with_one_seed(model: Model) -> None:
 
 def test_who_has_gone_never_reaches_the_device(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
-        batcher.device.acquire()
+        batcher.workers[0].device.acquire()
         first = batcher.put(ask(rows(1)), 30)
         await until_it_waits(batcher)
         gone = [batcher.put(ask(rows(3, i)), 30) for i in range(5)]
         stays = batcher.put(ask(rows(2, 9)), 30)
         for tickets in gone:
             batcher.drop(tickets)
-        batcher.device.release()
+        batcher.workers[0].device.release()
         assert same(await batcher.result(stays), rows(2, 9), 20, model)
         await batcher.result(first)
 
@@ -402,11 +401,11 @@ def test_who_has_gone_never_reaches_the_device(model: Model) -> None:
 
 def test_who_goes_while_the_batch_waits_for_the_device_does_not_reach_it(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
-        batcher.device.acquire()
+        batcher.workers[0].device.acquire()
         tickets = batcher.put(ask(rows(7)), 30)
         await until_it_waits(batcher)
         batcher.drop(tickets)
-        batcher.device.release()
+        batcher.workers[0].device.release()
         await batcher.result(batcher.put(ask(rows(2)), 30))
 
     assert in_loop(body, model) == [2]
@@ -415,7 +414,7 @@ def test_who_goes_while_the_batch_waits_for_the_device_does_not_reach_it(model: 
 def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
         await batcher.result(batcher.put(ask(rows(1)), 30))  # so that its speed is known
-        batcher.device.acquire()
+        batcher.workers[0].device.acquire()
         first = batcher.put(ask(rows(1)), 30)
         await until_it_waits(batcher)
         waits = [batcher.put(ask(rows(1), 20), 30) for _ in range(4)]  # 100 in all, with the first
@@ -423,7 +422,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(model: Model) -
             batcher.put(ask(rows(1), 20), 30)
         assert caught.value.status == 429
         assert int(caught.value.headers["Retry-After"]) >= 1
-        batcher.device.release()
+        batcher.workers[0].device.release()
         for tickets in (first, *waits):
             await batcher.result(tickets)
 
@@ -432,7 +431,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(model: Model) -
 
 def test_what_cannot_be_in_time_is_refused_rather_than_kept_waiting(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
-        batcher.device.acquire()
+        batcher.workers[0].device.acquire()
         first = batcher.put(ask(rows(1)), 30)
         await until_it_waits(batcher)
         second = batcher.put(ask(rows(1)), 30)
@@ -441,7 +440,7 @@ def test_what_cannot_be_in_time_is_refused_rather_than_kept_waiting(model: Model
         with pytest.raises(Overloaded, match=r"4\.0 s"):
             batcher.put(ask(rows(1)), 1.0)
         third = batcher.put(ask(rows(1)), 50.0)
-        batcher.device.release()
+        batcher.workers[0].device.release()
         for tickets in (first, second, third):
             await batcher.result(tickets)
 
@@ -451,9 +450,9 @@ def test_what_cannot_be_in_time_is_refused_rather_than_kept_waiting(model: Model
 def test_a_small_batch_that_was_slow_says_little_about_many(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
         batcher.pace.add(3, 0.1)  # thirty a second, were it a rate
-        batcher.device.acquire()
+        batcher.workers[0].device.acquire()
         put = [batcher.put(ask(rows(4), 64), 30) for _ in range(40)]
-        batcher.device.release()
+        batcher.workers[0].device.release()
         for tickets in put:
             await batcher.result(tickets)
 
@@ -464,7 +463,7 @@ def test_who_has_gone_counts_no_longer(model: Model) -> None:
     """A large request that was given up does not keep others out while the device is busy."""
 
     async def body(batcher: Batcher) -> None:
-        batcher.device.acquire()
+        batcher.workers[0].device.acquire()
         first = batcher.put(ask(rows(1)), 30)
         await until_it_waits(batcher)
         late = batcher.put(ask(rows(4), 20), 0.01)
@@ -480,7 +479,7 @@ def test_who_has_gone_counts_no_longer(model: Model) -> None:
         assert batcher.work == 20
         last = batcher.put(ask(rows(4), 20), 30)
         assert batcher.work == 100
-        batcher.device.release()
+        batcher.workers[0].device.release()
         await batcher.result(first)
         await batcher.result(last)
         while batcher.work:
@@ -491,13 +490,13 @@ def test_who_has_gone_counts_no_longer(model: Model) -> None:
 
 def test_deadlines_hold_in_the_queue_and_on_the_device(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
-        batcher.device.acquire()
+        batcher.workers[0].device.acquire()
         began = time.monotonic()
         tickets = batcher.put(ask(rows(1)), 0.05)
         with pytest.raises(Late):
             await batcher.result(tickets)
         assert time.monotonic() - began < 5
-        batcher.device.release()
+        batcher.workers[0].device.release()
 
     in_loop(body, model)
 
@@ -506,7 +505,7 @@ def test_a_deadline_holds_for_an_answer_that_was_slow_first(model: Model) -> Non
     """Whoever asked is told once that it takes a while, each for itself, and then that it is late."""
 
     async def body(batcher: Batcher) -> None:
-        batcher.device.acquire()
+        batcher.workers[0].device.acquire()
         told: list[int] = []
         tickets = [batcher.put(ask(rows(1)), 0.4, lambda i=i: told.append(i)) for i in range(3)]  # type: ignore[misc]
         stays = batcher.put(ask(rows(1)), 30)
@@ -514,7 +513,7 @@ def test_a_deadline_holds_for_an_answer_that_was_slow_first(model: Model) -> Non
             with pytest.raises(Late):
                 await batcher.result(one)
         assert told == [0, 1, 2]
-        batcher.device.release()
+        batcher.workers[0].device.release()
         await batcher.result(stays)
         while batcher.look is not None:  # nobody is under way: nobody looks
             await asyncio.sleep(0.01)
@@ -543,13 +542,13 @@ def test_inputs_are_let_go_once_they_are_answered(model: Model) -> None:
 
 def test_closing_answers_what_was_accepted_and_takes_no_more(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
-        batcher.device.acquire()
+        batcher.workers[0].device.acquire()
         tickets = [batcher.put(ask(rows(2, i)), 30) for i in range(4)]
         closing = asyncio.create_task(batcher.close())
         await asyncio.sleep(0.01)
         with pytest.raises(Gone):
             batcher.put(ask(rows(1)), 30)
-        batcher.device.release()
+        batcher.workers[0].device.release()
         for i, one in enumerate(tickets):
             assert same(await batcher.result(one), rows(2, i), 20, model)
         await closing

@@ -35,9 +35,8 @@ from dubito.service.engine.budget import Budget
 from dubito.service.engine.compiled import CompiledPass, PassCache, write_pass
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
 from dubito.service.engine.recording import NotRecorded, record
-from dubito.service.metrics import Metrics
-from dubito.service.repository import Repository
 from dubito.service.settings import Settings
+from tests.service.conftest import repository_on
 from tests.small_models import mlp
 
 pytest.importorskip("onnxruntime")
@@ -322,13 +321,13 @@ def test_a_switch_of_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     async def body() -> None:
         path = write("1")
         given = {"models": [tmp_path / "models"], "buckets": (1,), "plan_seconds": 60.0, "samples": 8}
-        repository = Repository(Settings.model_validate(given), CPU, torch.float32, Metrics())
+        repository = repository_on(CPU, torch.float32, Settings.model_validate(given))
         old: list[weakref.ref[object]] = []
         for _ in range(2):
             await repository.load("m")
             assert [one() for one in old] == [None] * len(old)
             served = repository.get("m")
-            passes = served.engine.compiled
+            passes = served.engines[0].compiled
             assert passes is not None
             assert set(passes.known) == {(1, 8)}
             gone: list[object] = [passes, *passes.known.values()]

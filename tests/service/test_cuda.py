@@ -31,11 +31,11 @@ from dubito.service.engine.executions import kernel_executions
 from dubito.service.engine.fusion import Unit
 from dubito.service.engine.graphs import for_gpu
 from dubito.service.engine.turn import Turn
-from dubito.service.metrics import Metrics
-from dubito.service.repository import Repository
 from dubito.service.settings import Settings
+from dubito.service.web.state import State
 from tests.models import test_agreement as agreement
 from tests.service import interpreted
+from tests.service.conftest import repository_on
 from tests.service.test_repository import nothing_collected
 from tests.small_models import stored
 
@@ -194,7 +194,7 @@ def test_many_through_the_batcher(engine: Engine) -> None:
     asks = [asked(1 + i % 4, i if i % 3 else None, 8 if i % 5 else 3) for i in range(60)]
 
     async def go() -> list[PredictResult]:
-        batcher = Batcher(engine, max_work=1000, max_queue=100_000, device=Turn())
+        batcher = Batcher([(engine, Turn())], max_work=1000, max_queue=100_000)
         try:
             return await asyncio.gather(*(batcher.result(batcher.put(ask, 60)) for ask in asks))
         finally:
@@ -208,25 +208,21 @@ def test_many_through_the_batcher(engine: Engine) -> None:
 
 
 class Waits(torch.nn.Module):
-    """It asks the device for a number, which no capture allows; or it turns its batch round, which no fold does."""
+    """It asks the device for a number, which no capture allows."""
 
-    def __init__(self, turns: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.turns, self.a, self.b = turns, torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+        self.a, self.b = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.a(x.flatten(1))
-        x = x.flip(0) if self.turns else x * float(x.abs().amax().item() > 0)
-        return self.b(x.relu())  # type: ignore[no-any-return]
+        return self.b((x * float(x.abs().amax().item() > 0)).relu())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("turns", [False, True])
-def test_what_cannot_be_captured_is_served_without(
-    turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(FACTORIES, "tests:Waits", Waits)  # the first kind cannot be traced, so its class makes it
+def test_what_cannot_be_captured_is_served_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FACTORIES, "tests:Waits", Waits)  # it cannot be traced, so its class makes it
     torch.manual_seed(0)
-    network = bayesianize(build("tests:Waits", turns=turns), "ffg-u", inducing=4, start="prior").eval()
+    network = bayesianize(build("tests:Waits"), "ffg-u", inducing=4, start="prior").eval()
     save(network, tmp_path / "m.safetensors", card=Card(input=Input(shape=(8,))))
     model = load(tmp_path / "m.safetensors")
     engine = Engine(reside(model, CUDA, torch.float32), (1, 2), None, 5.0)
@@ -237,6 +233,28 @@ def test_what_cannot_be_captured_is_served_without(
     assert isinstance(found, PredictResult), found
 
 
+def test_two_copies_on_one_gpu_answer_from_one_queue(tmp_path: Path) -> None:
+    kept(tmp_path / "m.safetensors", "ffg-u", 0.0)
+    given = {"models": [tmp_path / "m.safetensors"], "buckets": (1, 4), "samples": 8, "plan_seconds": 0}
+    settings = Settings.model_validate({**given, "devices": ["cuda:0", "cuda:0"]})
+
+    async def body() -> list[PredictResult]:
+        state = State(settings)
+        await state.start()
+        try:
+            assert state.repository is not None
+            batcher = state.repository.get("m").batcher
+            assert len(batcher.workers) == 2
+            return await asyncio.gather(*(batcher.result(batcher.put(asked(1 + i % 3, 5), 60)) for i in range(40)))
+        finally:
+            await state.stop(60)
+
+    found = asyncio.run(body())
+    alone = probabilities(found[0])[0]
+    for result in found:
+        np.testing.assert_allclose(probabilities(result)[0], alone, atol=0.02)
+
+
 def test_unloading_gives_the_device_back(tmp_path: Path) -> None:
     """At once, and all of it each time."""
     kept(tmp_path / "m.safetensors", "ffg-u", 0.0)
@@ -244,9 +262,9 @@ def test_unloading_gives_the_device_back(tmp_path: Path) -> None:
     settings = Settings.model_validate(given)
 
     async def body() -> list[weakref.ref[object]]:
-        repository = Repository(settings, CUDA, torch.bfloat16, Metrics())
+        repository = repository_on(CUDA, torch.bfloat16, settings)
         await repository.load("m")
-        batcher, engine = repository.get("m").batcher, repository.get("m").engine
+        batcher, engine = repository.get("m").batcher, repository.get("m").engines[0]
         assert probabilities(await batcher.result(batcher.put(asked(3, None), 60))).shape == (3, 10)
         assert engine.graphs is not None
         held = (engine, engine.graphs, engine.model.network, batcher)

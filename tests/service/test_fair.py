@@ -41,10 +41,9 @@ def in_loop(body: Callable[[Batcher], Awaitable[None]], model: Model, **limits: 
         engine = Engine(model, BUCKETS)
         engine.slices = limits.pop("slices", (80, 400))
         batcher = Batcher(
-            engine,
+            [(engine, Turn())],
             max_work=1000,
             max_queue=limits.get("max_queue", 100_000),
-            device=Turn(),
             on_batch=lambda rows, cpu: batches.append(rows),
         )
         try:
@@ -58,7 +57,7 @@ def in_loop(body: Callable[[Batcher], Awaitable[None]], model: Model, **limits: 
 
 async def busy(batcher: Batcher) -> list[Any]:
     """A request for which the thread waits for the device."""
-    batcher.device.acquire()
+    batcher.workers[0].device.acquire()
     first = batcher.put(ask(1), 30, client="first")
     await until_it_waits(batcher)
     return first
@@ -86,7 +85,7 @@ def test_a_flood_of_one_client_does_not_keep_another_waiting(model: Model) -> No
         first = await busy(batcher)
         flood = [batcher.put(ask(1), 30, client="flood") for _ in range(100)]
         mine = batcher.put(ask(2), 30, client="mine")
-        batcher.device.release()
+        batcher.workers[0].device.release()
         await batcher.result(mine)
         assert sum(ticket[0].future.done() for ticket in flood) < 50
         for tickets in (first, *flood):
@@ -105,7 +104,7 @@ def test_a_client_with_less_than_its_share_finds_room_in_a_full_queue(model: Mod
         put += [batcher.put(ask(1), 30, client="mine") for _ in range(10)]  # four clients: 250 each
         with pytest.raises(Overloaded):
             batcher.put(ask(1), 30, client="mine")
-        batcher.device.release()
+        batcher.workers[0].device.release()
         for tickets in (first, *put):
             await batcher.result(tickets)
         while batcher.work:
@@ -123,7 +122,7 @@ def test_short_requests_are_answered_between_the_passes_of_a_long_one(model: Mod
         first = await busy(batcher)
         long = batcher.put(ask(40, 100, seed=5), 300)
         assert len(long) > 1
-        batcher.device.release()
+        batcher.workers[0].device.release()
         await batcher.result(first)
         order: list[str] = []
 
@@ -181,7 +180,7 @@ def test_long_requests_fill_half_of_the_queue(model: Model) -> None:
         with pytest.raises(Overloaded):
             batcher.put(ask(20), 30)
         put += [batcher.put(ask(1), 30) for _ in range(10)]
-        batcher.device.release()
+        batcher.workers[0].device.release()
         for tickets in (first, *put):
             await batcher.result(tickets)
 
@@ -285,7 +284,7 @@ def test_requests_that_come_while_another_model_has_the_device_go_together(model
         for _ in range(3):
             tickets.append(batcher.put(ask(1), 30, client="first"))
             await asyncio.sleep(0.01)
-        batcher.device.release()
+        batcher.workers[0].device.release()
         for one in tickets:
             await batcher.result(one)
 

@@ -17,11 +17,11 @@ import torch
 from dubito.models.embedded import embedded
 from dubito.models.errors import InputError, NumericsError
 from dubito.service.engine.engine import PredictRequest
-from dubito.service.metrics import Metrics
 from dubito.service.problems import Late
 from dubito.service.repository import Repository, ServedModel
 from dubito.service.settings import Settings
 from tests.faulty import Faulty, Told
+from tests.service.conftest import repository_on
 
 
 @contextmanager
@@ -50,12 +50,12 @@ def test_what_is_unloaded_or_switched_is_gone_at_once(tmp_path: Path, mode: str)
             await served.batcher.result(served.batcher.put(PredictRequest(x, 20, None, 20, 0.05), 0))
 
     def parts(served: ServedModel) -> list[weakref.ref[object]]:
-        return [weakref.ref(part) for part in (served.engine, served.model.network, served.batcher)]
+        return [weakref.ref(part) for part in (served.engines[0], served.model.network, served.batcher)]
 
     async def body() -> None:
         given = {"sample_mode": mode, "bank_samples": 20, "buckets": (1, 4), "plan_seconds": 0.1}
         settings = Settings.model_validate({"models": [tmp_path], **given})
-        repository = Repository(settings, torch.device("cpu"), torch.float32, Metrics())
+        repository = repository_on(torch.device("cpu"), torch.float32, settings)
         with nothing_collected():
             await repository.load("m")
             await asked(repository.get("m"))
@@ -77,10 +77,10 @@ def test_a_stuck_device_does_not_keep_who_unloads(caplog: pytest.LogCaptureFixtu
         settings = Settings.model_validate(
             {"models": [embedded("digits")], "buckets": (1,), "plan_seconds": 0, "stuck_seconds": 0.1}
         )
-        repository = Repository(settings, torch.device("cpu"), torch.float32, Metrics())
+        repository = repository_on(torch.device("cpu"), torch.float32, settings)
         (name,) = {name for name, _ in repository.sources}
         await repository.load(name)
-        repository.turn.acquire()  # somebody who never comes back
+        repository.devices[0].turn.acquire()  # somebody who never comes back
         async with asyncio.timeout(30):
             await repository.unload(name)
         assert not repository.served
@@ -92,7 +92,7 @@ def test_a_stuck_device_does_not_keep_who_unloads(caplog: pytest.LogCaptureFixtu
 def loads_on(faulty: Faulty, dtype: torch.dtype) -> Repository:
     """The embedded model, loaded by a thread whose device is faulty."""
     settings = Settings.model_validate({"models": [embedded("digits")], "buckets": (1, 2), "plan_seconds": 0})
-    repository = Repository(settings, torch.device("cpu"), dtype, Metrics())
+    repository = repository_on(torch.device("cpu"), dtype, settings)
 
     async def body() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, initializer=faulty.__enter__))
@@ -116,7 +116,7 @@ def test_a_model_that_a_device_gets_wrong_is_served_in_float32(caplog: pytest.Lo
         repository = loads_on(faulty, torch.bfloat16)
     assert faulty.met
     assert repository.get("digits").model.factors.dtype == torch.float32
-    assert len(repository.budget.shares) == 1
+    assert len(repository.devices[0].budget.shares) == 1
     (line,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert line.getMessage() == "model runs in float32"
     told = vars(line)
