@@ -39,6 +39,12 @@ def serve(
             show_default="the one of --device",
         ),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that serve the port, each with its own copy of every model; for CPUs.", show_default="1"
+        ),
+    ] = None,
     network: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,15 +74,17 @@ def serve(
     from dubito.service.settings import as_toml, settings_of_command
 
     flags: dict[str, object] = {"models": paths, "host": host, "port": port, "device": device, "networks": network}
-    flags |= {"grpc_port": grpc_port, "devices": None if devices is None else devices.split(",")}
+    flags |= {"grpc_port": grpc_port, "workers": workers, "devices": None if devices is None else devices.split(",")}
     effective = settings_of_command(settings, flags, change or [])
     if print_settings:
         print(as_toml(effective))
         return
-    from dubito.service.run import serve as run
-
     for name in effective.networks:
         permit_network(name)
+    if effective.workers > 1:
+        from dubito.service.workers import supervise as run
+    else:
+        from dubito.service.run import serve as run
     raise typer.Exit(run(effective, lambda text: print(text, flush=True)))
 
 

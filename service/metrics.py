@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -196,3 +198,48 @@ def device_bytes(device: torch.device) -> dict[str, int]:
     meminfo = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     total, mine_now = meminfo["MemTotal"], pages * os.sysconf("SC_PAGE_SIZE")
     return {"allocated": mine_now, "used": total - meminfo["MemAvailable"], "total": total}
+
+
+# of several workers
+
+SMALLEST = ("process_start_time_seconds", "dubito_device_proven")
+OF_ALL = {"dubito_device_memory_bytes": ("total", "used"), "dubito_model_bytes": ("artifact", "deterministic")}
+
+
+class Merged(Collector):
+    """The metrics of several workers as one: sums, but of what is the same for all of them."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.families: dict[str, Metric] = {}
+        for text in texts:
+            for family in text_string_to_metric_families(text):
+                self._add(family)
+
+    def _add(self, family: Metric) -> None:
+        before = self.families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+        known = {(one.name, tuple(one.labels.items())): i for i, one in enumerate(before.samples)}
+        for sample in family.samples:
+            place = known.get((sample.name, tuple(sample.labels.items())))
+            if place is None:
+                before.samples.append(sample)
+            else:
+                value = joined(sample.name, sample.labels, before.samples[place].value, sample.value)
+                before.samples[place] = before.samples[place]._replace(value=value)
+
+    def collect(self) -> Iterable[Metric]:
+        return self.families.values()
+
+
+def joined(name: str, labels: Mapping[str, str], one: float, other: float) -> float:
+    if name in SMALLEST or name.endswith("_created"):
+        return min(one, other)
+    if labels.get("kind") in OF_ALL.get(name, ()):
+        return max(one, other)
+    return one + other
+
+
+def merged(texts: Sequence[str]) -> bytes:
+    """Prometheus' texts of several workers as one."""
+    registry = CollectorRegistry()
+    registry.register(Merged(texts))
+    return generate_latest(registry)

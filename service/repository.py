@@ -5,7 +5,7 @@ import gc
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -150,13 +150,15 @@ class Repository:
         """Why the newest version that could not be loaded could not be."""
         return next((self.failed[name, v] for v in self._versions(name) if (name, v) in self.failed), "")
 
-    async def load_all(self) -> None:
-        """Load the newest version of each model that can be loaded.
+    async def load_all(self, but: Collection[str] = ()) -> None:
+        """Load the newest version of each model that can be loaded, `but` some that requests have unloaded.
 
         An artifact given by its own path must be one; a model of a repository may fail, as long as one is served.
         """
         first: DubitoError | None = None
-        for name in sorted({name for name, _ in self.sources}):
+        self.loading -= set(but)
+        self.expected -= set(but)
+        for name in sorted({name for name, _ in self.sources} - set(but)):
             for version in self._versions(name):
                 self.loading.add(name)
                 try:
@@ -169,7 +171,7 @@ class Repository:
             self.loading.discard(name)
         if first is not None and not self.served:
             raise first
-        self.broken = {name for name, _ in self.sources} - set(self.served)
+        self.broken = {name for name, _ in self.sources} - set(self.served) - set(but)
         if not self.settings.expected:
             self.expected = set(self.served)
 

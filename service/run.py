@@ -14,6 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -23,7 +25,8 @@ from dubito.models.errors import DubitoError
 from dubito.models.extras import need
 from dubito.service.logs import start_logging, writer
 from dubito.service.settings import Settings
-from dubito.service.web.acceptor import Acceptor
+from dubito.service.siblings import Siblings
+from dubito.service.web.acceptor import ACCEPTS, Acceptor
 from dubito.service.web.app import Server, application
 from dubito.service.web.connection import protocol
 from dubito.service.web.limits import ConnectionLimits
@@ -34,17 +37,31 @@ if TYPE_CHECKING:
 
 SWITCH = 0.0003  # switch interval of the interpreter: the thread that feeds the GPU waits less than with the usual 5 ms
 BACKLOG = 2048  # connections that the system accepts before the server does
+WATCHED = 1.0  # seconds between two looks of a worker at itself
 SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
 log = logging.getLogger("dubito")
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a process knows that is one of several workers of a server."""
+
+    folder: Path  # in which they find each other
+    index: int
+    count: int
+    listener: socket.socket  # the same for all
+    at_once: bool  # connections are accepted while models are loaded; else others have them meanwhile
 
 
 class Front(uvicorn.Server):
     """uvicorn without its signal handlers, since ours first make the server not ready, and with our own acceptor."""
 
-    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, member: Membership | None = None) -> None:
         super().__init__(config)
         self.limits = limits
         self.acceptors: list[Acceptor] = []
+        self.at_a_time = ACCEPTS if member is None else 1  # so that connections spread over the workers
+        self.gate = asyncio.Event()  # connections are accepted once it is set
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -52,8 +69,10 @@ class Front(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
+        await self.gate.wait()
         for listener in sockets or ():
-            self.acceptors.append(Acceptor(listener, self.config.backlog, self.limits, self._protocol))
+            made = Acceptor(listener, self.config.backlog, self.limits, self._protocol, self.at_a_time)
+            self.acceptors.append(made)
 
     def _protocol(self, first: bytes) -> asyncio.Protocol:
         made: Any = self.config.http_protocol_class
@@ -68,13 +87,14 @@ class Front(uvicorn.Server):
         await super().shutdown(sockets=[])
 
 
-def serve(settings: Settings, say: Callable[[str], None]) -> int:
+def serve(settings: Settings, say: Callable[[str], None], member: Membership | None = None) -> int:
     """Serve until a signal; returns the exit code, 0 if every accepted request was answered."""
     if settings.grpc_port is not None:
         need("grpc", "grpc", "grpc_health", "grpc_reflection")
     start_logging(settings.log_level, settings.log_bytes)
     try:
-        state = State(settings)
+        siblings = None if member is None else Siblings(member.folder, member.index, member.count)
+        state = State(settings, siblings)
         server = Server(state)
         config = uvicorn.Config(
             application(server),
@@ -89,31 +109,47 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
             backlog=BACKLOG,
             timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
         )
-        with _listen(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(server, Front(config, state.limits), listener, say))
+        with (
+            listen(settings) if member is None else member.listener as listener,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            return runner.run(_serve(server, Front(config, state.limits, member), listener, say, member))
     finally:
         writer.flush()
 
 
-def _listen(settings: Settings) -> socket.socket:
+def listen(settings: Settings, port: int | None = None, *, shared: bool = False) -> socket.socket:
+    """A socket bound to the port, by default the server's; `shared`: others of this user may bind it too."""
+    option, port = ("--port", settings.port) if port is None else ("--grpc-port", port)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        listener.bind((settings.host, settings.port))
+        listener.bind((settings.host, port))
     except OSError as error:
         listener.close()
         raise DubitoError(
-            f"cannot listen on {settings.host}, port {settings.port}: {error.strerror or error}; "
-            "take another --port (0 finds a free one) or --host."
+            f"cannot listen on {settings.host}, port {port}: {error.strerror or error}; "
+            f"take another {option} (0 finds a free one) or --host."
         ) from None
     return listener
 
 
-async def _serve(server: Server, front: Front, listener: socket.socket, say: Callable[[str], None]) -> int:
+async def _serve(
+    server: Server,
+    front: Front,
+    listener: socket.socket,
+    say: Callable[[str], None],
+    member: Membership | None = None,
+) -> int:
     state, stop = server.state, asyncio.Event()
+    if member is None or member.at_once:
+        front.gate.set()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _stop_or_exit, stop)
+    watching = None if member is None else asyncio.create_task(_watch(state, stop))
     rpc, rpc_port = await _start_grpc(server)
     serving = asyncio.create_task(front.serve([listener]))
     starting = asyncio.create_task(state.start())
@@ -126,6 +162,7 @@ async def _serve(server: Server, front: Front, listener: socket.socket, say: Cal
                 sys.setswitchinterval(SWITCH)
             gc.collect()
             gc.freeze()  # later collections skip the objects that exist now
+            front.gate.set()
             say(_greeting(state, listener, rpc_port))
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         log.info("draining")
@@ -134,6 +171,9 @@ async def _serve(server: Server, front: Front, listener: socket.socket, say: Cal
         await _accept_the_rest(listener)
     finally:
         state.draining = front.should_exit = True
+        front.gate.set()
+        if watching is not None:
+            watching.cancel()
         end = time.monotonic() + state.settings.drain_seconds
         stopping.cancel()
         starting.cancel()
@@ -151,6 +191,23 @@ async def _serve(server: Server, front: Front, listener: socket.socket, say: Cal
         return 1
     log.info("stopped")
     return 0
+
+
+async def _watch(state: State, stop: asyncio.Event) -> None:
+    """Of a worker: stop when its parent is gone, and end when an engine is stuck or dead, to be started again."""
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin, lambda: None if os.read(sys.stdin.fileno(), 1) else _gone(loop, stop))
+    while True:
+        await asyncio.sleep(WATCHED)
+        if not state.live:
+            log.critical("an engine is stuck or dead: the worker ends")
+            writer.flush()
+            os._exit(1)
+
+
+def _gone(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    loop.remove_reader(sys.stdin)
+    stop.set()
 
 
 async def _accept_the_rest(listener: socket.socket) -> None:

@@ -46,6 +46,12 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    workers: PositiveInt = Field(
+        default=1,
+        le=256,
+        description="Processes that serve the port, each with its own copy of every model; for CPUs. Limits on "
+        "connections, requests and bytes are divided among them.",
+    )
     grpc_port: int | None = Field(
         default=None,
         ge=0,

@@ -22,6 +22,8 @@ class Device:
     dtype: torch.dtype  # of activations
     budget: Budget
     turn: Turn = field(default_factory=Turn)
+    proven: bool = True  # it computes right in the dtype asked for
+    said: dict[str, str] = field(default_factory=dict)  # of it in the log
 
 
 def devices_of(names: Sequence[str], option: str) -> list[str]:

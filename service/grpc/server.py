@@ -43,7 +43,7 @@ from dubito.service.web.decode import MOST_HEAD
 from dubito.service.web.http import Headers, Message
 from dubito.service.web.oip import Values, check_control
 from dubito.service.web.predict import HEAVY, SHORT, InferRequest, Predictor, RequestContext, parameters_of
-from dubito.service.web.routes import EXTENSIONS, changeable, load_newest, metadata_of, repository_of
+from dubito.service.web.routes import EXTENSIONS, check_changeable, metadata_of, repository_of
 
 log = logging.getLogger("dubito")
 Call = Any  # grpc.aio.ServicerContext, which ships no types
@@ -354,15 +354,17 @@ class GrpcServer:
         return message_class("RepositoryIndexResponse")(models=rows)
 
     async def _load(self, request: Any) -> Any:
-        name, repository = model_in(request), changeable(self.state, {})
+        name = model_in(request)
+        check_changeable(self.state, {})
         check_control({"parameters": parameters_in(request.parameters)}, "load", ())
-        await load_newest(repository, name)
+        await self.state.change("load", name)
         return message_class("RepositoryModelLoadResponse")(model_name=name, isLoaded=True)
 
     async def _unload(self, request: Any) -> Any:
-        name, repository = model_in(request), changeable(self.state, {})
+        name = model_in(request)
+        check_changeable(self.state, {})
         check_control({"parameters": parameters_in(request.parameters)}, "unload", ("unload_dependents",))
-        await repository.unload(name)
+        await self.state.change("unload", name)
         return message_class("RepositoryModelUnloadResponse")(model_name=name, isUnloaded=True)
 
     # health and reflection
@@ -501,7 +503,7 @@ def _most_calls(settings: Settings) -> int:
 
 def _options(settings: Settings) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # a port that another server has is an error
+        ("grpc.so_reuseport", int(settings.workers > 1)),  # else a port that another server has is an error
         ("grpc.max_receive_message_length", settings.body_bytes),  # before and after decompression
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", STREAMS),

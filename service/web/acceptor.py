@@ -29,8 +29,15 @@ Make = Callable[[bytes], asyncio.Protocol]  # a protocol whose client has sent t
 class Acceptor:
     """A listening socket, and its connections that have no protocol yet."""
 
-    def __init__(self, listener: socket.socket, backlog: int, limits: ConnectionLimits, make: Make) -> None:
-        self.listener, self.limits, self.make = listener, limits, make
+    def __init__(
+        self,
+        listener: socket.socket,
+        backlog: int,
+        limits: ConnectionLimits,
+        make: Make,
+        at_a_time: int = ACCEPTS,
+    ) -> None:
+        self.listener, self.limits, self.make, self.at_a_time = listener, limits, make, at_a_time
         self.loop = asyncio.get_running_loop()
         self.arrivals: set[Newcomer] = set()
         self.selector = selectors.DefaultSelector()  # of those that wait: a fifth of what the event loop would take
@@ -43,7 +50,7 @@ class Acceptor:
         self.loop.add_reader(self.selector, self._read)
 
     def _accept(self) -> None:
-        for _ in range(ACCEPTS):
+        for _ in range(self.at_a_time):
             try:
                 plain, (host, *_) = self.listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

@@ -32,7 +32,7 @@ class Server:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.guard = Guard(state.settings)
+        self.guard = Guard(state.settings, state.rates)
         self.under_way = 0  # predictions that are being answered
         self.routes = routes(state)
         self.simple = without_parameters(self.routes)

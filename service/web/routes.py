@@ -16,8 +16,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from dubito import __version__
-from dubito.models.errors import DubitoError
 from dubito.models.verdict import beside_plain
+from dubito.service.metrics import merged
 from dubito.service.problems import Problem
 from dubito.service.repository import Repository, ServedModel
 from dubito.service.web import oip, openapi
@@ -134,7 +134,11 @@ class Scrape:
     async def _write(self) -> bytes:
         async with self.turn:
             self.next = None  # who comes from now on wants to know what has happened since
-            return await asyncio.to_thread(generate_latest, self.state.metrics.registry)
+            own, siblings = asyncio.to_thread(generate_latest, self.state.metrics.registry), self.state.siblings
+            if siblings is None:
+                return await own
+            mine, others = await asyncio.gather(own, siblings.metrics())
+            return await asyncio.to_thread(merged, [mine.decode(), *others])
 
 
 def _of_models(app: FastAPI, state: State) -> None:
@@ -221,9 +225,9 @@ def _of_repository(app: FastAPI, state: State) -> None:
 
     @app.post("/v2/repository/models/{name}/load", summary="Load the newest version, and switch to it", **described())
     async def v2_load(name: str, request: Request) -> Response:
-        repository = changeable(state, dict(request.scope["headers"]))
+        check_changeable(state, dict(request.scope["headers"]))
         oip.check_control(await _json_body(request, state), "load", ())
-        await load_newest(repository, name)
+        await state.change("load", name)
         return _json({})
 
     @app.post(
@@ -232,19 +236,10 @@ def _of_repository(app: FastAPI, state: State) -> None:
         **described(unload_dependents=FLAG),
     )
     async def v2_unload(name: str, request: Request) -> Response:
-        repository = changeable(state, dict(request.scope["headers"]))
+        check_changeable(state, dict(request.scope["headers"]))
         oip.check_control(await _json_body(request, state), "unload", ("unload_dependents",))
-        await repository.unload(name)
+        await state.change("unload", name)
         return _json({})
-
-
-async def load_newest(repository: Repository, name: str) -> None:
-    try:
-        await repository.load(name)
-    except Problem:
-        raise
-    except DubitoError:
-        raise Problem(400, f"the artifact cannot be loaded: {repository.reason(name)}") from None
 
 
 def _refusal(request: Request, problem: Problem) -> Response:
@@ -258,8 +253,8 @@ def repository_of(state: State) -> Repository:
     return state.repository
 
 
-def changeable(state: State, headers: Headers) -> Repository:
-    """The repository, where a request with these headers may change it."""
+def check_changeable(state: State, headers: Headers) -> None:
+    """Refuse a request with these headers that may not change models."""
     settings = state.settings
     if not (settings.api_keys if settings.repository_api is None else settings.repository_api):
         raise Problem(
@@ -268,7 +263,7 @@ def changeable(state: State, headers: Headers) -> Repository:
             "true, and where there are API keys.",
         )
     check_page(headers, settings)
-    return repository_of(state)
+    repository_of(state)
 
 
 async def _json_body(request: Request, state: State) -> dict[str, Any]:

@@ -3,16 +3,15 @@
 import hashlib
 import hmac
 import re
-import time
 from contextlib import suppress
 from ipaddress import ip_address
 
 from dubito.service.problems import Problem, TooManyRequests
+from dubito.service.rates import OwnRates, Rates
 from dubito.service.settings import Settings
 from dubito.service.web.http import Headers
 
 OPEN = frozenset({"/", "/docs", "/edge", "/openapi.json", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
-MOST_CALLERS = 10_000
 HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -85,9 +84,9 @@ def hash_key(key: str) -> str:
 class Guard:
     """Checks keys and rates; health and the console's own files need no key."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, rates: Rates | None = None) -> None:
         self.keys, self.rate, self.burst = settings.api_keys, settings.rate_per_second, settings.burst
-        self.left: dict[str, tuple[float, float]] = {}  # token bucket by caller: requests left, and at what time
+        self.rates: Rates = OwnRates() if rates is None else rates
 
     def admit(self, path: str, headers: Headers, address: str) -> str:
         """Owner of the key, or the address. Raises 401 without a valid key, 429 above the rate limit."""
@@ -118,12 +117,7 @@ class Guard:
         return owner
 
     def _count(self, caller: str, rate: float) -> None:
-        now = time.monotonic()
-        left, before = self.left.pop(caller, (float(self.burst), now))
-        left = min(float(self.burst), left + rate * (now - before))
-        self.left[caller] = (max(0.0, left - 1) if left >= 1 else left, now)  # last: the first is the longest idle
-        if len(self.left) > MOST_CALLERS:
-            del self.left[next(iter(self.left))]
+        left = self.rates.left(caller, rate, float(self.burst))
         if left < 1:
             wait = (1 - left) / rate
             detail = f"more than {rate:g} requests a second came; try again in {wait:.1f} s."

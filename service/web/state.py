@@ -4,18 +4,23 @@ import asyncio
 import logging
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from prometheus_client import generate_latest
 
+from dubito.models.errors import DubitoError
 from dubito.models.extras import need
 from dubito.models.numerics.proof import name_of
 from dubito.service.engine.budget import KINDS, Budget
 from dubito.service.engine.device import Device, device_of, devices_of, dtype_of, trusted
 from dubito.service.logs import writer
 from dubito.service.metrics import Counts, Metrics, Sizes, device_bytes
+from dubito.service.problems import Problem
+from dubito.service.rates import OwnRates, Rates, SharedRates
 from dubito.service.repository import Repository
 from dubito.service.settings import Settings
+from dubito.service.siblings import Siblings
 from dubito.service.web.decoders import OUTCOMES, Decoders
 from dubito.service.web.limits import ConnectionLimits
 from dubito.service.web.predict import Predictor
@@ -29,8 +34,10 @@ log = logging.getLogger("dubito")
 class State:
     """Shared by the application, its routes and `dubito serve`, which starts and stops it."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, siblings: Siblings | None = None) -> None:
+        """`siblings`: the other workers of the server, where it has several."""
+        self.settings, self.siblings = settings, siblings
+        self.rates: Rates = OwnRates() if siblings is None else SharedRates(siblings.folder / "rates")
         self.metrics = Metrics()
         self.metrics.registry.register(Sizes(self._sizes))
         self.metrics.registry.register(Counts(self._counts))
@@ -52,11 +59,41 @@ class State:
         self.repository = await asyncio.to_thread(  # which looks for models: a store may take its time
             Repository, self.settings, devices, self.metrics, trace
         )
+        for one in devices:
+            log.log(logging.INFO if one.proven else logging.WARNING, "models run", extra=one.said)
         self.decoders = Decoders(self.settings)
         self.decoders.start()
         self.predictor = Predictor(self.settings, self.repository, self.decoders)
-        await self.repository.load_all()
+        if self.siblings is not None:
+            await self.siblings.start(self._answer)
+        await self.repository.load_all(() if self.siblings is None else self.siblings.unloaded())
         self.started = True
+
+    async def _answer(self, asked: dict[str, Any]) -> str | None:
+        """To another worker."""
+        if asked["do"] == "metrics":
+            text = await asyncio.to_thread(generate_latest, self.metrics.registry)
+            return text.decode()
+        await self._change(asked["do"], asked["name"])
+        return None
+
+    async def change(self, do: Literal["load", "unload"], name: str) -> None:
+        """Load the newest version of a model or unload it, in every worker."""
+        await self._change(do, name)
+        if self.siblings is not None:
+            await self.siblings.change(do, name)
+
+    async def _change(self, do: str, name: str) -> None:
+        assert self.repository is not None
+        if do == "unload":
+            await self.repository.unload(name)
+            return
+        try:
+            await self.repository.load(name)
+        except Problem:
+            raise
+        except DubitoError:
+            raise Problem(400, f"the artifact cannot be loaded: {self.repository.reason(name)}") from None
 
     def _names(self) -> list[str]:
         """Of the devices."""
@@ -69,9 +106,10 @@ class State:
         device = torch.device(name)
         self.asked, why = dtype_of(self.settings.dtype, device)
         dtype, fault = await asyncio.to_thread(trusted, self.asked, device)
-        fields = {"device": name, "asked": name_of(self.asked), "dtype": name_of(dtype), "why": fault or why}
-        log.log(logging.WARNING if fault else logging.INFO, "models run", extra=fields)
-        return Device(name, device, dtype, Budget.of(self.settings.memory_bytes, device))
+        said = {"device": name, "asked": name_of(self.asked), "dtype": name_of(dtype), "why": fault or why}
+        return Device(
+            name, device, dtype, Budget.of(self.settings.memory_bytes, device), proven=fault is None, said=said
+        )
 
     async def stop(self, seconds: float) -> None:
         """Answer the accepted requests within that time, then stop."""
@@ -82,6 +120,8 @@ class State:
         finally:
             if self.decoders is not None:
                 self.decoders.close()
+            if self.siblings is not None:
+                self.siblings.close()
             if self.tracer is not None:
                 await asyncio.to_thread(self.tracer.close)
 
@@ -115,6 +155,7 @@ class State:
             memory.update({kind: budget.held(kind) for kind in KINDS})
             memory.update({} if budget.limit is None else {"limit": budget.limit})
         return {
+            ("dubito_workers", "Processes of the server whose metrics these are.", ()): {(): 1},
             ("dubito_connections", "Open connections.", ()): {(): len(self.limits.open)},
             ("dubito_unsent_bytes", "Bytes of large replies that clients have not taken yet.", ()): {
                 (): self.limits.unsent

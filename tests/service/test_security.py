@@ -15,6 +15,7 @@ import pytest
 
 from dubito.models.embedded import embedded
 from dubito.models.errors import ArtifactError
+from dubito.service.rates import OwnRates
 from dubito.service.settings import Settings
 from dubito.service.sources import find
 from dubito.service.web.security import Guard, hash_key
@@ -58,7 +59,8 @@ def test_each_key_has_its_own_rate(guarded: Fixture) -> None:
 def test_rates_come_back_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    guard = Guard(Settings(rate_per_second=2.0, burst=2))
+    rates = OwnRates()
+    guard = Guard(Settings(rate_per_second=2.0, burst=2), rates)
 
     def admitted(address: str = "a") -> bool:
         try:
@@ -75,7 +77,7 @@ def test_rates_come_back_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert admitted("b")
     for i in range(20_000):  # addresses that come once do not pile up
         admitted(str(i))
-    assert len(guard.left) <= 10_000
+    assert len(rates.buckets) <= 10_000
 
 
 def test_a_key_is_made_and_only_its_hash_is_kept() -> None:
