@@ -5,7 +5,8 @@ their entries and cards stay as they are."""
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -67,6 +68,13 @@ def overview(found: Sequence[Listed]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [row(one) for one in found]
+    lines += [
+        "",
+        "Figures against size, of the models of one data set beside their plain networks (with a temperature, as files",
+        "of float16). Numbers name them; accuracy and AUROC are better above, ECE below.",
+    ]
+    for data, title in CHARTED.items():
+        lines += ["", f"![Accuracy and ECE against bytes, AUROC against parameters: {title}](zoo/{data}-sizes.svg)"]
     return "\n".join([*lines, "", "This page and the cards are written by `make zoo` from the artifacts.", ""])
 
 
@@ -202,6 +210,110 @@ def _risk(zoo: Zoo, classes: bool) -> Iterator[str]:
     yield _line(zoo.risk, top, ORANGE)
 
 
+# charts of the models of one data set, beside their plain networks
+
+CHARTED = {"fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
+PANELS = (("accuracy", "bytes"), ("ece", "bytes"), ("auroc", "parameters"))  # figure against size
+GAP = 44  # between panels
+LINE = 16  # pixels of a line of the legend
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str
+    plain: bool
+    sizes: dict[str, float]
+    figures: Mapping[str, float]
+
+
+def points(found: Sequence[Listed], data: str) -> list[Point]:
+    """The models of a data set, and each of their plain networks once, as a file of float16."""
+    models = [one for one in found if one.data == data and one.shipped]
+    own = [Point(one.name, False, {"bytes": one.bytes, "parameters": one.parameters}, one.metrics) for one in models]
+    plain: dict[tuple[int, float], Point] = {}
+    for one in models:
+        if one.plain is not None and "accuracy" in one.plain:
+            sizes: dict[str, float] = {"bytes": 2 * one.deterministic, "parameters": one.deterministic}
+            name = f"plain network of {one.name}"
+            plain.setdefault((one.deterministic, one.plain["accuracy"]), Point(name, True, sizes, one.plain))
+    return [*own, *plain.values()]
+
+
+def chart(found: Sequence[Listed], data: str) -> str:
+    """Accuracy and ECE against bytes, AUROC against parameters; numbers name the models, squares are plain networks."""
+    every = points(found, data)
+    panels = [
+        f'<g transform="translate({i * (SIDE + LEFT + GAP)},0)">{"".join(_scatter(every, figure, size))}</g>'
+        for i, (figure, size) in enumerate(PANELS)
+    ]
+    below = TOP + SIDE + 60
+    legend = [
+        f'<text x="{LEFT}" y="{below + LINE * i}">{i + 1}&#160; {escape(point.name)}'
+        f"{', with its temperature, in float16' if point.plain else ''}</text>"
+        for i, point in enumerate(every)
+    ]
+    width, height = len(PANELS) * (SIDE + LEFT + GAP), below + LINE * len(every)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="sans-serif" font-size="11" fill="currentColor"><style>{INK}</style>'
+        f"{''.join(panels)}{''.join(legend)}</svg>\n"
+    )
+
+
+def _scatter(every: Sequence[Point], figure: str, size: str) -> Iterator[str]:
+    known = [(i, point) for i, point in enumerate(every) if figure in point.figures]
+    values = [point.figures[figure] for _, point in known]
+    in_logs = figure == "ece" and max(values) > 3 * min(values)
+    xs = [math.log10(point.sizes[size]) for _, point in known]
+    ys = [math.log10(y) if in_logs else y for y in values]
+    (left, right), (low, high) = _range(xs), _range(ys)
+
+    def at_x(x: float) -> float:
+        return LEFT + SIDE * (x - left) / (right - left)
+
+    def at_y(y: float) -> float:
+        return TOP + SIDE * (1 - (y - low) / (high - low))
+
+    yield f'<text x="{at_x((left + right) / 2):g}" y="16" text-anchor="middle" font-size="12">'
+    yield f"{HEADS[figure]} against {size}</text>"
+    for y in _powers(low, high) if in_logs else _steps(low, high):
+        value = 10**y if in_logs else y
+        label = f"{value:.2f}" if figure == "auroc" else f"{100 * value:.3g} %"
+        yield f'<path d="M{LEFT} {at_y(y):.1f}h{SIDE}" stroke="currentColor" opacity="0.15"/>'
+        yield f'<text x="{LEFT - 5}" y="{at_y(y) + 4:.1f}" text-anchor="end">{label}</text>'
+    for x in _powers(left, right):
+        value = round(10**x)
+        text = f"{value / 1e6:g} M" if value >= 10**6 else f"{value / 1e3:g} k"
+        yield f'<path d="M{at_x(x):.1f} {TOP}v{SIDE}" stroke="currentColor" opacity="0.15"/>'
+        yield f'<text x="{at_x(x):.1f}" y="{TOP + SIDE + 18}" text-anchor="middle">{text}</text>'
+    for (i, point), x, y in zip(known, xs, ys, strict=True):
+        if point.plain:
+            yield f'<rect x="{at_x(x) - 4:.1f}" y="{at_y(y) - 4:.1f}" width="8" height="8" fill="{ORANGE}"/>'
+        else:
+            yield f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="4" fill="{BLUE}"/>'
+        yield f'<text x="{at_x(x) + 6:.1f}" y="{at_y(y) - 5:.1f}" font-size="10">{i + 1}</text>'
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    margin = 0.15 * (max(values) - min(values)) or 0.01
+    return min(values) - margin, max(values) + margin
+
+
+def _steps(low: float, high: float) -> list[float]:
+    """Some four round numbers between the two."""
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= rough)
+    return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _powers(low: float, high: float) -> list[float]:
+    """Logarithms of 1, 2 and 5 times powers of ten between the two; of powers alone where there are many."""
+    digits = (1, 2, 5) if high - low < 2 else (1,)
+    every = [power + math.log10(digit) for power in range(math.floor(low), math.ceil(high)) for digit in digits]
+    return [x for x in every if low <= x <= high]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail where a file is behind")
@@ -210,6 +322,7 @@ def main() -> None:
     found = entries(args.larger)
     written = {folder() / "index.json": INDEX.dump_json(tuple(found), indent=1).decode() + "\n"}
     written[DOCS / "zoo.md"] = overview(found)
+    written |= {DOCS / "zoo" / f"{data}-sizes.svg": chart(found, data) for data in CHARTED}
     for one in found:
         path = (folder() if one.shipped else args.larger or Path("none")) / f"{one.name}.safetensors"
         if path.exists():
