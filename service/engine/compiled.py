@@ -312,9 +312,10 @@ class _Check:
 
 
 def _plans(plan: Plan) -> list[Plan]:
-    """Plans to be tried: as measured with torch, and with all draws of a layer in one call where it takes one each."""
-    together: Plan = {name: "batch" if execution == "loop" else execution for name, execution in plan.items()}
-    return [plan] if together == dict(plan) else [plan, together]
+    """Plans to be tried: with all draws of a layer in one call, for which a session has no patches to copy; and as
+    measured with torch."""
+    together: Plan = {name: "batch" if how in ("loop", "unfold") else how for name, how in plan.items()}
+    return [together] if together == dict(plan) else [together, plan]
 
 
 def _seconds(run: Callable[[], object], limit: float) -> float:
