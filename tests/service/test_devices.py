@@ -80,7 +80,7 @@ def test_both_work_at_once_and_every_request_is_answered_once(model: Model) -> N
         def pause(module: torch.nn.Module, given: object) -> None:
             seen[threading.get_ident()] = seen.get(threading.get_ident(), 0) + 1
             if len(seen) < 2 or min(seen.values()) < 2:
-                both.wait(20)  # a pass of each device, at the same time
+                both.wait(120)  # a pass of each device, at the same time
 
         alone = probabilities(await batcher.result(batcher.put(asked(rows=24, samples=1), 30)))
         hook = model.network.net.register_forward_pre_hook(pause)
@@ -103,6 +103,8 @@ def test_a_device_that_breaks_leaves_the_others_at_work(model: Model) -> None:
         broken, whole = Engine(model, (1,)), Engine(model, (1,))
         broken.launch = _broken  # type: ignore[method-assign]
         batcher = Batcher([(broken, Turn()), (whole, Turn())], max_work=64, max_queue=1000)
+        while not all(worker.asleep for worker in batcher.workers):
+            await asyncio.sleep(0.01)  # the first of those that sleep is woken
         failed = 0
         for _ in range(8):
             try:
