@@ -27,7 +27,7 @@ HALF = 32
 BITS, PIECES = 16, 4  # bits of a normal, normals of a word
 GROUP = 16  # normals rotated together
 B, C, DEVIATION = 9.322959513579613, 1.0696853557391315, 7.476231094082571  # b and c where |u| ≤ 1; deviation of z then
-TOGETHER = 1 << 19  # normals drawn by one chain of nodes: few nodes, and values that stay in a cache
+TOGETHER = 1 << 19  # normals drawn by one chain of nodes: few nodes, and values that stay near a core
 
 
 class GraphNormals:
@@ -116,9 +116,11 @@ def _normals() -> onnx.FunctionProto:
     """The function Normals: keys (K, 1) and mixed counters (n,) -> (K, 4n) normals; n is a multiple of 16."""
     g = Graph()
     x = g.op("Words", "key", "counters", domain=OURS)
-    shifts = g.constant(BITS * np.arange(PIECES, dtype=np.uint64)[:, None])
-    x = g.op("BitShift", g.op("Unsqueeze", x, g.constant([1])), shifts, direction="RIGHT")  # (K, 4, n)
-    u = g.op("Cast", g.op("Cast", x, to=TensorProto.INT16), to=TensorProto.FLOAT)  # the lowest 16 bits of each
+    pieces = [x]
+    for i in range(1, PIECES):
+        pieces.append(g.op("BitShift", x, g.constant(BITS * i, np.uint64), direction="RIGHT"))
+    lowest = [g.op("Cast", piece, to=TensorProto.INT16) for piece in pieces]  # Cast cuts the upper bits off
+    u = g.op("Cast", g.op("Concat", *lowest, axis=1), to=TensorProto.FLOAT)  # (K, 4n)
     one = 4.0 ** (BITS - 1)  # the square of the u that stands for 1
     bent = g.op("Reciprocal", g.op("Sub", g.constant(C * one), g.mul(u, u)))
     z = g.mul(u, g.add(bent, g.constant(B / one)))
@@ -134,7 +136,8 @@ def rotation() -> NDArray[np.float64]:
     """
     bits = np.arange(GROUP)[:, None] >> np.arange(4) & 1
     bent = bits[:, :1] * bits[:, 1:2] + bits[:, 2:3] * bits[:, 3:]
-    return (-1.0) ** (bits @ bits.T + bent) / np.sqrt(GROUP)
+    signs: NDArray[np.float64] = (-1.0) ** (bits @ bits.T + bent)
+    return signs / np.sqrt(GROUP)
 
 
 def _folded(g: Graph, x: str, shift: int, out: str | None = None) -> str:
