@@ -16,7 +16,7 @@ from dubito.deploy.edge.normals import DEVIATION, B, C, GraphNormals, rotation
 
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint64]
-SEEDS = (0, 1, 2**40 + 3, -5)
+SEEDS = (0, 2**40 + 3, -5)
 K, SIZES = 8, (1 << 17, 100_003, 3_000, 5_001)  # draws, and normals of the layers
 MOST = 5.0  # standard errors
 
@@ -65,7 +65,7 @@ def even_moment(k: int) -> float:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_moments_are_those_of_a_normal(layers: dict[int, list[Floats]], seed: int) -> None:
-    """To the eighth order, in all layers and at each of the 64 places that four words have between them."""
+    """To the eighth order, in all layers and at each of the sixteen places of a rotation."""
     a, b, few, more = layers[seed]
     assert [v.shape for v in (a, b, few, more)] == [(K, n) for n in SIZES]
     places = a.reshape(-1, 16).astype(np.float64)
@@ -185,7 +185,7 @@ def test_a_bit_of_the_seed_changes_half_of_the_bits(first: int) -> None:
 
 
 def test_no_word_comes_twice() -> None:
-    """Of any layer, draw or seed: two of 3 million words of 64 bits are equal with probability 3e-7."""
+    """Of any layer, draw or seed: two of 2.4 million words of 64 bits are equal with probability 2e-7."""
     counters = np.arange(100_000, dtype=np.uint64)
     run = words_of(8)
     words = np.stack([run(seed, counters=counters)[0] for seed in SEEDS])
