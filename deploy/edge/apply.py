@@ -129,21 +129,22 @@ def _project_conv(g: Graph, conv: Conv, place: LayerInput, f: FactoredDraws) -> 
     c = _conv(g, conv, x, kernel, bias, conv.groups)
     if f.e is None:
         return c, ""
-    energy = _padded(g, conv, _squares(g, place.x, conv.groups, conv.inputs // conv.groups, conv.dims))
+    energy = _padded(g, conv, _squares(g, place.x, conv.groups, conv.inputs // conv.groups, place.before[1:]))
     if math.prod(conv.kernel) > 1 or any(s > 1 for s in conv.stride) or any(sum(p) for p in pads(conv)):
         ones = g.constant(np.ones((conv.groups, 1, *conv.kernel), np.float32))
         energy = _conv(g, conv, energy, ones, None, conv.groups)
     if conv.bias:
         energy = g.add(energy, g.constant(1.0))
-    return c, _length(g, energy, _squares(g, c, conv.groups, f.width, conv.dims))
+    return c, _length(g, energy, _squares(g, c, conv.groups, f.width, place.after[1:]))
 
 
-def _squares(g: Graph, x: str, groups: int, channels: int, dims: int) -> str:
-    """Squares summed over the channels of a group, (rows, groups, *sizes), cached. A convolution sums fastest."""
+def _squares(g: Graph, x: str, groups: int, channels: int, sizes: Sequence[int]) -> str:
+    """Squares summed over the channels of a group, (rows, groups, *sizes), cached."""
     key = f"{x}² by {groups}"
     if key not in g.shared:
-        ones = g.constant(np.ones((groups, channels, *[1] * dims), np.float32))
-        g.shared[key] = g.op("Conv", g.mul(x, x), ones, kernel_shape=[1] * dims, group=groups)
+        flat = g.reshape(x, (-1, groups, channels, math.prod(sizes)))
+        summed = g.op("ReduceSum", g.mul(flat, flat), g.constant([2]))
+        g.shared[key] = g.reshape(summed, (-1, groups, *sizes))
     return g.shared[key]
 
 

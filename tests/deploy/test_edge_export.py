@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -13,14 +12,12 @@ import onnxruntime
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 from torch import Tensor, nn
 
 from dubito.deploy.edge.check import parity
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.export import ExportedModel, export, save
-from dubito.deploy.edge.graph import Graph
-from dubito.deploy.edge.normals import GraphNormals
 from dubito.deploy.edge.rotations import completed, logarithm
 from dubito.deploy.edge.runtime import EdgeModel
 from dubito.models import bayesianize, build, ensemble, load
@@ -393,77 +390,6 @@ def test_own_noise_has_the_mean_of_torch_s(tmp_path: Path) -> None:
     error = (each.var(0) * 2 / 4096).sqrt().numpy()
     assert (np.abs(ours - each.mean(0).numpy()) < 4 * error).all()
     assert (error > 0).all()
-
-
-def normals(seed: int, K: int, sizes: list[int]) -> list[NDArray[np.float32]]:
-    g = Graph()
-    noise = GraphNormals(g, K, "seed")
-    names = [noise.normals(n, f"layer{i}:V") for i, n in enumerate(sizes)]
-    noise.finish()
-    return values_of(g, names, seed)
-
-
-def values_of(g: Graph, names: Sequence[str], seed: int) -> list[NDArray[np.float32]]:
-    """Of a graph that takes nothing but a seed."""
-    entry = helper.make_tensor_value_info("seed", TensorProto.INT64, [])
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
-    graph = helper.make_graph(g.nodes, "noise", [entry], outputs, g.initializers)
-    imports = [helper.make_opsetid("", 18), helper.make_opsetid("dubito", 1)]
-    model = helper.make_model(graph, opset_imports=imports, ir_version=10, functions=list(g.functions.values()))
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    found: list[NDArray[np.float32]] = session.run(None, {"seed": np.array(seed, np.int64)})
-    return found
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**40 + 3])
-def test_the_noise_is_standard_normal_and_independent(seed: int) -> None:
-    """Between layers, samples, seeds and neighbours, in value and in size: each within 5 standard errors of 0."""
-    from scipy.stats import kstest, kurtosis
-
-    a, b, few, more = normals(seed, 6, [60_000, 59_999, 3_000, 5_001])
-    assert (few.shape, more.shape) == ((6, 3_000), (6, 5_001))
-    assert abs((few[:, 1_500:] * more[:, :1_500]).mean()) < 5 / math.sqrt(9_000)
-    (other,) = normals(seed + 1, 6, [60_000])
-    z = np.concatenate([a[:, :59_999], b]).astype(np.float64)
-    N = z.size
-    assert abs(z.mean()) < 5 / math.sqrt(N)
-    assert abs(z.var() - 1) < 5 * math.sqrt(2 / N)
-    assert abs(kurtosis(z.ravel())) < 5 * math.sqrt(24 / N)
-    assert kstest(z.ravel(), "norm").pvalue > 1e-4
-    for values in (z, z**2 - 1):
-        between = np.asarray(np.corrcoef(values))[np.triu_indices(len(values), 1)]
-        assert np.abs(between).max() < 5 / math.sqrt(values.shape[1])
-        for lag in (1, 2, 30_000):  # 30,000: cosine and sine of one pair
-            pairs = (values[:6, :-lag] * values[:6, lag:]).ravel()
-            assert abs(pairs.mean()) < 5 * pairs.std() / math.sqrt(pairs.size)
-    assert abs((other * a).mean()) < 5 / math.sqrt(a.size)
-
-
-def test_normals_of_one_word_have_the_moments_of_independent_ones() -> None:
-    """Over all words: sixteen normals are a row of directions times a row of lengths, and each may meet each."""
-    from scipy.stats import norm
-
-    g = Graph()
-    noise = GraphNormals(g, 1, "seed")
-    D, L = (t.astype(np.float64) for t in values_of(g, noise._tables(), 0))
-    assert D.shape == L.shape == (4096, 16)
-    # E of a product of normals is that of the directions times that of the lengths
-    a, b = np.triu_indices(16)
-    second = (D.T @ D) * (L.T @ L) / 4096**2
-    np.testing.assert_allclose(second, np.eye(16), atol=1e-5)
-    fourth = ((D[:, a] * D[:, b]).T @ (D[:, a] * D[:, b])) * ((L[:, a] * L[:, b]).T @ (L[:, a] * L[:, b])) / 4096**2
-    same = np.eye(16)
-    expected = same[a, b][:, None] * same[a, b] + same[a][:, a] * same[b][:, b] + same[a][:, b] * same[b][:, a]
-    assert np.abs(fourth - expected).max() < 0.006
-    for odd in (D.mean(0) * L.mean(0), (D[:, a] * D[:, b]).T @ D / 4096):
-        assert np.abs(odd).max() < 1e-6
-    z = np.sort((D[:, 3:4] * L[::16, 3]).ravel())  # one normal, over all directions and every sixteenth length
-    places = np.arange(len(z) + 1) / len(z)
-    cdf = norm.cdf(z)
-    assert max(np.abs(cdf - places[1:]).max(), np.abs(cdf - places[:-1]).max()) < 5e-3
-    every = np.sort(L[:, 3])
-    u = 1 - np.exp(-(every**2) / 2)  # a length's own law, of Rayleigh
-    assert np.abs(u - (np.arange(4096) + 0.5) / 4096).max() < 3e-4
 
 
 def test_a_rotation_is_the_exponential_of_its_logarithm() -> None:
