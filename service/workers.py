@@ -45,7 +45,10 @@ class WorkerProcess:
         """
         pause = PAUSE
         while True:
-            started, failed = await self._start(), await self._greeted()
+            started = await self._start()
+            if stopping.is_set():  # while it was being started
+                self.send(signal.SIGTERM)
+            failed = await self._greeted()
             code = await started.wait()
             if stopping.is_set():
                 return code
@@ -158,6 +161,8 @@ def shares(settings: Settings) -> Settings:
 
 def work() -> None:
     """A worker's process: it serves with what its parent tells it, until a signal or the parent's end."""
+    parent = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a network's code prints is for the log
     told = json.loads(sys.stdin.readline())
     settings = Settings.model_validate(told["settings"])
     with socket.socket(fileno=told["listener"]) as listener:
@@ -165,12 +170,8 @@ def work() -> None:
         try:
             for name in settings.networks:
                 permit_network(name)
-            code = serve(settings, lambda text: _tell({"greeting": text}), member)
+            code = serve(settings, lambda text: print(json.dumps({"greeting": text}), file=parent, flush=True), member)
         except DubitoError as error:
-            _tell({"error": str(error)})
+            print(json.dumps({"error": str(error)}), file=parent, flush=True)
             code = 2
     sys.exit(code)
-
-
-def _tell(said: dict[str, str]) -> None:
-    print(json.dumps(said), flush=True)
