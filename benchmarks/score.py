@@ -20,8 +20,9 @@ from rich.table import Table
 from benchmarks._measure import machine
 from dubito.models import bayesianize, build, save
 from dubito.models.manifest import Card, Input
+from dubito.service.engine.device import devices_of
 from dubito.service.scoring.parts import ScoringJob
-from dubito.service.scoring.score import Scorer, Scoring, devices_of, results
+from dubito.service.scoring.score import Scorer, Scoring, results
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=None)
     args = parser.parse_args()
     torch.manual_seed(0)
-    (device,) = devices_of(args.device)
+    (device,) = devices_of([args.device], "--device")
     table = Table(title=machine())
     for name in ("input", "engine alone, rows/s", "dubito score, rows/s", "ratio", "least and most"):
         table.add_column(name)
