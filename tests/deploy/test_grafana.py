@@ -318,6 +318,10 @@ def ask_for(url: str, seconds: float) -> None:
                 asked["samples"] = -1
             elif kind < 0.08:
                 asked |= {"samples": 1024, "timeout_ms": 1}
+            elif kind < 0.12:
+                with socket.create_connection((client.base_url.host, client.base_url.port or 80)) as bad:
+                    bad.sendall(b"no HTTP\r\n\r\n")  # a connection that is closed
+                    bad.recv(100)
             headers = {"content-type": "application/x-npy"}
             client.post("/v1/models/digits/predict", content=body.getvalue(), params=asked, headers=headers)
             time.sleep(0.08)
