@@ -171,7 +171,7 @@ def test_every_series_of_the_server_is_looked_at(url: str, picture: ModuleType) 
     seen = {name for expr in all_expressions(picture) for name in used(expr).metrics}
     stems = {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in exposed(url) if name.startswith("dubito_")}
     stems = {name for name in stems if not name.endswith("_created")}
-    assert len(stems) == 22
+    assert len(stems) == 23
     assert stems - {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in seen} == set()
 
 

@@ -491,7 +491,7 @@ def test_weights_that_cannot_be_loaded(tmp_path: Path, kind: str) -> None:
     reasons = {
         "missing": f"cannot read {file}: No such file or directory",
         "folder": f"cannot read {file}: Is a directory",
-        "text": f"{file} is no .safetensors file, and no state dict that torch.save wrote",
+        "text": f"{file} is neither a .safetensors file nor one of torch.save",
         "other": f"{file} has 1.weight of shape (4, 3), but mlp (4, 64)",
     }
     assert said.startswith(reasons[kind])
