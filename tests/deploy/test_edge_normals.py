@@ -17,6 +17,7 @@ from dubito.deploy.edge.normals import DEVIATION, B, C, GraphNormals, rotation
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint64]
 SEEDS = (0, 2**40 + 3, -5)
+EACH = [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])]
 K, SIZES = 8, (1 << 17, 100_003, 3_000, 5_001)  # draws, and normals of the layers
 MOST = 5.0  # standard errors
 
@@ -63,7 +64,7 @@ def even_moment(k: int) -> float:
     return float(math.prod(range(k - 1, 0, -2)))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", EACH)
 def test_moments_are_those_of_a_normal(layers: dict[int, list[Floats]], seed: int) -> None:
     """To the eighth order, in all layers and at each of the sixteen places of a rotation."""
     a, b, few, more = layers[seed]
@@ -90,7 +91,7 @@ def neighbours(layers: dict[int, list[Floats]], seed: int) -> Iterator[tuple[str
     yield "seed and draw", a[:-1], layers[following][0][1:]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", EACH)
 def test_neighbours_are_uncorrelated(layers: dict[int, list[Floats]], seed: int) -> None:
     """In value, size and third power; each has variance 1, so the mean of N products has the standard error 1/√N."""
     of_power: dict[int, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
@@ -105,7 +106,7 @@ def test_neighbours_are_uncorrelated(layers: dict[int, list[Floats]], seed: int)
             assert abs(mean) < MOST / math.sqrt(z.size), (name, i, j)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", EACH)
 def test_pairs_fill_equally_likely_squares_equally(layers: dict[int, list[Floats]], seed: int) -> None:
     """χ² of 16 × 16 squares; it has the mean 255 and the variance 510."""
     from scipy.stats import norm
@@ -122,7 +123,7 @@ def test_pairs_fill_equally_likely_squares_equally(layers: dict[int, list[Floats
         assert abs(chi2 - 255) < MOST * math.sqrt(510), name
 
 
-@pytest.mark.parametrize("start", [0, 1000])
+@pytest.mark.parametrize("start", [0, pytest.param(1000, marks=pytest.mark.slow)])
 def test_tails_reach_as_far_as_those_of_a_normal(start: int) -> None:
     """Counts beyond 3, 4, 4.5 and 5 on each side, of 33 million normals: 10 are expected beyond 5."""
     from scipy.stats import norm
@@ -145,7 +146,7 @@ def bits_of(words: Words) -> NDArray[np.uint8]:
     return np.unpackbits(np.ascontiguousarray(words)[..., None].view(np.uint8), axis=-1, bitorder="little")
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", EACH)
 def test_bits_of_words_are_even_and_independent(seed: int) -> None:
     """Of one word, and of the words of neighbouring counters and draws."""
     (words,) = words_of(4)(seed, counters=np.arange(30_000, dtype=np.uint64))
@@ -160,7 +161,7 @@ def test_bits_of_words_are_even_and_independent(seed: int) -> None:
         assert np.abs(a.T @ b).max() < MOST * math.sqrt(len(a))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", EACH)
 def test_a_bit_of_the_counter_changes_half_of_the_bits(seed: int) -> None:
     """Each of 64 bits of a counter, small or large: every bit of the word flips in half of the cases."""
     run, rng = words_of(4), np.random.default_rng(0)

@@ -83,6 +83,13 @@ def test_gRPC_is_served_by_all_of_them_on_one_port(two: Live) -> None:
         client.close()
 
 
+def test_a_model_is_changed_in_every_worker(two: Live) -> None:
+    assert ask(two, "/v2/repository/models/digits/unload", {}).status_code == 200
+    assert {ask(two).status_code for _ in range(12)} == {404}
+    assert ask(two, "/v2/repository/models/digits/load", {}).status_code == 200
+    assert {ask(two).status_code for _ in range(12)} == {200}
+
+
 def test_both_take_connections(two: Live) -> None:
     """Sixteen connections at once, each of which stays with its worker."""
     with ThreadPoolExecutor(16) as pool:
@@ -102,6 +109,7 @@ def _files(pid: int) -> list[Path]:
     return [*Path(f"/proc/{pid}/fd").iterdir()]
 
 
+@pytest.mark.slow
 def test_a_model_is_changed_in_every_worker_and_stays_so_after_a_crash_until_all_stop(serve: Serve) -> None:
     live = serve(embedded("digits"), "--workers", "2", *QUICK)
     assert ask(live, "/v2/repository/models/digits/unload", {}).status_code == 200
