@@ -27,3 +27,8 @@ class InputError(DubitoError):
 
 class NumericsError(DubitoError):
     """A device that computes wrongly in the requested dtype."""
+
+
+def first_line(error: Exception) -> str:
+    """Of its message, without a full stop; its name where it says nothing. torch adds its own stack below."""
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

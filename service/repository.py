@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dubito.models.artifact.artifact import load
-from dubito.models.errors import ArtifactError, DubitoError, InputError, NumericsError
+from dubito.models.errors import ArtifactError, DubitoError, InputError, NumericsError, first_line
 from dubito.models.manifest import Input
 from dubito.models.numerics.proof import name_of
 from dubito.models.predictions.model import Model
@@ -286,7 +286,7 @@ class Repository:
         except Exception as error:
             on.budget.release(share)
             log.exception("the model fails before any request")
-            reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+            reason = first_line(error)
             looks_up = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in model.network.modules())
             tokens = " It has a table of token ids; those are not served, only real numbers." if looks_up else ""
             raise ArtifactError(

@@ -13,9 +13,7 @@ from dubito.service.problems import Problem
 
 LINE = 1 << 24  # bytes of the longest message
 SOON, LONG = 5.0, 600.0  # seconds that an answer about metrics, and about a model to load, may take
-UNLOADED = (
-    "unloaded.json"  # names of models that requests have unloaded: a worker that is started again leaves them out
-)
+UNLOADED = "unloaded.json"  # names of models that requests have unloaded, which a worker that starts again leaves out
 log = logging.getLogger("dubito")
 
 Answer = Callable[[dict[str, Any]], Awaitable[Any]]

@@ -115,10 +115,8 @@ def reserve(settings: Settings) -> "AbstractContextManager[socket.socket | None]
 
 async def _supervise(settings: Settings, listener: socket.socket, folder: Path, say: Callable[[str], None]) -> int:
     count, stopping, loop = settings.workers, asyncio.Event(), asyncio.get_running_loop()
-    threads = str(
-        max(1, (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) // count)
-    )
-    environment = {"OMP_NUM_THREADS": threads, **os.environ}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    environment = {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ}
     own = shares(settings).model_dump(mode="json")
     workers = []
     for index in range(count):

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dubito.models.errors import ArtifactError
+from dubito.models.errors import ArtifactError, first_line
 from dubito.models.manifest import Manifest
 from dubito.models.network.layers import Structure
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
@@ -32,7 +32,7 @@ class Trial:
                 return cls(factors, x, _answer(network, factors, x))
             except Exception as error:  # whatever the network's code comes up with
                 failed = error
-        reason = (str(failed) or type(failed).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(failed)
         raise ArtifactError(f"the network fails on inputs of shape {shape}: {reason}.")
 
     def check(self, network: BayesianNetwork, manifest: Manifest) -> None:

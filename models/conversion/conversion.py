@@ -18,7 +18,7 @@ from dubito.models.conversion.architectures import architecture_of, remember
 from dubito.models.conversion.options import Options, Overrides, check_used, names_it, naming, one_of, options_for, pair
 from dubito.models.conversion.points import Examples, start_points
 from dubito.models.conversion.start import CONVERTIBLE, Start, geometry_of, origin_of, weight_of
-from dubito.models.errors import ConversionError
+from dubito.models.errors import ConversionError, first_line
 from dubito.models.manifest import Hierarchy, Layer, Task
 from dubito.models.names import some
 from dubito.models.network.attention import opened
@@ -180,7 +180,7 @@ def assemble(
     try:
         swapped = copy.deepcopy(net, memo)
     except Exception as error:  # whatever the network's objects come up with
-        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(error)
         if computed := [name for name, m in net.named_modules() if type(vars(m).get("weight")) is Tensor]:
             reason = f"{computed[0]}.weight is computed from other tensors{_apart(modules[computed[0]])}"
         raise ConversionError(f"the network cannot be copied: {reason}.") from None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dubito.models.errors import ArtifactError
+from dubito.models.errors import ArtifactError, first_line
 from dubito.models.network.layers import layer_by_layer
 from dubito.models.traced import OwnTensor, TorchModule, Traced, TracedCall, TracedForward
 from dubito.models.tracing.arguments import InputDevice, Ref, decode, short
@@ -152,7 +152,8 @@ def try_out(net: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
             raise ValueError(f"it answers {ROWS} of them with {came}; expected one row of real numbers for each")
         except Exception as error:  # torch has many kinds
             failed = failed or error
-    reason = (str(failed) or type(failed).__name__).splitlines()[0].rstrip(".")
+    assert failed is not None  # of the first try
+    reason = first_line(failed)
     raise ArtifactError(f"its network cannot take inputs of shape {shape}: {reason}.")
 
 

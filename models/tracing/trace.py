@@ -20,7 +20,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor, fx, nn
 
-from dubito.models.errors import DubitoError
+from dubito.models.errors import DubitoError, first_line
 from dubito.models.network.attention import Attention
 from dubito.models.network.features import watched
 from dubito.models.network.geometry import Conv, Geometry
@@ -431,7 +431,7 @@ def _where(error: Exception) -> str:
     """The line of the network's own code that stands in the way, and why."""
     frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     own = [(code, line) for code, line in frames if _is_own(code.co_filename)]
-    reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+    reason = first_line(error)
     advice = (
         "{}et the network be built by its own code: "
         'build("package.module:factory", ...) here, and --network package.module:factory where it is loaded.'
