@@ -136,10 +136,10 @@ class Worker:
 
     def _run(self) -> None:
         """The inference thread."""
-        if self.engine.model.device.type == "cuda":
-            torch.cuda.set_device(self.engine.model.device)
         last: Batch | None = None  # computed and not yet delivered: the device can start the next batch meanwhile
         try:
+            if self.engine.model.device.index is not None:  # else the GPU that the process uses already
+                torch.cuda.set_device(self.engine.model.device)
             while self._work_comes(last is None):
                 if self.queue.depth:
                     last = self._serve(last)

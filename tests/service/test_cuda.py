@@ -52,7 +52,7 @@ def kept(path: Path, method: str, lam_max: float) -> Model:
     return stored(network.eval(), path, input=Input(shape=SHAPE))
 
 
-LARGE = (8, 16, 14, 64, 96, 3, 1, 1, 68, True, True, True)  # enough programs to get in each other's way
+LARGE = (8, 16, 14, 64, 96, 3, 1, 1, False, 68, True, True, "relu")  # enough programs to get in each other's way
 
 
 @pytest.mark.parametrize("case", [*interpreted.CASES, LARGE])
