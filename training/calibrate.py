@@ -384,8 +384,9 @@ def choose_measure(
 
     No OOD data are needed.
 
-    Energy and feature distances must beat the best of the others by two standard errors: they say nothing about the
-    prediction itself, and a feature bank costs memory and time.
+    The entropy is taken, which hangs least on K, unless another measure beats it by two standard errors: below that the
+    order of measures is chance. Energy and feature distances, tried last, must beat the best of the others as clearly:
+    they say nothing about the prediction itself, and a feature bank costs memory and time.
     """
     chosen = ChosenPredictive.of(model, CHOOSING, predictive)
     rng = torch.Generator().manual_seed(seed)
@@ -402,8 +403,8 @@ def choose_measure(
             pairs.append(placements(inside[measure], outside[measure]))
     # (2, n): placements of inside and of outside examples, mean over the kinds of spoiling
     placed = {m: torch.stack([torch.stack(pair) for pair in pairs]).mean(0) for m, pairs in placed_by.items()}
-    best = max((m for m in placed if m not in NEW_MEASURES), key=lambda m: float(placed[m][0].mean()))
-    for measure in (m for m in placed if m in NEW_MEASURES):
+    best, *others = sorted(placed, key=lambda m: (m in NEW_MEASURES, m != "entropy", -float(placed[m][0].mean())))
+    for measure in others:
         gain = placed[measure] - placed[best]
         if float(gain[0].mean()) > CLEARLY * float((gain.var(1) / gain.shape[1]).sum().sqrt()):
             best = measure
