@@ -22,6 +22,11 @@ class Block:
     x: NDArray[np.float32]  # (n, ...)
     bad: dict[int, str] = field(default_factory=dict)  # by offset in the block: what is wrong with the row
 
+    def part(self, start: int, stop: int) -> "Block":
+        """Some of its rows, by their offsets."""
+        bad = {row - start: what for row, what in self.bad.items() if start <= row < stop}
+        return Block(self.x[start:stop], bad)
+
 
 class ScoredRows(Protocol):
     """Something to score: its number of rows, and blocks of them."""

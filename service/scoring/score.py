@@ -5,6 +5,7 @@ and the row's number alone, not on which process computed it or how often the wo
 layers, which change sums by a rounding, are measured once on a machine and kept.
 """
 
+import math
 import multiprocessing
 import os
 import queue
@@ -46,6 +47,7 @@ from dubito.service.scoring.rows import rows_of_input
 BATCH = {"cpu": 64, "cuda": 256}  # rows, by kind of device
 SECONDS, MOST = 2.0, 1 << 16  # a part takes about so long, and has at most so many rows
 AHEAD = 4  # blocks read before they are needed, and parts that wait to be written
+READ = 4 << 20  # bytes of inputs that are read at once, a batch at least: each block wakes a thread
 PLAN_SECONDS = 60.0  # to measure executions, once for a machine: no job waits long for it
 T = TypeVar("T")
 
@@ -90,7 +92,7 @@ class Scorer:
             raise InputError("--method is probit, but this model has no closed form; expected sampling, or none.")
         if self.predictive == "probit" and asked.samples is not None:
             raise InputError("--method is probit, which takes no draws; leave --samples out, or say sampling.")
-        self.rows = rows_of_input(asked.input, self.model.card.input)
+        self.rows, self.shape = rows_of_input(asked.input, self.model.card.input), self.model.card.input.shape
         self.workers, self.device = workers, torch.device(device.partition(":")[0])
         if self.device.type == "cuda":
             torch.cuda.set_device(device)
@@ -164,11 +166,10 @@ class Scorer:
 
     def score(self, parts: Iterable[int], job: ScoringJob, done: Callable[[int], None]) -> None:
         """Make these parts; `done` is called with the rows of each one that is on the disk."""
-        spans = ((i, a, min(job.span(i)[1], a + job.batch)) for i in parts for a in range(*job.span(i), job.batch))
         with ThreadPoolExecutor(1, "reader") as reader, ThreadPoolExecutor(1, "writer") as writer:
             writing: deque[Future[int]] = deque()
             part: list[tuple[Block, PredictResult]] = []
-            for (i, _, stop), block, result in self._answers(reader, spans):
+            for (i, _, stop), block, result in self._answers(reader, parts, job):
                 part.append((block, result))
                 if stop == job.span(i)[1]:
                     writing.append(writer.submit(self._write, i, job, part))
@@ -179,20 +180,24 @@ class Scorer:
                 done(future.result())
 
     def _answers(
-        self, reader: ThreadPoolExecutor, spans: Iterable[tuple[int, int, int]]
+        self, reader: ThreadPoolExecutor, parts: Iterable[int], job: ScoringJob
     ) -> Iterator[tuple[tuple[int, int, int], Block, PredictResult]]:
-        """Each batch with its answers. Blocks are read ahead in order."""
+        """Each batch with its part, first row, last row + 1, and answers. Blocks of batches are read ahead in order."""
         read: deque[tuple[tuple[int, int, int], Block]] = deque()
+        many = job.batch * max(1, READ // (4 * job.batch * math.prod(self.shape)))
+        spans = ((i, a, min(job.span(i)[1], a + many)) for i in parts for a in range(*job.span(i), many))
 
         def requests() -> Iterator[PredictRequest]:
-            for span, block in ahead(reader, spans, lambda span: self.rows.read(*span[1:])):
+            for (i, start, stop), block in ahead(reader, spans, lambda span: self.rows.read(*span[1:])):
                 if block.bad and self.asked.on_bad == "stop":
                     row, what = min(block.bad.items())
                     raise InputError(
-                        f"row {span[1] + row}: {what}. Mend it and start anew with --fresh, or take --on-bad null."
+                        f"row {start + row}: {what}. Mend it and start anew with --fresh, or take --on-bad null."
                     )
-                read.append((span, block))
-                yield self.request(span[1], block.x)
+                for a in range(start, stop, job.batch):
+                    b = min(stop, a + job.batch)
+                    read.append(((i, a, b), block.part(a - start, b - start)))
+                    yield self.request(a, read[-1][1].x)
 
         for result in results(self.engine, requests()):
             span, block = read.popleft()

@@ -103,7 +103,8 @@ def test_another_measure_than_entropy_is_chosen_only_where_it_is_clearly_better(
     for m, value in by_hand.items():
         assert abs(found[m] - value) < 1e-6
     # entropy, unless another beats it by two standard errors: DeLong's, by counting every pair of examples
-    won = {m: np.mean([(far > near[:, None]) + 0.5 * (far == near[:, None]) for near, far in pairs[m]], 0) for m in pairs}
+    beats = {m: [(far > near[:, None]) + 0.5 * (far == near[:, None]) for near, far in pairs[m]] for m in pairs}
+    won = {m: np.mean(kinds, 0) for m, kinds in beats.items()}
     expected: str = "entropy"
     for m in sorted(set(won) - {"entropy"}, key=lambda m: (m in NEW_MEASURES, -by_hand[m])):
         gain = won[m] - won[expected]
