@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks._server import running
+from benchmarks._server import free_port, running
 from dubito.deploy.ray.application import RayError, ReplicaOptions, application_of
 from dubito.deploy.ray.gather import Gatherer, joined_metrics
 from dubito.models.embedded import embedded
@@ -56,9 +56,12 @@ def test_a_replica_that_has_gone_is_left_out() -> None:
     assert gatherer.all() == {}
 
 
-@pytest.mark.parametrize(("setting", "what"), [("repository_api", "one replica"), ("grpc_port", "HTTP only")])
-def test_what_replicas_cannot_do_is_refused(setting: str, what: str) -> None:
-    settings = read_settings(None, models=[embedded("digits")], **{setting: 1})
+@pytest.mark.parametrize(
+    ("setting", "value", "what"),
+    [("repository_api", 1, "one replica"), ("grpc_port", 1, "HTTP only"), ("workers", 2, "--replicas")],
+)
+def test_what_replicas_cannot_do_is_refused(setting: str, value: int, what: str) -> None:
+    settings = read_settings(None, models=[embedded("digits")], **{setting: value})
     with pytest.raises(RayError, match=what):
         application_of(settings, ReplicaOptions())
 
@@ -82,6 +85,38 @@ def test_a_kill_a_rollout_scaling_and_a_lost_node_cost_no_request_that_is_sent_t
     assert up["most"] == 3, "the autoscaler has added replicas; the last phase ends with one"
     assert outcome["counted"] == [3, outcome["sent"]], "/metrics has all replicas and every input"
     assert outcome["burst"].keys() == {"200", "429 with Retry-After"}, "queues are bounded"
+
+
+SHARED_GPU = """
+import json, sys
+from dubito.deploy.ray.application import ReplicaOptions, application_of, prepare_environment
+prepare_environment()
+import httpx, ray
+from ray import serve
+from dubito.service.settings import read_settings
+ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+settings = read_settings(None, models=[sys.argv[1]], port=int(sys.argv[2]), device="cpu")
+serve.start(http_options={"host": "127.0.0.1", "port": settings.port})
+serve.run(application_of(settings, ReplicaOptions(least=2, most=2, cpus=0.5, gpus=0.5)), route_prefix="/")
+asked = {"inputs": [[[[0.0] * 8] * 8]]}
+url = f"http://127.0.0.1:{settings.port}/v1/models/digits/predict"
+codes = [httpx.post(url, json=asked, timeout=60).status_code for _ in range(8)]
+free = ray.available_resources().get("GPU", 0.0)
+print(json.dumps({"codes": codes, "free": free}))
+serve.shutdown()
+ray.shutdown()
+"""
+
+
+@needs_ray
+@pytest.mark.slow
+def test_replicas_share_a_gpu_by_fractions(tmp_path: Path) -> None:
+    """By Ray's account of one GPU, which it believes in without a device: two replicas of a half take all of it."""
+    line = [sys.executable, "-c", SHARED_GPU, str(embedded("digits")), str(free_port())]
+    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    (said,) = (json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"codes"'))
+    assert said == {"codes": [200] * 8, "free": 0.0}
 
 
 @needs_ray
