@@ -279,3 +279,18 @@ def test_unloading_gives_the_device_back(tmp_path: Path) -> None:
             assert [part() for part in asyncio.run(body())] == [None] * 4
         seen.append(torch.cuda.memory_allocated())
     assert seen[1] == seen[2], seen
+
+
+def test_a_file_is_scored_alike_by_one_process_and_by_two_on_a_gpu(tmp_path: Path) -> None:
+    scoring = pytest.importorskip("dubito.service.scoring.score", reason="SCORING IS NOT TESTED: it needs pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    kept(tmp_path / "m.safetensors", "ffg-u", 0.0)
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(1500, *SHAPE)).astype(np.float32))
+    tables = {}
+    for name, devices in {"one": ["cuda:0"], "two": ["cuda:0", "cuda:0"]}.items():
+        asked = scoring.Scoring(tmp_path / "m.safetensors", str(tmp_path / "x.npy"), tmp_path / f"{name}.parquet", 8)
+        done = scoring.score(asked, devices, False, lambda left: nullcontext(lambda rows: None))
+        assert done.rows == 1500
+        tables[name] = pq.read_table(tmp_path / f"{name}.parquet")
+    assert tables["one"]["row"].to_pylist() == list(range(1500))
+    assert tables["one"].equals(tables["two"])
