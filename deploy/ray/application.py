@@ -59,7 +59,9 @@ def application_of(settings: Settings, options: ReplicaOptions) -> Any:
     if settings.grpc_port is not None:
         raise RayError("grpc_port is set, but replicas of Ray answer HTTP only; leave it out, or use `dubito serve`.")
     if settings.workers > 1:
-        raise RayError(f"workers is {settings.workers}, but a replica is one process; ask for more of them: --replicas.")
+        raise RayError(
+            f"workers is {settings.workers}, but a replica is one process; ask for more of them: --replicas."
+        )
     if settings.repository_api:
         raise RayError(
             "repository_api is on, but a load over HTTP would reach one replica; leave it out, and run `dubito ray` "

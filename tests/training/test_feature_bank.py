@@ -13,6 +13,7 @@ from dubito.cli import app
 from dubito.models import bayesianize, load, save
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import NEW_MEASURES, Card, Input
+from dubito.models.names import Measure
 from dubito.models.predictions.answers import scores
 from dubito.models.predictions.model import Model
 from dubito.training.calibrate import CalibrationError, calibrate, choose_measure, try_bank
@@ -105,7 +106,7 @@ def test_another_measure_than_entropy_is_chosen_only_where_it_is_clearly_better(
     # entropy, unless another beats it by two standard errors: DeLong's, by counting every pair of examples
     beats = {m: [(far > near[:, None]) + 0.5 * (far == near[:, None]) for near, far in pairs[m]] for m in pairs}
     won = {m: np.mean(kinds, 0) for m, kinds in beats.items()}
-    expected: str = "entropy"
+    expected: Measure = "entropy"
     for m in sorted(set(won) - {"entropy"}, key=lambda m: (m in NEW_MEASURES, -by_hand[m])):
         gain = won[m] - won[expected]
         error = np.sqrt(sum(gain.mean(axis).var(ddof=1) / len(held.x) for axis in (0, 1)))
