@@ -26,6 +26,7 @@ from dubito.training.evaluation.evaluate import measure
 from dubito.training.evaluation.predicting import predict_grid
 from dubito.training.evaluation.shift import corrupt
 from dubito.training.metrics import BINS
+from dubito.training.zoo import steps_of
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
 
@@ -129,12 +130,13 @@ def test_clothes_take_less_than_the_plain_network(clothes: Model) -> None:
     assert embedded("clothes").stat().st_size < 4 * sum(p.numel() for p in plain.parameters())  # 0.36 and 2.2 MB
 
 
-def test_clothes_come_from_the_shipped_recipe(clothes: Model) -> None:
+def test_clothes_come_from_the_shipped_recipe_with_the_zoos_changes(clothes: Model) -> None:
     recipe = Recipe.model_validate(clothes.card.provenance.recipe)
     assert recipe.tune is not None
     tuned = [trial.items() <= recipe.posterior.options.items() for trial in recipe.tune.trials]
     assert any(tuned)
-    shipped = read_recipe("fashion-mnist", ["seed=1"])
+    steps = steps_of("clothes")
+    shipped = read_recipe(steps.recipe, [*steps.set])
     best = shipped.posterior.options | recipe.tune.trials[tuned.index(True)]
     assert recipe == shipped.model_copy(update={"posterior": shipped.posterior.model_copy(update={"options": best})})
 
