@@ -27,7 +27,7 @@ from dubito.training.data.sources import read_data
 from dubito.training.evaluation.evaluate import evaluate
 from dubito.training.recipe import train
 
-PLAIN = [  # the recipe's plain network, for as long as it and its posterior together
+PLAIN = [  # the recipe's plain network, for as long as the recipe trains it
     "tune=none",
     "fit.pretrain_epochs=0",
     "fit.epochs=60",

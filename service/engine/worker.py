@@ -138,8 +138,9 @@ class Worker:
         """The inference thread."""
         last: Batch | None = None  # computed and not yet delivered: the device can start the next batch meanwhile
         try:
-            if self.engine.model.device.index is not None:  # else the GPU that the process uses already
-                torch.cuda.set_device(self.engine.model.device)
+            device = self.engine.model.device
+            if device.type == "cuda" and device.index is not None:  # else the GPU that the process uses already
+                torch.cuda.set_device(device)
             while self._work_comes(last is None):
                 if self.queue.depth:
                     last = self._serve(last)

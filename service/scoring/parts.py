@@ -109,7 +109,7 @@ class PartsFolder:
             return False
 
     def write(self, i: int, table: pa.Table) -> None:
-        """As Arrow has it in memory: Parquet is made once, of all parts, since making it costs five times as much."""
+        """As Arrow has it in memory: Parquet, which takes longer to make, is made once, of all parts."""
         draft = self.path / f".part-{i:06d}.{os.getpid()}"
         with pa.ipc.new_file(draft, table.schema) as writer:
             writer.write_table(table)
