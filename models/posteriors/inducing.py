@@ -24,6 +24,7 @@ from dubito.models.numerics.parameters import (
     numbers,
     together,
 )
+from dubito.models.numerics.threads import by_one_thread
 from dubito.models.posteriors.entry import (
     MEMBERS,
     PRIOR_SCALE,
@@ -39,7 +40,7 @@ from dubito.models.posteriors.entry import (
 from dubito.models.posteriors.full_covariance import COVARIANCE_LIMIT, FullCovariance, check_limit
 from dubito.models.posteriors.inducing_factors import InducingFactors, LambdaLaw, TrainableInducing, factored_is_cheaper
 from dubito.models.posteriors.inducing_together import gather
-from dubito.models.posteriors.matheron import Side, factorise, regularise, sides, whiten
+from dubito.models.posteriors.matheron import Side, factors_of, project, regularise, sides
 from dubito.models.posteriors.mean_field import V_STD, MeanField
 from dubito.models.posteriors.mixture import Mixture
 from dubito.models.posteriors.protocol import Distribution, Factors, Gathered, Posterior
@@ -209,12 +210,15 @@ class Inducing(Optional, Posterior):
     @torch.no_grad()
     def projections(self) -> tuple[Tensor, Tensor]:
         """A_r (d_out, M_out) and A_c (d_in, M_in), in float64 on the CPU."""
+        return project(*self._on_cpu())
+
+    def _on_cpu(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         Z_r, D_r, Z_c, D_c = (t.double().cpu() for t in (self.Z_r(), self.D_r(), self.Z_c(), self.D_c()))
-        return whiten(Z_r, regularise(Z_r, D_r)), whiten(Z_c, regularise(Z_c, D_c))
+        return Z_r, D_r, Z_c, D_c
 
     @torch.no_grad()
     def factors(self) -> InducingFactors:
-        f = factorise(*self.projections())
+        f = factors_of(*self._on_cpu())
         B = f.B_c
         if self.noise == "factored" and self.lam is not None and self.directions is not None:
             # one filter after the other in memory, as a convolution wants them and as the SVD leaves B_c
@@ -369,6 +373,7 @@ def cap_of_lam(o: Mapping[str, Any], d_out: int, d_in: int, default: float) -> f
     return max(LEAST_LAM, share * lam_of_share(d_out, d_in, o["M_out"], o["M_in"]))
 
 
+@by_one_thread
 def scale_of(W: Tensor, M_out: int, M_in: int) -> float:
     """σ for which the V of W's best fit of rank M has an RMS of 1; 0 where W has no size, or is not there yet.
 
@@ -388,6 +393,7 @@ def lam_of_share(d_out: int, d_in: int, M_out: int, M_in: int) -> float:
     return math.sqrt(M_out * M_in / free) if free else 1.0
 
 
+@by_one_thread
 def leading(W: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
     """The r largest singular values of W in float64, and their vectors: (d_out, r), (r,), (d_in, r).
 
@@ -414,6 +420,7 @@ def leading_directions(x: Tensor, B: Tensor, R: int) -> Tensor:
     return directions[:, : min(R, B.shape[0] - B.shape[1], q)]
 
 
+@by_one_thread
 def outside(B: Tensor, directions: Tensor) -> Tensor:
     """An orthonormal basis of what `directions` (d, R) add to the span of B (d, r): (d, R') with R' ≤ min(R, d − r)."""
     left = directions - B @ (B.T @ directions)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dubito.models.numerics.parameters import alike, parted
+from dubito.models.numerics.threads import by_one_thread
 from dubito.models.posteriors.protocol import Value
 
 JITTER = 1e-4  # of the mean diagonal of Ψ: with M > d, Z Zᵀ is singular and D may be tiny
@@ -40,6 +41,12 @@ def whiten(Z: Tensor, D: Tensor) -> Tensor:
     """A = Zᵀ L⁻ᵀ: (M, d) and (M,) -> (d, M)."""
     A: Tensor = torch.linalg.solve_triangular(cholesky(Z, D), Z, upper=False).mT
     return A
+
+
+@by_one_thread
+def project(Z_r: Tensor, D_r: Tensor, Z_c: Tensor, D_c: Tensor) -> tuple[Tensor, Tensor]:
+    """A_r and A_c, the jitter still to come."""
+    return whiten(Z_r, regularise(Z_r, D_r)), whiten(Z_c, regularise(Z_c, D_c))
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,12 @@ def factorise(A_r: Tensor, A_c: Tensor) -> MatheronFactors:
     B_r, s_r, Q_rT = torch.linalg.svd(A_r, full_matrices=False)
     B_c, s_c, Q_cT = torch.linalg.svd(A_c, full_matrices=False)
     return MatheronFactors(B_r, B_c, s_r.square().clamp(max=1), s_c.square().clamp(max=1), Q_rT.mT, Q_cT.mT)
+
+
+@by_one_thread
+def factors_of(Z_r: Tensor, D_r: Tensor, Z_c: Tensor, D_c: Tensor) -> MatheronFactors:
+    """The factors of both sides, the jitter still to come."""
+    return factorise(*project(Z_r, D_r, Z_c, D_c))
 
 
 def draw_weights(f: MatheronFactors, V: Tensor, lam: Tensor | float, sigma: float, E: Tensor, eps: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def bytes_of(value: object, seen: set[int] | None = None) -> int:
     """Bytes of all tensors in a value, each storage counted once."""
     seen = set() if seen is None else seen
     total = 0
-    for tensor in _tensors(value):
+    for tensor in tensors_in(value):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
@@ -44,14 +44,14 @@ def bytes_of(value: object, seen: set[int] | None = None) -> int:
     return total
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
         yield from (*value.parameters(), *value.buffers())
     elif isinstance(value, Mapping):
-        yield from (t for v in value.values() for t in _tensors(v))
+        yield from (t for v in value.values() for t in tensors_in(v))
     elif isinstance(value, list | tuple):
-        yield from (t for v in value for t in _tensors(v))
+        yield from (t for v in value for t in tensors_in(v))
     elif hasattr(value, "__dataclass_fields__"):
-        yield from (t for v in vars(value).values() for t in _tensors(v))
+        yield from (t for v in vars(value).values() for t in tensors_in(v))
