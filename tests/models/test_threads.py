@@ -63,7 +63,8 @@ def test_gradients_modes_and_errors_are_those_of_the_caller() -> None:
     square = by_one_thread(torch.square)
     x = torch.tensor([3.0], requires_grad=True)
     square(x).backward()
-    assert x.grad is not None and x.grad.item() == 6.0
+    assert x.grad is not None
+    assert x.grad.item() == 6.0
     with torch.no_grad():
         assert not square(x).requires_grad
     with torch.inference_mode():
