@@ -8,6 +8,11 @@ time from the end of the attack until honest requests take no longer than three 
 SIGTERM then takes, with the exit code. Attackers run on the last core, everything else on the others. `--python` names
 the interpreter of another installation, to measure what was before.
 
+A virtual machine stands still now and then, whatever runs on it, and a percentile of a few hundred requests is then the
+machine's. So a process of real-time priority, which nothing of ours can delay, wakes every two milliseconds: where it
+is late by more than eight, the machine stood still, and requests under way then are left out of the percentiles and
+counted. Real-time priority needs root; without it all requests count, and the column says so.
+
     python -m benchmarks.attacks --only idle
 """
 
@@ -41,11 +46,13 @@ from dubito.models.embedded import embedded
 
 RATE = 40.0  # honest requests a second
 WARM = 40  # requests that are not counted
-QUIET, AFTER = 5.0, 3.0  # seconds before the attack, and after it
+QUIET, AFTER = 15.0, 3.0  # seconds before the attack, and after it
+TICK, LATE = 0.002, 0.008  # seconds between looks at the clock, and how late one may be
 COLUMNS = (
     "attack",
     "p99 quiet, ms",
     "during, ms",
+    "left out",
     "lost",
     "open",
     "MB before, peak, after",
@@ -409,13 +416,11 @@ class Honest:
     seconds: list[float]
     status: list[int]
 
-    def between(self, begin: float, end: float) -> tuple[float, int]:
-        """The 99th percentile of the latency in ms, and the number of requests that were not answered with 200."""
-        rows = [i for i, due in enumerate(self.due) if begin <= due < end]
-        if not rows:
-            return float("nan"), 0
-        lost = sum(self.status[i] != 200 for i in rows)
-        return 1000 * float(np.quantile([self.seconds[i] for i in rows], 0.99)), lost
+    def between(self, begin: float, end: float, stalls: list[tuple[float, float]]) -> "Seen":
+        rows = [row for row in self._rows() if begin <= row[0] < end]
+        awake = [(due, s) for due, s, _ in rows if not any(a < due + s and due < b for a, b in stalls)]
+        p99 = 1000 * float(np.quantile([s for _, s in awake], 0.99)) if awake else float("nan")
+        return Seen(p99, len(rows), len(rows) - len(awake), sum(status != 200 for *_, status in rows))
 
     def recovered(self, end: float, bound: float) -> float:
         """Seconds from the attack's end until requests are answered within the bound for half a second."""
@@ -424,6 +429,34 @@ class Honest:
 
     def _rows(self) -> "zip[tuple[float, float, int]]":
         return zip(self.due, self.seconds, self.status, strict=True)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of honest requests in some seconds."""
+
+    p99: float  # ms of latency, where the machine did not stand still
+    number: int
+    left_out: int  # under way while the machine stood still
+    lost: int  # not answered with 200
+
+
+def be_awake(cores: set[int], stop: Any, out: Any) -> None:
+    """In a process of its own, before all others: note when the machine stood still; None without the right to."""
+    os.sched_setaffinity(0, cores)
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except PermissionError:
+        out.put(None)
+        return
+    stalls, last = list[tuple[float, float]](), time.monotonic()
+    while not stop.is_set():
+        time.sleep(TICK)
+        now = time.monotonic()
+        if now - last > TICK + LATE:
+            stalls.append((last, now))
+        last = now
+    out.put(stalls)
 
 
 def be_honest(host: str, port: int, cores: set[int], warm: Any, stop: Any, out: Any) -> None:
@@ -478,6 +511,22 @@ def be_honest(host: str, port: int, cores: set[int], warm: Any, stop: Any, out: 
     out.put(rows)
 
 
+class Watch:
+    """Notes the machine's own stalls from a process of its own."""
+
+    def __init__(self, cores: set[int]) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.stop, self.out = spawn.Event(), spawn.Queue()
+        self.process = spawn.Process(target=be_awake, args=(cores, self.stop, self.out), daemon=True)
+        self.process.start()
+
+    def end(self) -> list[tuple[float, float]] | None:
+        self.stop.set()
+        stalls: list[tuple[float, float]] | None = self.out.get(timeout=60)
+        self.process.join()
+        return stalls
+
+
 class HonestClient:
     """Asks from a process of its own; made once it is warm."""
 
@@ -516,9 +565,9 @@ def resident(pid: int) -> float:
 @dataclass
 class Row:
     attack: Attack
-    quiet: float
-    during: float
-    lost: int
+    quiet: Seen
+    during: Seen
+    watched: bool  # the machine's stalls are known
     open: int  # connections of the attackers, at the most in the last second of the attack
     before: float
     peak: float
@@ -532,23 +581,14 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
     cores = sorted(os.sched_getaffinity(0))
     own, theirs = set(cores[:-1]) or set(cores), {cores[-1]}
     spawn = multiprocessing.get_context("spawn")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    models = [str(embedded("digits")), *(str(embedded(name)) for name in attack.beside)]
-    words = [python, "-m", "dubito", "serve", *models, "--port", str(port)]
-    words += [word for setting in attack.settings for word in ("--set", setting)]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
+    models = [embedded("digits"), *(embedded(name) for name in attack.beside)]
+    words = [word for setting in attack.settings for word in ("--set", setting)]
     reader, writer = os.pipe()
     log = writer if attack.stuck_log else os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    server = subprocess.Popen(
-        words, stdout=subprocess.DEVNULL, stderr=log, env=clean | {"OMP_NUM_THREADS": "1"}, cwd=folder
-    )
+    server, port = start([python, "-m", "dubito", "serve", *map(str, models), *words], own, log, folder)
     try:
-        os.sched_setaffinity(server.pid, own)
-        wait_ready(server, port)
-        for thread in psutil.Process(server.pid).threads():
-            os.sched_setaffinity(thread.id, own)
-        honest = HonestClient("127.0.0.1", port, own)
+        wait_ready(server, port, own)
+        honest, watch = HonestClient("127.0.0.1", port, own), Watch(own)
         time.sleep(QUIET)
         before, begin = resident(server.pid), time.monotonic()
         target = Target("127.0.0.1", port, server.pid)
@@ -563,20 +603,19 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
         end = time.monotonic()
         time.sleep(AFTER)
         after = resident(server.pid)
-        seen = honest.end()
-        quiet, _ = seen.between(begin - QUIET, begin)
-        during, lost = seen.between(begin, end)
+        seen, stalls = honest.end(), watch.end()
+        quiet, during = (seen.between(*span, stalls or []) for span in ((begin - QUIET, begin), (begin, end)))
         asked = time.monotonic()
         server.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             server.wait(60)
         stopped, code = time.monotonic() - asked, server.poll()
-        recovered = seen.recovered(end, 3 * quiet / 1000)
+        recovered = seen.recovered(end, 3 * quiet.p99 / 1000)
         return Row(
             attack,
             quiet,
             during,
-            lost,
+            stalls is not None,
             max(connections),
             before,
             peak,
@@ -592,11 +631,26 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
             os.close(file)
 
 
-def wait_ready(server: Any, port: int) -> None:
+def start(words: list[str], cores: set[int], log: int, folder: Path) -> tuple["subprocess.Popen[bytes]", int]:
+    """A server on some cores alone, and its port. One thread computes: it has hardly more than a core."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
+    clean |= {"OMP_NUM_THREADS": "1"}
+    words = [*words, "--port", str(port)]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=log, env=clean, cwd=folder)
+    os.sched_setaffinity(server.pid, cores)
+    return server, port
+
+
+def wait_ready(server: Any, port: int, cores: set[int]) -> None:
     end = time.monotonic() + LIMIT
     while time.monotonic() < end and server.poll() is None:
         with suppress(httpx.HTTPError):
             if httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).status_code == 200:
+                for process in (psutil.Process(server.pid), *psutil.Process(server.pid).children()):
+                    for thread in process.threads():
+                        os.sched_setaffinity(thread.id, cores)
                 return
         time.sleep(0.2)
     raise SystemExit("the server did not start")
@@ -620,7 +674,9 @@ def main() -> None:
             row = measure(one, args.python, Path(folder))
         memory = f"{row.before:.0f}, {row.peak:.0f}, {row.after:.0f}"
         stopped = f"{row.stopped:.1f} ({row.code})"
-        values = [f"{row.quiet:.1f}", f"{row.during:.1f}", str(row.lost), str(row.open), memory]
+        both = (row.quiet, row.during)
+        out = ", ".join(f"{s.left_out}/{s.number}" for s in both) if row.watched else "not known"
+        values = [*(f"{s.p99:.1f}" for s in both), out, str(row.during.lost), str(row.open), memory]
         values += [f"{row.recovered:.1f}", stopped]
         table.add_row(f"{one.point}: {one.name}", *values)
         console.print(f"{one.point}: {one.name}", *values, sep=" | ")
