@@ -38,7 +38,7 @@ from dubito.service.sources import FILE, Key, Scan, Source, find
 PATHS = re.compile(r"(?<![\w.-])/\w")  # of the server's own files: a reply must not show them
 LOOKED = 2.0  # seconds for which a look at the repositories is good
 PATIENCE = 10.0  # seconds that the index waits for a store
-LONG = 5.0  # slices of a batch while nobody else waits
+FINE, LONG = 0.25, 5.0  # slices of a pass after which others may come, and of a batch while nobody else waits
 log = logging.getLogger("dubito")
 
 
@@ -276,7 +276,7 @@ class Repository:
             self._enter(engine, on.budget)
             banked = self._reserve_bank(engine, on.budget)
             slices = self.settings.slice_ms / 1000
-            engine.warm(self.settings.samples, on.turn, (slices, LONG * slices))
+            engine.warm(self.settings.samples, on.turn, (FINE * slices, slices, LONG * slices))
             if banked:
                 engine.bank = Bank(engine.model, *banked, self.settings.bank_seconds)
                 share.kinds["bank"] = lambda: 0 if engine.bank is None else engine.bank.bytes

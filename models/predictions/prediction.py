@@ -65,6 +65,7 @@ class Passes(TypedDict, total=False):
     fits: Fits | None  # None: passes that run out of memory are divided
     pause: Callable[[], None] | None  # called between two passes
     pass_rows: int | None  # a second limit like `max_rows`, so that pauses come in time
+    pass_draws: Callable[[int], int] | None  # most draws of a pass of so many inputs, likewise
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class Job:
     normals: Normals  # the seed's stream
     plan: Planner
     max_rows: int
+    most_draws: Callable[[int], int]  # of a pass of so many inputs
     temperature: float
     buckets: Sequence[int]
     watch: Stopwatch
@@ -200,6 +202,7 @@ class Job:
         fits: Fits | None = None,
         pause: Callable[[], None] | None = None,
         pass_rows: int | None = None,
+        pass_draws: Callable[[int], int] | None = None,
     ) -> "Job":
         """`finite`: the inputs are known to be, and the network to be as its factors say; to look again takes time.
 
@@ -208,6 +211,8 @@ class Job:
         seed = seed_of(seed)
         x, device, dtype = _checked(network, factors, x, finite)
         places = math.prod(x.shape[2:]) if device.type == "cpu" and x.dim() == 4 else math.inf
+        memory = _rows(factors, x, device) if max_rows is None else max_rows
+        rows = min(memory, pass_rows or sys.maxsize)
         one = cheapest(factors, places) if plan is None else plan
         planner = one if callable(one) else lambda B, K: one
         return cls(
@@ -219,7 +224,8 @@ class Job:
             seed=seed,
             normals=Normals(seed, device) if normals is None else normals,
             plan=planner,
-            max_rows=min(_rows(factors, x, device) if max_rows is None else max_rows, pass_rows or sys.maxsize),
+            max_rows=rows,
+            most_draws=lambda B: rows // B if pass_draws is None else min(memory // B, pass_draws(B)),
             temperature=temperature,
             buckets=buckets,
             watch=Stopwatch(device) if watch is None else watch,
@@ -265,7 +271,7 @@ class Job:
         B, K = self._bucket(rows), max(1, NOISE // max(1, self.factors.normals))
         if not self.factors.folds:
             return K
-        K = max(1, min(self.max_rows // B, K))
+        K = max(1, min(self.most_draws(B), K))
         while K > 1 and self.fits is not None and self.graph_for(B, K) is None and not self.fits(B, K):
             K //= 2
         return K

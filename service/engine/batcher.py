@@ -141,6 +141,7 @@ class Batcher:
         `more`: others may follow some turns of the loop later; the batch is then formed once none came for `TURNS`.
         `slow` is called if the answer is not there after `PATIENCE`.
         """
+        request.cost = self.engine.cost(request)
         long = request.cost > self.short
         self.check_room(request.work, seconds, client, long)
         self.max_rows = self.engine.most_rows(request)
@@ -158,7 +159,7 @@ class Batcher:
         self.by_client[client] = (mine or 0) + request.work
         self.work += request.work
         self.rows += request.rows
-        self.cost += request.cost
+        self.cost += sum(part.cost for part in parts)
         self.long_work += request.work if long else 0
         if self.asleep:
             self.gathered += request.rows
@@ -190,7 +191,11 @@ class Batcher:
         """Split a request into parts that fit a batch, with one seed, so that all rows use the same draws."""
         seed = randbits(SEED_BITS) if request.seed is None else request.seed
         rows = min(self.max_rows, max(1, self.max_work * request.rows // request.cost))
-        return [replace(request, x=request.x[i : i + rows], seed=seed, start=i) for i in range(0, request.rows, rows)]
+        starts = range(0, request.rows, rows)
+        parts = [replace(request, x=request.x[i : i + rows], seed=seed, start=i) for i in starts]
+        for part in parts:
+            part.cost = self.engine.cost(part)
+        return parts
 
     def _ticket(
         self,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -46,6 +47,8 @@ log = logging.getLogger("dubito")
 UNFIT = "input {} holds NaN, infinity or a number too large for float32; expected none."
 USUAL = 2 * CHUNK  # draws of "auto"
 TIMED, QUICK = 2, 0.5  # answers that are timed at the start, of batches that take less than so many seconds
+NEARLY = 1.5  # times as slow as a pass by torch a compiled one may be, for each draw
+FURTHER = 4  # times the usual draws: what a draw takes is measured by them
 PROVEN = 2  # inputs of the passes in which every product is checked
 WEIGHED = (1, 4, 16, 64, 256)  # inputs of passes whose memory is measured, beside the buckets
 
@@ -67,14 +70,15 @@ class PredictRequest:
     rows: int = field(init=False)
     most: int = field(init=False)  # largest number of draws
     work: int = field(init=False)  # rows × draws, at most
-    cost: int = field(init=False)  # rows × draws, as many as are usual for "auto"
+    drawn: int = field(init=False)  # draws, as many as are usual for "auto"
+    cost: int = field(init=False)  # rows × draws; what an engine knows better, the queue puts here
 
     def __post_init__(self) -> None:
         self.rows = len(self.x)
         self.most = self.max_samples if self.samples == "auto" else self.samples
-        self.work = self.cost = self.rows * max(1, self.most)
-        if self.samples == "auto":
-            self.cost = self.rows * min(self.most, USUAL)
+        self.drawn = min(self.most, USUAL) if self.samples == "auto" else max(1, self.most)
+        self.work = self.rows * max(1, self.most)
+        self.cost = self.rows * self.drawn
 
 
 @dataclass(slots=True)
@@ -129,7 +133,12 @@ class Engine:
         self.timed: list[tuple[int, float]] = []  # work (rows × draws) and seconds of batches, at the start
         self.slices = math.inf, math.inf  # work of a short batch, and of a long one
         self.long_passes = math.inf, math.inf  # work of a pass of a long request: while others wait, and alone
-        self.finest = math.inf  # work of a pass while other models wait
+        self.finest = math.inf  # work of a batch that other models need not wait for
+        self.draw_rows = 0.0  # rows that would take as long as a draw does beside its rows
+        self.usual = 0  # draws of the batches that were timed
+        self.whole: dict[int, float] = {}  # seconds of the compiled passes of the usual draws, by their inputs
+        self.uncompiled = Pace()  # of passes, whose work is draws × (rows + `draw_rows`)
+        self.fine = 0.0  # seconds of a pass after which others may come
         self.pause: Callable[[], None] | None = None  # called between the passes of a batch
         self.pass_work: float = sys.maxsize  # of a pass of a batch with pauses
         self.seed = seed_of(None)  # for the next launch without a seed
@@ -206,11 +215,11 @@ class Engine:
         return launched
 
     def warm(
-        self, samples: int, device: AbstractContextManager[object], slices: tuple[float, float] | None = None
+        self, samples: int, device: AbstractContextManager[object], slices: tuple[float, float, float] | None = None
     ) -> None:
         """Measure executions and run every bucket once; raises what a request would raise.
 
-        `slices`: seconds of a short batch and of a long one, whose work is then known.
+        `slices`: seconds of a pass after which others may come, of a short batch and of a long one.
 
         Raises NumericsError where the device computes wrongly.
 
@@ -221,6 +230,7 @@ class Engine:
         with device:
             self._prove()
         by_torch: list[tuple[int, float]] = []  # timings before passes are compiled
+        per_draw: float | None = None  # seconds of one more draw of the fewest rows
         for rows in self.buckets:
             x = self._zeros(rows)
             job = self._job(self._normals(rows), 0, None)
@@ -240,6 +250,8 @@ class Engine:
                 if time.monotonic() - began < QUICK or rows <= self.buckets[0]:
                     self._time(requests[0])
                     by_torch.append(self.timed[-1])
+                    if per_draw is None and slices is not None and self.graphs is None and self.model.factors.random:
+                        per_draw = self._per_draw(requests[0])
                 if self.graphs is not None and samples:
                     before = torch.cuda.memory_reserved(self.model.device)
                     for k in {min(samples, once), samples % once, min(CHUNK, once)} - {0}:
@@ -253,24 +265,43 @@ class Engine:
                         self.compiled.compile(job, k, self.share)
                     self.plans.bytes += self.compiled.bytes - before
                     self._time(requests[0])
+                    if samples == K and self.compiled.at(rows, K) is not None:
+                        self.whole[rows] = self.timed[-1][1]
         self.plans.cache.save()
         if slices is not None:
             pace = Pace(self.timed)
+            fine, short, long = slices
             least = max(1, samples)  # one input is always short
-            self.slices = max(least, pace.work_in(slices[0])), max(least, pace.work_in(slices[1]))
-            self.finest = max(CHUNK, pace.work_in(slices[0]))
-            if self.compiled is not None:  # passes of other sizes than the compiled ones take longer
-                pace = Pace(by_torch)
-                self.long_passes = max(CHUNK, pace.work_in(slices[0])), max(CHUNK, pace.work_in(slices[1]))
+            self.slices = max(least, pace.work_in(short)), max(least, pace.work_in(long))
+            self.finest = max(CHUNK, pace.work_in(fine))
+            if per_draw is not None:
+                pace = Pace(by_torch)  # passes of other sizes than the compiled ones take longer
+                self.usual, self.draw_rows = samples, pace.rows_of_a_draw(per_draw, self.buckets[0])
+                self.uncompiled, self.fine = pace.without(samples * self.draw_rows), fine
+                self.long_passes = max(1, self.uncompiled.work_in(fine)), max(1, self.uncompiled.work_in(long))
+
+    def cost(self, request: PredictRequest) -> int:
+        """Work of a request, in which draws beyond the usual ones count with what they take beside their rows."""
+        return request.rows * request.drawn + round(self.draw_rows * max(0, request.drawn - self.usual))
+
+    def _per_draw(self, request: PredictRequest) -> float:
+        """Seconds of a draw beside others, for the request's rows; its own time is the last of `timed`."""
+        more = replace(request, samples=FURTHER * request.most, max_samples=FURTHER * request.most)
+        known = self.timed[-1][1]
+        return max(0.0, self._seconds(more) - known) / (more.most - request.most)
 
     def _time(self, request: PredictRequest) -> None:
         """Time an answer that was given before: the first of a size takes longer."""
+        seconds = self._seconds(request)
+        self.timed = [one for one in self.timed if one[0] != request.work] + [(request.work, seconds)]
+
+    def _seconds(self, request: PredictRequest) -> float:
         times = []
         for _ in range(TIMED):
             began = time.monotonic()
             self.answer([request])
             times.append(time.monotonic() - began)
-        self.timed = [one for one in self.timed if one[0] != request.work] + [(request.work, min(times))]
+        return min(times)
 
     def _zeros(self, rows: int) -> NDArray[np.float32]:
         declared = self.model.card.input
@@ -385,7 +416,7 @@ class Engine:
         """Results of requests that need the same passes: closed form, posterior mean, kept draws, ensembles."""
         first, model = requests[0], self.model
         samples = max(1, model.factors.members) if first.samples == "auto" else first.samples
-        passes = self._passes(watch, first.seed)
+        passes = self._passes(watch, first.seed, sum(request.cost for request in requests))
         if first.closed:
             prediction = predict_closed(model.network, model.factors, x, **passes)
         else:
@@ -430,7 +461,7 @@ class Engine:
     ) -> Job:
         graphs = self.compiled if self.graphs is None else self.graphs
         graph_for = None if graphs is None else graphs.at
-        more = self._passes(watch, seed)
+        more = self._passes(watch, seed, len(x) * most)
         network, factors = self.model.network, self.model.factors
         normals = None
         if self.compiled is not None and seed is None and stock is None:
@@ -451,19 +482,29 @@ class Engine:
         self.draws = max(self.draws, min(most, job.samples_at_once(len(x))))
         return job
 
-    def _passes(self, watch: Stopwatch | None, seed: int | None) -> Passes:
+    def _passes(self, watch: Stopwatch | None, seed: int | None, work: int) -> Passes:
         """A seed's passes do not depend on who else asks: their size would change its sums by a rounding."""
-        sliced = self.pause is not None and self.graphs is None  # graphs have the sizes that they were captured with
-        work = self.pass_work if seed is None else min(self.slices[0], self.long_passes[0])
+        sliced = self.graphs is None and (self.pause is not None if seed is None else work > self.slices[0])
+        limit = self.pass_work if seed is None else min(self.slices[0], self.finest, self.long_passes[0])
         return {
             "pause": self.pause,
-            "pass_rows": int(work) if sliced and work < sys.maxsize else None,
+            "pass_rows": int(limit) if sliced and limit < sys.maxsize else None,  # graphs have sizes of their own
+            "pass_draws": partial(self._pass_draws, limit) if sliced else None,
             "plan": self.plans.at,
             "temperature": self.model.temperature,
             "buckets": self.buckets,
             "watch": watch,
             "fits": self.share.fits if self.share.limited else None,
         }
+
+    def _pass_draws(self, limit: float, B: int) -> int:
+        """Draws of a pass of B inputs between two pauses: as many as `limit` (work) allows, or those of the compiled
+        pass where others wait no longer for it and it is about as fast."""
+        work = B + self.draw_rows
+        K = max(1, int(limit / work)) if limit < sys.maxsize else sys.maxsize
+        seconds = self.uncompiled.a + self.uncompiled.b * K * work
+        whole = self.whole.get(B, math.inf)
+        return self.usual if whole <= max(self.fine, seconds) and whole * K <= NEARLY * seconds * self.usual else K
 
 
 class LaunchedBatch:

@@ -1,5 +1,6 @@
 """Estimates queueing time from recent batches: seconds of a batch = a + b · work, by least squares."""
 
+import copy
 import math
 from collections.abc import Iterable
 
@@ -35,3 +36,13 @@ class Pace:
         """Work of a batch of about so many seconds, or of twice its fixed cost where that is more; infinite where the
         cost of work is not known."""
         return max(seconds - self.a, self.a) / self.b if self.b > 0 else math.inf
+
+    def rows_of_a_draw(self, seconds: float, rows: int) -> float:
+        """Rows that take as long as a draw does beside its rows; `seconds` is that of a draw with `rows` of them."""
+        return max(0.0, seconds / self.b - rows) if self.b > 0 else 0.0
+
+    def without(self, work: float) -> "Pace":
+        """The pace where each batch has so much work that was counted as fixed cost."""
+        other = copy.copy(self)
+        other.a = max(0.0, self.a - self.b * work)
+        return other

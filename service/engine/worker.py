@@ -208,7 +208,7 @@ class Worker:
         self.engine.pause = self._between if work > finest else None
         contended = self.queue.contended(self.device)
         self.engine.pass_work = finest if contended else self.queue.max_work
-        if any(ticket.long for ticket in batch.wanted):
+        if self.device.contended or any(ticket.long for ticket in batch.wanted):
             self.engine.pass_work = min(self.engine.pass_work, self.engine.long_passes[0 if contended else 1])
         try:
             launched = batch.run(lambda: self.engine.launch(requests)) if requests else None

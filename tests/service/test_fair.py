@@ -1,10 +1,12 @@
 """Who goes first: clients take turns in a queue, models at the device, and short requests with long ones."""
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,64 @@ def test_one_row_with_many_draws_is_long_too(model: Model) -> None:
         assert (found.columns["probabilities"] == again.columns["probabilities"]).all()  # to the bit
 
     in_loop(body, model)
+
+
+def paced(model: Model) -> Engine:
+    """Passes take 2 + draws × (rows + 9) milliseconds by torch; a batch of one input was compiled and takes 40."""
+    engine = Engine(model, BUCKETS)
+    engine.slices, engine.long_passes, engine.finest = (80, 400), (100, 1000), 60
+    engine.draw_rows, engine.usual, engine.fine, engine.whole = 9.0, 20, 0.005, {1: 0.04}
+    engine.uncompiled.a, engine.uncompiled.b = 0.002, 0.001
+    return engine
+
+
+def test_draws_count_with_what_they_take_beside_their_rows(model: Model) -> None:
+    engine = paced(model)
+    assert engine.cost(ask(1, samples=20)) == 20  # the usual ones are in the fixed cost of a batch
+    assert engine.cost(ask(1, samples=30)) == 30 + 9 * 10
+    assert engine.cost(ask(4, samples="auto")) == 4 * 16
+
+    async def body(batcher: Batcher) -> None:
+        batcher.engine = engine
+        (ticket,) = batcher.put(ask(1, samples=30), 30)
+        assert ticket.long  # 30 rows × draws would be short
+        assert (await batcher.result([ticket])).samples == 30
+        assert batcher.cost == 0
+
+    in_loop(body, model)
+
+
+def test_passes_between_pauses(model: Model) -> None:
+    """100 of work: 102 ms by torch. A compiled pass that is shorter is taken unless it is much slower for each draw."""
+    engine = paced(model)
+    assert engine._pass_draws(100, 1) == 20  # the compiled one, 2 ms a draw; by torch 10 draws, 10.2 ms each
+    assert engine._pass_draws(100, 4) == 7  # 7 × (4 + 9) = 91
+    assert engine._pass_draws(5, 4) == 1
+    engine.whole = {1: 0.4}  # longer than what others should wait for
+    assert engine._pass_draws(100, 1) == 10
+    engine.whole = {1: 0.04}
+    engine.uncompiled.b = 0.0001
+    assert engine._pass_draws(400, 1) == 40  # 42 ms: a compiled pass would take 80 for as many
+    made: list[int] = []
+    engine.pause, engine.pass_work = lambda: made.append(1), 100.0
+    (result,) = engine.answer([ask(4, samples=30)])
+    assert not isinstance(result, Exception)
+    assert len(made) == 4  # between five passes of 7, 7, 7, 7 and 2 draws
+
+
+def test_a_seed_has_the_same_passes_whoever_else_asks(model: Model) -> None:
+    engine = paced(model)
+    for samples in (20, 100):  # short and long, for 4 rows
+        engine.pause, engine.pass_work = None, float(sys.maxsize)
+        alone = engine.answer([ask(4, samples, seed=5)])
+        made: list[int] = []
+        engine.pause, engine.pass_work = partial(made.append, 1), 30.0
+        beside = engine.answer([ask(4, samples, seed=5)])
+        assert len(made) == (0 if samples == 20 else 24), samples
+        for a, b in zip(alone, beside, strict=True):
+            assert not isinstance(a, Exception)
+            assert not isinstance(b, Exception)
+            assert all((a.columns[name] == b.columns[name]).all() for name in a.columns)
 
 
 def test_who_gives_up_a_long_request_ends_it(model: Model) -> None:

@@ -36,3 +36,16 @@ def test_larger_batches_that_took_less_give_no_negative_cost() -> None:
     pace.add(1000, 0.1)
     pace.add(10, 0.3)
     assert pace.of(1000, 1000) == pytest.approx(0.2, rel=0.05)
+
+
+def test_what_a_draw_takes_beside_its_rows() -> None:
+    """Seconds of a batch of K draws: 3 + K (0.5 + 0.1 rows)."""
+    K = 20
+    pace = Pace([(K * rows, 3 + K * (0.5 + 0.1 * rows)) for rows in (1, 4, 16)])
+    assert pace.a == pytest.approx(3 + K * 0.5)
+    rows = pace.rows_of_a_draw(0.5 + 0.1 * 4, 4)
+    assert rows == pytest.approx(5)
+    apart = pace.without(K * rows)
+    assert (apart.a, apart.b) == pytest.approx((3, 0.1))
+    assert apart.work_in(13) == pytest.approx(100)  # of which a draw of one row is 6
+    assert Pace().rows_of_a_draw(1.0, 1) == 0.0  # nothing is known
