@@ -21,7 +21,7 @@ import uvicorn
 
 from dubito.service.web.http import Message, Pairs, Scope
 from dubito.service.web.limits import ConnectionLimits
-from dubito.service.web.starts import Starts
+from dubito.service.web.starts import PER_BYTE, Openings, Starts
 
 PIECE = 1 << 16  # bytes: of a body that are kept until the application takes them, and of a reply in one write
 LATER = 2.0  # seconds beyond `body_seconds`, so that the application's own answer to a slow body comes first
@@ -42,7 +42,7 @@ _prefixes: dict[bytes, bytes] = {}  # b"name: " of header names of replies, chec
 def protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
     """The class of connections under these limits, for uvicorn's option `http`."""
 
-    starts = Starts()
+    starts, openings = Starts(), Openings()
 
     class LimitedConnection(HttpConnection):
         def __init__(
@@ -53,7 +53,7 @@ def protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
             first: bytes = b"",
             **_: object,
         ) -> None:
-            super().__init__(limits, starts, config.loaded_app, server_state, app_state, first)
+            super().__init__(limits, starts, openings, config.loaded_app, server_state, app_state, first)
 
     return LimitedConnection
 
@@ -65,13 +65,14 @@ class HttpConnection(asyncio.Protocol):
         self,
         limits: ConnectionLimits,
         starts: Starts,
+        openings: Openings,
         app: Any,
         state: Any,
         app_state: dict[str, Any],
         first: bytes = b"",
     ) -> None:
         """`first`: bytes of the client that were read before."""
-        self.limits, self.starts = limits, starts
+        self.limits, self.starts, self.openings = limits, starts, openings
         self.app, self.state, self.app_state, self.first = app, state, app_state, first
         self.settings = limits.settings
         self.loop = asyncio.get_running_loop()
@@ -80,6 +81,7 @@ class HttpConnection(asyncio.Protocol):
         self.address = ""
         self.deadline, self.kind = math.inf, "header_seconds"  # and the limit that it comes from
         self.unsent = 0
+        self.at_once = 0  # bytes that came together, the last ones
 
         # of the request that is being read
         self.in_head = True  # or between two requests
@@ -118,7 +120,12 @@ class HttpConnection(asyncio.Protocol):
         if limit := self.limits.enter(self):
             self._refuse((503, f"Too many connections: the limit is {limit}.", limit))
         if self.first:
-            first, self.first = self.first, b""
+            self.openings.put(self.loop, self, len(self.first))
+
+    def open(self) -> None:
+        """Read what the client sent before the connection was made, and since."""
+        first, self.first = self.first, b""
+        if not self.closing:
             self.data_received(first)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -136,11 +143,14 @@ class HttpConnection(asyncio.Protocol):
         """The client has closed its side: as for uvicorn, it is gone."""
 
     def data_received(self, data: bytes) -> None:
+        if self.first:  # which is read before
+            self.first += data
+            return
         if self.parser is None:  # what still comes is thrown away, and no faster than need be
             self.transport.pause_reading()
             self.loop.call_later(PAUSE, self._throw_away_more)
             return
-        in_head, rest = self.in_head, data
+        in_head, rest, self.at_once = self.in_head, data, len(data)
         self.crossed = False
         try:
             while rest:
@@ -362,7 +372,7 @@ class HttpConnection(asyncio.Protocol):
             self.begin(exchange)
         elif not exchange.asked and (not exchange.more or exchange.expects or len(exchange.body) > PIECE):
             exchange.asked = True
-            self.starts.put(self.loop, self.answered, self, exchange)
+            self.starts.put(self.loop, self.answered + PER_BYTE * self.at_once, self, exchange)
 
     def begin(self, exchange: "Exchange") -> None:
         """Now it is its turn."""

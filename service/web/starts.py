@@ -1,12 +1,14 @@
 """Requests begin few at a time, so that one that comes beside many is not behind all of them at each of its steps."""
 
 import asyncio
+import time
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Protocol
 
 LEAST, MOST = 4, 16  # requests that begin in one turn of the event loop
 LONG = 0.002  # seconds of a turn, after which fewer begin in the next
+PER_BYTE = 1e-6  # seconds by which a client comes later for each byte that it sent at once: they may be many requests
 
 
 class Begins(Protocol):
@@ -14,6 +16,43 @@ class Begins(Protocol):
 
     def begin(self, exchange: Any) -> None:
         """Answer a request, if somebody still waits for the answer."""
+
+
+class Opens(Protocol):
+    """A new connection."""
+
+    def open(self) -> None:
+        """Read what its client has sent before it had a protocol."""
+
+
+class Openings:
+    """New connections whose first bytes are read for some milliseconds in each turn of the event loop: a few bytes may
+    hold many requests, and a flood of connections comes at once. Those that sent little come first."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[float, int, Opens]] = []  # a heap
+        self.spent = 0.0  # seconds, in this turn
+        self.turning = False  # the next turn is announced
+        self.numbers = count()
+
+    def put(self, loop: asyncio.AbstractEventLoop, connection: Opens, size: int) -> None:
+        heappush(self.waiting, (time.monotonic() + PER_BYTE * size, next(self.numbers), connection))
+        if len(self.waiting) == 1:
+            self._open(loop)
+
+    def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self.waiting and self.spent < LONG:
+            began = time.monotonic()
+            heappop(self.waiting)[2].open()
+            self.spent += time.monotonic() - began
+        if not self.turning:
+            self.turning = True
+            loop.call_soon(self._turn, loop)
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.spent, self.turning = 0.0, False
+        if self.waiting:
+            self._open(loop)
 
 
 class Starts:
