@@ -41,7 +41,7 @@ from rich.table import Table
 
 from benchmarks import _hostile as hostile
 from benchmarks._measure import machine
-from benchmarks._server import LIMIT
+from benchmarks._server import LIMIT, free_port
 from dubito.models.embedded import embedded
 
 RATE = 40.0  # honest requests a second
@@ -633,8 +633,7 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
 
 def start(words: list[str], cores: set[int], log: int, folder: Path) -> tuple["subprocess.Popen[bytes]", int]:
     """A server on some cores alone, and its port. One thread computes: it has hardly more than a core."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     clean = {name: value for name, value in os.environ.items() if not name.startswith("DUBITO_")}
     clean |= {"OMP_NUM_THREADS": "1"}
     words = [*words, "--port", str(port)]

@@ -230,6 +230,7 @@ class Engine:
         with device:
             self._prove()
         by_torch: list[tuple[int, float]] = []  # timings before passes are compiled
+        drawing = samples > 0 and self.model.factors.random and self.graphs is None
         per_draw: float | None = None  # seconds of one more draw of the fewest rows
         for rows in self.buckets:
             x = self._zeros(rows)
@@ -250,7 +251,7 @@ class Engine:
                 if time.monotonic() - began < QUICK or rows <= self.buckets[0]:
                     self._time(requests[0])
                     by_torch.append(self.timed[-1])
-                    if per_draw is None and slices is not None and self.graphs is None and self.model.factors.random:
+                    if per_draw is None and slices is not None and drawing:
                         per_draw = self._per_draw(requests[0])
                 if self.graphs is not None and samples:
                     before = torch.cuda.memory_reserved(self.model.device)
@@ -274,10 +275,12 @@ class Engine:
             least = max(1, samples)  # one input is always short
             self.slices = max(least, pace.work_in(short)), max(least, pace.work_in(long))
             self.finest = max(CHUNK, pace.work_in(fine))
-            if per_draw is not None:
+            if self.graphs is None:
                 pace = Pace(by_torch)  # passes of other sizes than the compiled ones take longer
-                self.usual, self.draw_rows = samples, pace.rows_of_a_draw(per_draw, self.buckets[0])
-                self.uncompiled, self.fine = pace.without(samples * self.draw_rows), fine
+                self.usual, self.fine = samples, fine
+                if per_draw is not None:
+                    self.draw_rows = pace.rows_of_a_draw(per_draw, self.buckets[0])
+                self.uncompiled = pace.without(samples * self.draw_rows)
                 self.long_passes = max(1, self.uncompiled.work_in(fine)), max(1, self.uncompiled.work_in(long))
 
     def cost(self, request: PredictRequest) -> int:
@@ -288,6 +291,8 @@ class Engine:
         """Seconds of a draw beside others, for the request's rows; its own time is the last of `timed`."""
         more = replace(request, samples=FURTHER * request.most, max_samples=FURTHER * request.most)
         known = self.timed[-1][1]
+        if known > QUICK:  # hardly anything of it is fixed, and more draws would take long
+            return known / request.most
         return max(0.0, self._seconds(more) - known) / (more.most - request.most)
 
     def _time(self, request: PredictRequest) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,15 @@ def test_passes_between_pauses(model: Model) -> None:
     (result,) = engine.answer([ask(4, samples=30)])
     assert not isinstance(result, Exception)
     assert len(made) == 4  # between five passes of 7, 7, 7, 7 and 2 draws
+
+
+@pytest.mark.parametrize("samples", [0, 1, 20])
+def test_a_model_is_timed_whatever_its_usual_draws(model: Model, samples: int) -> None:
+    engine = Engine(model, BUCKETS)
+    engine.warm(samples, nullcontext(), (0.005, 0.02, 0.1))
+    assert engine.usual == samples
+    assert engine.draw_rows >= 0
+    assert all(work >= 1 for work in (*engine.slices, *engine.long_passes))
 
 
 def test_a_seed_has_the_same_passes_whoever_else_asks(model: Model) -> None:
