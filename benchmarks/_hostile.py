@@ -33,6 +33,14 @@ def _passes(side: int) -> list[tuple[int, int]]:
     return [(-(-(side - x) // dx), -(-(side - y) // dy)) for x, y, dx, dy in starts]
 
 
+def turned_jpeg(side: int) -> bytes:
+    """One grey, which its EXIF data turn by a right angle."""
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    Image.new("L", (side, side), 77).save(file, "JPEG", exif=exif)
+    return file.getvalue()
+
+
 def texts_png(count: int) -> bytes:
     """An 8 × 8 PNG with compressed texts of a megabyte each."""
     text = b"a\x00\x00" + zlib.compress(bytes(1_000_000), 9)

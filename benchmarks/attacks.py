@@ -18,6 +18,7 @@ counted. Real-time priority needs root; without it all requests count, and the c
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,9 +72,11 @@ class Target:
     host: str
     port: int
     pid: int  # of the server
+    source: str | None = None  # the attacker's address; by default that of the honest client
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection(self.host, self.port)
+        local = None if self.source is None else (self.source, 0)
+        return await asyncio.open_connection(self.host, self.port, local_addr=local)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Attack:
     settings: tuple[str, ...]
     stuck_log: bool
     beside: tuple[Literal["clothes"], ...]  # embedded models that are served, too
+    repository: bool  # whether the model is served from a folder, beside models that cannot be served
 
 
 ATTACKS: dict[str, Attack] = {}
@@ -96,12 +100,13 @@ def attack(
     seconds: float = 8.0,
     stuck_log: bool = False,
     beside: tuple[Literal["clothes"], ...] = (),
+    repository: bool = False,
 ) -> Callable[[Callable[[Target], Awaitable[None]]], Callable[[Target], Awaitable[None]]]:
     """Enter an attack: a coroutine that is cancelled after so many seconds."""
 
     def enter(run: Callable[[Target], Awaitable[None]]) -> Callable[[Target], Awaitable[None]]:
         name = run.__name__.replace("_", " ")
-        ATTACKS[name] = Attack(name, point, run, seconds, settings, stuck_log, beside)
+        ATTACKS[name] = Attack(name, point, run, seconds, settings, stuck_log, beside, repository)
         return run
 
     return enter
@@ -110,12 +115,11 @@ def attack(
 # 1 to 3: requests
 
 
-async def send_all(
-    target: Target, path: str, body: bytes, *headers: str, number: int = 8, leave: float | None = None
+async def ask_all(
+    target: Target, request: Callable[[int], bytes], *, number: int = 8, leave: float | None = None
 ) -> None:
-    """Send a request again and again, `number` at a time; with `leave`, go after so many seconds without its reply."""
-    lines = "".join(f"{line}\r\n" for line in headers)
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{lines}Content-Length: {len(body)}\r\n\r\n".encode()
+    """Send requests without end, `number` at a time; with `leave`, go after so many seconds without the reply."""
+    count = itertools.count()
 
     async def one() -> None:
         while True:
@@ -123,7 +127,7 @@ async def send_all(
                 reader, writer = await target.connect()
                 try:
                     while True:
-                        writer.write(head + body)
+                        writer.write(request(next(count)))
                         await writer.drain()
                         if leave is not None:
                             await asyncio.sleep(leave)
@@ -135,6 +139,19 @@ async def send_all(
             await asyncio.sleep(0.01)
 
     await asyncio.gather(*(one() for _ in range(number)))
+
+
+def request_of(path: str, body: bytes, *headers: str, host: str = "localhost") -> bytes:
+    lines = "".join(f"{line}\r\n" for line in headers)
+    return f"POST {path} HTTP/1.1\r\nHost: {host}\r\n{lines}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def send_all(
+    target: Target, path: str, body: bytes, *headers: str, number: int = 8, leave: float | None = None
+) -> None:
+    """Send one request again and again."""
+    sent = request_of(path, body, *headers)
+    await ask_all(target, lambda _: sent, number=number, leave=leave)
 
 
 V1, V2, CLOTHES = "/v1/models/digits/predict", "/v2/models/digits/infer", "/v1/models/clothes/predict"
@@ -401,6 +418,118 @@ async def a_log_of_long_lines_that_nobody_reads(target: Target) -> None:
                 await reader.readexactly(length_in(head))
 
 
+# 6: models that come and go
+
+
+LOAD, UNLOAD = "/v2/repository/models/{}/load", "/v2/repository/models/{}/unload"
+
+
+@attack(6, "repository_api=true", repository=True)
+async def loads_beside_a_badly_named_folder(target: Target) -> None:
+    """Each goes through the whole repository."""
+    await send_all(target, LOAD.format("digits"), b"{}", JSON, number=2)
+
+
+@attack(6, "repository_api=true", repository=True)
+async def loads_of_a_damaged_file(target: Target) -> None:
+    """A variant: what is read in vain."""
+    await send_all(target, LOAD.format("damaged"), b"{}", JSON, number=2)
+
+
+@attack(6)
+async def models_that_are_not_there(target: Target) -> None:
+    """A variant: a new name in each request."""
+    await ask_all(target, lambda n: request_of(f"/v1/models/none-{n}/predict", BODY, JSON))
+
+
+@attack(6)
+async def requests_whose_clients_go(target: Target) -> None:
+    """A variant: accepted, and cancelled."""
+    await send_all(target, V1, rows(64), JSON, leave=0.01)
+
+
+# 7: odd clients
+
+
+@attack(7)
+async def requests_to_upgrade_to_http_2(target: Target) -> None:
+    upgrade = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA")
+    await send_all(target, V1, BODY, JSON, *upgrade, number=2)
+
+
+@attack(7)
+async def requests_to_upgrade_to_a_web_socket(target: Target) -> None:
+    upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
+    await send_all(target, "/", b"", *upgrade, "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==")
+
+
+@attack(7)
+async def gzip_of_many_members(target: Target) -> None:
+    """A variant: fifty thousand streams, each with nothing in it."""
+    await send_all(target, V1, hostile.packed(b"") * 50_000 + hostile.packed(BODY), PACKED, JSON)
+
+
+@attack(7)
+async def pictures_that_are_turned(target: Target) -> None:
+    """A variant: 16 megapixels that their EXIF data turn."""
+    await send_all(target, V1, hostile.turned_jpeg(4000), JPEG, number=6)
+
+
+# 8: the browser
+
+
+@attack(8)
+async def pages_that_unload_models(target: Target) -> None:
+    page = ("Origin: https://evil.example", "Sec-Fetch-Site: cross-site")
+    await send_all(target, UNLOAD.format("digits"), b"{}", "Content-Type: text/plain", *page)
+
+
+@attack(8, "repository_api=true")
+async def names_that_lead_to_this_server(target: Target) -> None:
+    """A variant: DNS rebinding, a new name each time, where models may be changed."""
+    await ask_all(target, lambda n: request_of(UNLOAD.format("digits"), b"{}", JSON, host=f"a{n}.evil.example"))
+
+
+@attack(8, "rate_per_second=50")
+async def a_new_address_in_each_request(target: Target) -> None:
+    """Where each address has a rate: what a client says of its own is not believed."""
+
+    def forwarded(n: int) -> bytes:
+        return request_of(V1, BODY, JSON, f"X-Forwarded-For: 10.{n >> 16 & 255}.{n >> 8 & 255}.{n & 255}")
+
+    await ask_all(replace(target, source="127.0.0.2"), forwarded)
+
+
+@attack(8)
+async def paths_in_disguise(target: Target) -> None:
+    await send_all(target, UNLOAD.format("digits").replace("/", "%2F").replace("%2F", "/", 1), b"{}", JSON)
+
+
+# 9: the protocol
+
+
+@attack(9)
+async def parameters_that_are_objects(target: Target) -> None:
+    tensor = {"name": "input", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.0] * 64}
+    odd: dict[str, object] = {f"p{n}": {"a": {"b": None}} for n in range(64)}
+    body = json.dumps({"inputs": [tensor | {"parameters": odd}], "parameters": odd}).encode()
+    await send_all(target, V2, body, JSON)
+
+
+@attack(9)
+async def strings_for_numbers(target: Target) -> None:
+    """As many as the model's limits let through."""
+    tensor = {"name": "input", "shape": [4096, 1, 8, 8], "datatype": "FP32", "data": ["1"] * (64 * 4096)}
+    await send_all(target, V2, json.dumps({"inputs": [tensor]}).encode(), JSON)
+
+
+@attack(9, "repository_api=true")
+async def loads_with_a_configuration(target: Target) -> None:
+    """A variant: of a megabyte."""
+    body = json.dumps({"parameters": {"config": "{" + '\\"a\\":1,' * 100_000 + "}"}}).encode()
+    await send_all(target, LOAD.format("digits"), body, JSON)
+
+
 # what measures them
 
 
@@ -581,7 +710,8 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
     cores = sorted(os.sched_getaffinity(0))
     own, theirs = set(cores[:-1]) or set(cores), {cores[-1]}
     spawn = multiprocessing.get_context("spawn")
-    models = [embedded("digits"), *(embedded(name) for name in attack.beside)]
+    digits = repository(folder) if attack.repository else embedded("digits")
+    models = [digits, *(embedded(name) for name in attack.beside)]
     words = [word for setting in attack.settings for word in ("--set", setting)]
     reader, writer = os.pipe()
     log = writer if attack.stuck_log else os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -629,6 +759,16 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
         server.wait()
         for file in {reader, writer, log}:
             os.close(file)
+
+
+def repository(folder: Path) -> Path:
+    """The digits, a folder whose name is none for a model, and a damaged file."""
+    whole, root = embedded("digits").read_bytes(), folder / "models"
+    for name, content in (("digits", whole), ("no name", whole), ("damaged", whole[:-3])):
+        path = root / name / "1" / "model.safetensors"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+    return root
 
 
 def start(words: list[str], cores: set[int], log: int, folder: Path) -> tuple["subprocess.Popen[bytes]", int]:

@@ -124,8 +124,8 @@ def train(
     plain: BayesianNetwork | None = None
     if recipe.network.weights is not None:
         plain = bayesianize(net, "deterministic", task=task)
-        look_first(plain.net, parts, declared, task, force=force)
-        set_noise(plain, parts.validation, declared)
+        look_first(plain.net.to(device), parts, declared, task, force=force)
+        set_noise(plain.cpu(), parts.validation, declared)
     if estimate and Ranks.here().count == 1 and not phases.begun:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             timed = time_phases(recipe, parts, declared, *start.networks(), device, start.context)

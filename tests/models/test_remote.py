@@ -170,9 +170,9 @@ def test_a_wrong_hash(store: Store, tmp_path: Path) -> None:
     assert copies(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "store", ["s3", "https", "hf", *SLOW], indirect=True
-)  # Google's library tries again for minutes
+@pytest.mark.parametrize(  # the hub's library tries again for half a minute, Google's for minutes
+    "store", ["s3", "https", pytest.param("hf", marks=pytest.mark.slow), *SLOW], indirect=True
+)
 def test_a_download_that_is_cut_off_leaves_nothing(store: Store, tmp_path: Path) -> None:
     store.put(KEY, DIGITS * 20)  # larger than what answers of a store take beside it
     with stores.relay(store.port, len(DIGITS)) as relay:
