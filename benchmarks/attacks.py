@@ -445,7 +445,7 @@ async def models_that_are_not_there(target: Target) -> None:
 @attack(6)
 async def requests_whose_clients_go(target: Target) -> None:
     """A variant: accepted, and cancelled."""
-    await send_all(target, V1, rows(64), JSON, leave=0.01)
+    await send_all(target, V1, rows(64), JSON, number=2, leave=0.01)
 
 
 # 7: odd clients

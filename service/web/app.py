@@ -12,7 +12,7 @@ from dubito.service.logs import write_line
 from dubito.service.problems import Problem, TooManyRequests, problem_of
 from dubito.service.web.http import ClientGone, Message, Pairs, Receive, Reply, Scope, Send, body_of
 from dubito.service.web.predict import V1, V2, Predictor, RequestContext
-from dubito.service.web.routes import routes, without_parameters
+from dubito.service.web.routes import check_changeable, routes, without_parameters
 from dubito.service.web.security import EDGE, HEADERS, Guard, check_target
 from dubito.service.web.state import State
 
@@ -24,6 +24,9 @@ SAFE = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 SAFE_AT_EDGE = [(name.encode(), value.encode()) for name, value in EDGE.items()]
 CLOSE = (b"connection", b"close")
 V1_ROUTE, V2_ROUTE = "/v1/models/{name}/predict", "/v2/models/{name}/infer"  # names of spans
+CHANGES = re.compile(
+    r"/v2/repository/models/[^/]+/(?:load|unload)"
+)  # who may ask is checked before FastAPI's machinery
 PLAIN_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,100}")
 
 
@@ -46,6 +49,8 @@ class Server:
         try:
             check_target(scope["raw_path"], headers)
             context.client = self.guard.admit(path, headers, (scope.get("client") or ("",))[0])
+            if scope["method"] == "POST" and CHANGES.fullmatch(path):
+                check_changeable(self.state, headers)
             if (hot := V2.fullmatch(path) or V1.fullmatch(path)) is None:
                 if scope["method"] == "GET" and (simple := self.simple.get(path)) is not None:
                     response = await simple()

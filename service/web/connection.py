@@ -146,9 +146,8 @@ class HttpConnection(asyncio.Protocol):
         if self.first:  # which is read before
             self.first += data
             return
-        if self.parser is None:  # what still comes is thrown away, and no faster than need be
-            self.transport.pause_reading()
-            self.loop.call_later(PAUSE, self._throw_away_more)
+        if self.parser is None:  # what still comes is thrown away
+            self._pause_throwing_away()
             return
         in_head, rest, self.at_once = self.in_head, data, len(data)
         self.crossed = False
@@ -163,6 +162,8 @@ class HttpConnection(asyncio.Protocol):
         except httptools.HttpParserError:
             self._refuse(self.fault or BAD_REQUEST)
             return
+        if self.reading is not None and self.reading.complete:  # the rest of a body that was refused
+            self._pause_throwing_away()
         if not self.crossed:  # all of it belongs to one head or one body
             if in_head:
                 self.head_bytes += len(data)
@@ -176,8 +177,13 @@ class HttpConnection(asyncio.Protocol):
                     return
         self._set_deadline()
 
+    def _pause_throwing_away(self) -> None:
+        """What nobody wants is read no faster than need be."""
+        self.transport.pause_reading()
+        self.loop.call_later(PAUSE, self._throw_away_more)
+
     def _throw_away_more(self) -> None:
-        if not self.transport.is_closing():
+        if not self.paused and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def _set_deadline(self) -> None:

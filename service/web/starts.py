@@ -6,8 +6,9 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Protocol
 
-LEAST, MOST = 4, 16  # requests that begin in one turn of the event loop
-LONG = 0.002  # seconds of a turn, after which fewer begin in the next
+LEAST, MOST = 1, 16  # requests that begin in one turn of the event loop
+LONG = 0.0005  # seconds of a turn, after which fewer begin in the next
+OPENING = 0.002  # seconds of a turn in which first bytes are read
 PER_BYTE = 1e-6  # seconds by which a client comes later for each byte that it sent at once: they may be many requests
 
 
@@ -41,7 +42,7 @@ class Openings:
             self._open(loop)
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self.waiting and self.spent < LONG:
+        while self.waiting and self.spent < OPENING:
             began = time.monotonic()
             heappop(self.waiting)[2].open()
             self.spent += time.monotonic() - began

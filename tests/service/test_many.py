@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +237,8 @@ def test_ctrl_c_and_no_orphans(serve: Fixture, small: Path) -> None:
 def test_loading_and_unloading_leaves_memory_as_it_was(tmp_path: Path, serve: Fixture) -> None:
     """Twelve times, beside a model that stays. One that is large, so that what is kept of it shows.
 
-    In four runs of twenty times, memory grew by at most 3 MB after the third time, and went up and down by one model's
-    9 MB at most. With every model kept it grew by 168 MB, 10 MB each time.
+    With every model kept, memory grew by a model's 10 MB each time. Without, it does not grow at most times: on a quiet
+    machine by 3 MB in all after the third time, on a busy one once or twice by 45 MB that the allocator then keeps.
     """
     for name in ("stays", "comes"):
         (tmp_path / name / "1").mkdir(parents=True)
@@ -258,7 +259,8 @@ def test_loading_and_unloading_leaves_memory_as_it_was(tmp_path: Path, serve: Fi
             assert client.post("/v1/models/comes/predict", json={"inputs": inputs}).status_code == 200
             seen.append(process.memory_info().rss)
             threads.append(process.num_threads())
-    assert seen[-1] - seen[2] < 4 * size, [round(rss / 1e6) for rss in seen]
+    grown = sum(b - a > size / 2 for a, b in pairwise(seen[2:]))
+    assert grown <= 3, " ".join(str(round(rss / 1e6)) for rss in seen)
     assert threads[-1] <= threads[2] + 2, threads  # each inference loop has ended with its model
 
 
