@@ -613,6 +613,41 @@ def test_a_server_that_stops_answers_what_has_come() -> None:
     run(go())
 
 
+def test_the_rest_of_a_body_that_was_refused_is_read_slowly_and_the_next_request_is_answered() -> None:
+    pauses: list[str] = []
+
+    class Paused(Recorder):
+        def pause_reading(self) -> None:
+            pauses.append("pause")
+
+        def resume_reading(self) -> None:
+            pauses.append("resume")
+
+    async def go() -> None:
+        kind: Any = protocol(ConnectionLimits(Settings()))
+        config = uvicorn.Config(app, http=kind, ws="none", log_config=None, access_log=False, lifespan="off")
+        config.load()
+        transport = Paused()
+        connection = kind(config, ServerState(), {})
+        connection.connection_made(transport)
+        whole = request("/early", bytes(400_000))
+        connection.data_received(whole[:100_000])
+        await until(lambda: len(transport.written) == 1)
+        pauses.clear()
+        for at in (100_000, 200_000):
+            connection.data_received(whole[at : at + 100_000])
+            assert pauses == ["pause"]
+            await until(lambda: pauses == ["pause", "resume"])
+            pauses.clear()
+        connection.data_received(whole[300_000:] + request("/whole", b"more"))
+        await until(lambda: len(transport.written) == 2)
+        assert transport.written[1].endswith(b"POST /whole more")
+        assert not pauses
+        connection.connection_lost(None)
+
+    run(go())
+
+
 def test_a_connection_that_asks_now_and_then_begins_before_those_that_always_ask() -> None:
     begun: list[str] = []
 
