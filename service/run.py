@@ -158,7 +158,7 @@ async def _serve(
         await asyncio.wait({starting, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()  # an error of a model ends the server before it is ready
-            if state.repository is not None:
+            if state.repository is not None and state.repository.devices[0].device.type == "cuda":
                 sys.setswitchinterval(SWITCH)
             gc.collect()
             gc.freeze()  # later collections skip the objects that exist now
