@@ -4,7 +4,7 @@ import asyncio
 import time
 from itertools import pairwise
 
-from dubito.service.web.starts import LONG, Openings
+from dubito.service.web.starts import OPENING, Openings
 
 
 class Opened:
@@ -23,7 +23,7 @@ def test_one_that_sent_little_does_not_wait_for_all_that_sent_much() -> None:
     async def body() -> None:
         loop, openings = asyncio.get_running_loop(), Openings()
         for i in range(6):
-            openings.put(loop, Opened(f"large {i}", 2 * LONG, order), 100_000_000)
+            openings.put(loop, Opened(f"large {i}", 2 * OPENING, order), 100_000_000)
         assert order == ["large 0"]  # at once, since nobody waited; the others have their turns
         openings.put(loop, Opened("small", 0.0, order), 100)
         while len(order) < 7:
