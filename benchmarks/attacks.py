@@ -502,7 +502,7 @@ async def a_new_address_in_each_request(target: Target) -> None:
 
 @attack(8)
 async def paths_in_disguise(target: Target) -> None:
-    await send_all(target, UNLOAD.format("digits").replace("/", "%2F").replace("%2F", "/", 1), b"{}", JSON)
+    await send_all(target, "/v2%2Frepository%2Fmodels%2Fdigits%2Funload", b"{}", JSON)
 
 
 # 9: the protocol

@@ -49,7 +49,7 @@ class Server:
         try:
             check_target(scope["raw_path"], headers)
             context.client = self.guard.admit(path, headers, (scope.get("client") or ("",))[0])
-            if scope["method"] == "POST" and CHANGES.fullmatch(path):
+            if scope["method"] == "POST" and CHANGES.match(path):
                 check_changeable(self.state, headers)
             if (hot := V2.fullmatch(path) or V1.fullmatch(path)) is None:
                 if scope["method"] == "GET" and (simple := self.simple.get(path)) is not None:

@@ -159,15 +159,22 @@ class Recorder(asyncio.Transport):
     resume_reading = pause_reading
 
 
-async def recorded(ours: bool, pieces: list[bytes], **limits: Any) -> list[bytes]:
-    """The writes with which a protocol answers these pieces."""
+def made(ours: bool, transport: Recorder, **limits: Any) -> tuple[Any, ServerState]:
+    """A connection of our protocol or of uvicorn's, and the state of its server."""
     kind: Any = protocol(ConnectionLimits(Settings(**limits))) if ours else HttpToolsProtocol
     config = uvicorn.Config(app, http=kind, ws="none", log_config=None, access_log=False, lifespan="off")
     config.load()
-    state, transport = ServerState(), Recorder()
+    state = ServerState()
     state.default_headers = [(b"date", b"today")]
     connection = kind(config, state, {})
     connection.connection_made(transport)
+    return connection, state
+
+
+async def recorded(ours: bool, pieces: list[bytes], **limits: Any) -> list[bytes]:
+    """The writes with which a protocol answers these pieces."""
+    transport = Recorder()
+    connection, state = made(ours, transport, **limits)
     for piece in pieces:
         if not transport.closed:
             connection.data_received(piece)
@@ -624,12 +631,8 @@ def test_the_rest_of_a_body_that_was_refused_is_read_slowly_and_the_next_request
             pauses.append("resume")
 
     async def go() -> None:
-        kind: Any = protocol(ConnectionLimits(Settings()))
-        config = uvicorn.Config(app, http=kind, ws="none", log_config=None, access_log=False, lifespan="off")
-        config.load()
         transport = Paused()
-        connection = kind(config, ServerState(), {})
-        connection.connection_made(transport)
+        connection, _ = made(True, transport)
         whole = request("/early", bytes(400_000))
         connection.data_received(whole[:100_000])
         await until(lambda: len(transport.written) == 1)
