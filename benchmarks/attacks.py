@@ -92,6 +92,7 @@ class Attack:
 
 
 ATTACKS: dict[str, Attack] = {}
+FORKS = multiprocessing.get_context("forkserver")
 
 
 def attack(
@@ -673,6 +674,15 @@ class HonestClient:
         return Honest(*map(list, zip(*rows, strict=True)))
 
 
+def prepare_attackers() -> None:
+    """Start the process that attackers are forked from: if each imported torch first, that would take seconds, in turns
+    with the server."""
+    FORKS.set_forkserver_preload(["benchmarks.attacks"])
+    first = FORKS.Process(target=time.time)
+    first.start()
+    first.join()
+
+
 def be_hostile(name: str, target: Target, cores: set[int], seconds: float) -> None:
     os.sched_setaffinity(0, cores)
 
@@ -709,7 +719,7 @@ class Row:
 def measure(attack: Attack, python: str, folder: Path) -> Row:
     cores = sorted(os.sched_getaffinity(0))
     own, theirs = set(cores[:-1]) or set(cores), {cores[-1]}
-    spawn = multiprocessing.get_context("spawn")
+    prepare_attackers()
     digits = repository(folder) if attack.repository else embedded("digits")
     models = [digits, *(embedded(name) for name in attack.beside)]
     words = [word for setting in attack.settings for word in ("--set", setting)]
@@ -722,7 +732,7 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
         time.sleep(QUIET)
         before, begin = resident(server.pid), time.monotonic()
         target = Target("127.0.0.1", port, server.pid)
-        hostile = spawn.Process(target=be_hostile, args=(attack.name, target, theirs, attack.seconds))
+        hostile = FORKS.Process(target=be_hostile, args=(attack.name, target, theirs, attack.seconds))
         hostile.start()
         peak, connections, files = before, [0], psutil.Process(server.pid).num_fds()
         while hostile.is_alive():

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 SWITCH = 0.0003  # switch interval of the interpreter: the thread that feeds the GPU waits less than with the usual 5 ms
 BACKLOG = 2048  # connections that the system accepts before the server does
+UNSENT = 1 << 17  # bytes that the system takes for a client that does not read; without a limit, megabytes
 WATCHED = 1.0  # seconds between two looks of a worker at itself
 SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
 log = logging.getLogger("dubito")
@@ -126,6 +127,8 @@ def listen(settings: Settings, port: int | None = None, *, shared: bool = False)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if shared:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)  # also of its connections
     try:
         listener.bind((settings.host, port))
     except OSError as error:

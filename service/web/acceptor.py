@@ -39,6 +39,7 @@ class Acceptor:
     ) -> None:
         self.listener, self.limits, self.make, self.at_a_time = listener, limits, make, at_a_time
         self.loop = asyncio.get_running_loop()
+        self.silent: list[tuple[socket.socket, str]] = []  # of this turn, with the hosts: their clients may have gone
         self.arrivals: set[Newcomer] = set()
         self.selector = selectors.DefaultSelector()  # of those that wait: a fifth of what the event loop would take
         self.tasks: set[asyncio.Task[None]] = set()  # that make protocols
@@ -60,16 +61,33 @@ class Acceptor:
                 self.loop.call_later(PAUSE, self._go_on)
                 return
             plain.setblocking(False)
-            address = self.limits.address_of(host)
-            if self._few() and not self.crowded(address):
-                self.begin(plain, b"")
-                continue
-            arrival = Newcomer(self, plain, address)
-            self.arrivals.add(arrival)
-            if self.limits.enter(arrival):
-                arrival.begin()  # which is refused then, with a reply
-            else:
-                arrival.read()
+            self._admit(plain, host, again=True)
+
+    def _admit(self, plain: socket.socket, host: str, *, again: bool) -> None:
+        """Close a connection whose client has gone; let in one that has sent something, others at the second look."""
+        if (first := _receive(plain)) == b"":
+            plain.close()
+            return
+        if first is None and again:
+            if not self.silent:
+                self.loop.call_soon(self._look_again)
+            self.silent.append((plain, host))
+            return
+        address = self.limits.address_of(host)
+        if self._few() and not self.crowded(address):
+            self.begin(plain, first or b"")
+            return
+        arrival = Newcomer(self, plain, address)
+        self.arrivals.add(arrival)
+        if self.limits.enter(arrival):
+            arrival.begin()  # which is refused then, with a reply
+        else:
+            arrival.take(first)
+
+    def _look_again(self) -> None:
+        silent, self.silent = self.silent, []
+        for plain, host in silent:
+            self._admit(plain, host, again=False)
 
     def _few(self) -> bool:
         """Count a connection; whether they come so slowly that each gets a protocol at once."""
@@ -106,6 +124,7 @@ class Acceptor:
         self.open = False
         self.loop.remove_reader(self.listener)
         self.listener.close()
+        self._look_again()
         for arrival in list(self.arrivals):
             arrival.begin()
         self.loop.remove_reader(self.selector)
@@ -126,15 +145,14 @@ class Newcomer:
         self.waiting = False  # the acceptor reads when something comes
 
     def read(self) -> None:
-        try:
-            more = self.plain.recv(READ)
-        except (BlockingIOError, InterruptedError):
+        self.take(_receive(self.plain))
+
+    def take(self, more: bytes | None) -> None:
+        if more is None:
             self._wait()
             return
-        except OSError:
-            more = b""
         self.data += more
-        if not more:  # the client has gone
+        if not more:
             self._close()
         elif not self.acceptor.crowded(self.address) or len(self.data) >= READ or _whole(self.data):
             self.begin()
@@ -176,6 +194,16 @@ class Newcomer:
             self.acceptor.selector.unregister(self.plain)
         self.acceptor.limits.leave(self)
         self.acceptor.arrivals.discard(self)
+
+
+def _receive(plain: socket.socket) -> bytes | None:
+    """What the client has sent; nothing, if it has gone, and None, if it has not sent anything yet."""
+    try:
+        return plain.recv(READ)
+    except (BlockingIOError, InterruptedError):
+        return None
+    except OSError:
+        return b""
 
 
 def _whole(data: bytes) -> bool:

@@ -635,8 +635,8 @@ class Exchange:
         connection.finish(self)
 
     async def _send_large(self, head: bytes, body: bytes) -> None:
-        """In pieces, each of which the client has to take in its time, and between which others have theirs; the body
-        itself is not copied."""
+        """In pieces, each of which the client has to take in its time; the body itself is not copied. One piece goes in
+        one turn of the event loop, whoever sends it, so that others have theirs."""
         connection = self.connection
         connection.limits.hold(body)
         connection.unsent = len(body)
@@ -644,8 +644,11 @@ class Exchange:
             connection.transport.write(head)
             view = memoryview(body)
             for begin in range(0, len(view), PIECE):
-                connection.transport.write(view[begin : begin + PIECE])
-                await (connection.drain() if connection.write_paused else asyncio.sleep(0))
+                async with connection.limits.sending:
+                    connection.transport.write(view[begin : begin + PIECE])
+                    await asyncio.sleep(0)
+                if connection.write_paused:
+                    await connection.drain()
                 if self.gone or connection.closing:
                     return
         finally:

@@ -54,6 +54,7 @@ class ConnectionLimits:
         self.closed: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self.bodies: dict[int, tuple[int, int]] = {}  # large bodies being sent, by identity: their senders, their bytes
         self.unsent = 0  # bytes of these bodies
+        self.sending = asyncio.Lock()  # held for a turn of the event loop by the one that sends a piece of a large body
         self.cancelled = 0  # requests that had come whole and were not answered, because the server ended
         self.trusted = trust(settings.trusted_proxies)
         self.sweeping: asyncio.TimerHandle | None = None

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
 from inspect import signature
 from pathlib import Path
@@ -80,25 +80,27 @@ def without_parameters(app: FastAPI) -> dict[str, Callable[[], Awaitable[Respons
 
 
 def _of_people(app: FastAPI, state: State) -> None:
+    assets = Assets()
+
     @app.get("/", include_in_schema=False)
     async def console() -> Response:
-        return asset("index.html")
+        return await assets.reply("index.html")
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        return asset("docs.html")
+        return await assets.reply("docs.html")
 
     @app.get("/edge", include_in_schema=False)
     async def edge() -> Response:
-        return asset("edge.html")
+        return await assets.reply("edge.html")
 
     @app.get("/console/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
-        return asset(name)
+        return await assets.reply(name)
 
     @app.get("/console/wasm/{name}", include_in_schema=False)
     async def wasm(name: str) -> Response:
-        return asset(name, "wasm")
+        return await assets.reply(name, "wasm")
 
     @app.get("/healthz", tags=["health"], summary="Whether the server lives", responses=_health("live"))
     async def healthz() -> Response:
@@ -287,26 +289,35 @@ def _json(value: object) -> Response:
     return Response(orjson.dumps(value), media_type="application/json")
 
 
-_paths: dict[tuple[str, str], Path] = {}  # of static files that were asked for and are there
+class Assets:
+    """The console's static files, read off the event loop when they are first asked for. All replies share them."""
 
+    def __init__(self) -> None:
+        self.paths: dict[tuple[str, str], Path] = {}  # of those that were asked for and are there
+        self.contents: dict[Path, tuple[int, bytes]] = {}  # when the file last changed, what is in it
+        self.reading = asyncio.Lock()
 
-def asset(name: str, below: str = "") -> Response:
-    """A file of the console's folder, or of the folder `below` in it."""
-    kind, path = ASSETS.get(name.rpartition(".")[2]), _paths.get((below, name))
-    if path is None or not path.is_file():
-        folder = Path(str(files("dubito.service"))) / "console" / below
-        names = {file.name: file for file in folder.iterdir()} if folder.is_dir() else {}  # some are fetched at set-up
-        path = names.get(name)
-        if kind is None or path is None or not path.is_file():
-            raise HTTPException(404)
-        _paths[below, name] = path
-    return Response(_content(path, path.stat().st_mtime_ns), headers={"cache-control": "no-cache"}, media_type=kind)
+    async def reply(self, name: str, below: str = "") -> Response:
+        """A file of the console's folder, or of the folder `below` in it."""
+        kind, path = ASSETS.get(name.rpartition(".")[2]), self.paths.get((below, name))
+        if path is None or not path.is_file():
+            folder = Path(str(files("dubito.service"))) / "console" / below
+            names = {file.name: file for file in folder.iterdir()} if folder.is_dir() else {}  # some are fetched later
+            path = names.get(name)
+            if kind is None or path is None or not path.is_file():
+                raise HTTPException(404)
+            self.paths[below, name] = path
+        return Response(await self._content(path), headers={"cache-control": "no-cache"}, media_type=kind)
 
-
-@lru_cache(maxsize=64)
-def _content(file: Path, changed: int) -> bytes:
-    """A static file: all replies share its bytes."""
-    return file.read_bytes()
+    async def _content(self, path: Path) -> bytes:
+        changed, content = self.contents.get(path, (-1, b""))
+        if changed == path.stat().st_mtime_ns:
+            return content
+        async with self.reading:  # once, for all who ask
+            changed = path.stat().st_mtime_ns
+            if self.contents.get(path, (-1, b""))[0] != changed:
+                self.contents[path] = changed, await asyncio.to_thread(path.read_bytes)
+        return self.contents[path][1]
 
 
 def about(served: ServedModel, state: State) -> dict[str, Any]:

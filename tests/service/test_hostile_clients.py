@@ -1,5 +1,6 @@
 """Clients that hold connections, read nothing or send half of everything: others are answered meanwhile."""
 
+import asyncio
 import gzip
 import http.client
 import json
@@ -20,9 +21,10 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from fastapi.responses import Response
 
 from dubito.models.embedded import embedded
-from dubito.service.web.routes import asset
+from dubito.service.web.routes import Assets
 from dubito.service.web.security import hash_key
 from tests import forked
 from tests.service.conftest import LIMIT, SOON, Live, Serve, Starter
@@ -237,8 +239,39 @@ def test_who_does_not_read_is_closed(server: Live) -> None:
     assert "dubito_unsent_bytes 0.0" in httpx.get(f"{server.url}/metrics").text
 
 
-def test_static_files_are_shared() -> None:
-    assert asset("index.html").body is asset("index.html").body
+def test_the_system_takes_little_for_who_does_not_read(server: Live) -> None:
+    """Of a reply of 7 MB; by default it would take almost three."""
+    request = post({"inputs": [[0.0] * 4] * 120, "samples": 1000, "return": ["samples"]}).replace(b"digits", b"plants")
+    host, port = server.address.split(":")
+    with socket.socket() as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        plain.connect((host, int(port)))
+        plain.sendall(request)
+        until(lambda: queued(int(port), plain.getsockname()[1]) > 0)
+        time.sleep(0.3)
+        assert queued(int(port), plain.getsockname()[1]) < 1 << 20
+    check_good(server)
+
+
+def queued(port: int, client: int) -> int:
+    """Bytes that the system has taken from the server for a client, by their ports."""
+    table = Path("/proc/net/tcp")
+    if not table.exists():
+        pytest.skip("only Linux says what it has taken")
+    for line in table.read_text().splitlines()[1:]:
+        _, here, there, _, queues, *_ = line.split()
+        if (int(here.split(":")[1], 16), int(there.split(":")[1], 16)) == (port, client):
+            return int(queues.split(":")[0], 16)
+    return 0
+
+
+def test_static_files_are_read_once_for_all() -> None:
+    async def ask() -> list[Response]:
+        assets = Assets()
+        return await asyncio.gather(*(assets.reply("index.html") for _ in range(5)))
+
+    first, *others = asyncio.run(ask())
+    assert all(one.body is first.body for one in others)
 
 
 # the protocol

@@ -44,7 +44,7 @@ def predict(url: str, rows: int, **more: object) -> httpx.Response:
 
 @pytest.fixture(scope="module")
 def server(serve: Fixture) -> Fixture:
-    return serve(embedded("digits"))
+    return serve(embedded("digits"), "--set", "slice_ms=60000")  # on a slow machine a request might go in parts
 
 
 def test_what_happened_is_counted(server: Fixture) -> None:
