@@ -299,15 +299,19 @@ class Assets:
 
     async def reply(self, name: str, below: str = "") -> Response:
         """A file of the console's folder, or of the folder `below` in it."""
-        kind, path = ASSETS.get(name.rpartition(".")[2]), self.paths.get((below, name))
-        if path is None or not path.is_file():
-            folder = Path(str(files("dubito.service"))) / "console" / below
-            names = {file.name: file for file in folder.iterdir()} if folder.is_dir() else {}  # some are fetched later
-            path = names.get(name)
-            if kind is None or path is None or not path.is_file():
-                raise HTTPException(404)
-            self.paths[below, name] = path
-        return Response(await self._content(path), headers={"cache-control": "no-cache"}, media_type=kind)
+        kind, path = ASSETS.get(name.rpartition(".")[2]), self.paths.get((below, name)) or self._find(name, below)
+        if kind is None or path is None:
+            raise HTTPException(404)
+        try:
+            content = await self._content(path)
+        except OSError:  # it was there
+            raise HTTPException(404) from None
+        self.paths[below, name] = path
+        return Response(content, headers={"cache-control": "no-cache"}, media_type=kind)
+
+    def _find(self, name: str, below: str) -> Path | None:
+        folder = Path(str(files("dubito.service"))) / "console" / below
+        return next((path for path in folder.iterdir() if path.name == name), None) if folder.is_dir() else None
 
     async def _content(self, path: Path) -> bytes:
         changed, content = self.contents.get(path, (-1, b""))
