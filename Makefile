@@ -50,7 +50,7 @@ test-slow: $(READY) ## the tests that take minutes, and more draws and examples 
 	$(BIN)/python -m pip install --quiet --editable '.[ray]'
 	TEST_EXAMPLES=5 $(BIN)/pytest -m 'slow or hypothesis or draws' --durations=10
 
-test-soak: $(READY) ## ten minutes of load on a server, mistakes included
+test-soak: $(READY) ## ten minutes each of load with mistakes, of attacks one at a time, and of two at a time
 	$(BIN)/pytest -m soak --durations=10
 
 bench: $(READY) ## every benchmark that needs no data, or one: make bench BENCH=fashion DATA=folder
