@@ -127,7 +127,7 @@ def listen(settings: Settings, port: int | None = None, *, shared: bool = False)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if shared:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+    with suppress(AttributeError, OSError):  # a system that does not know it
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)  # also of its connections
     try:
         listener.bind((settings.host, port))

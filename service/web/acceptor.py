@@ -80,6 +80,7 @@ class Acceptor:
         arrival = Newcomer(self, plain, address)
         self.arrivals.add(arrival)
         if self.limits.enter(arrival):
+            arrival.data = first or b""
             arrival.begin()  # which is refused then, with a reply
         else:
             arrival.take(first)

@@ -645,12 +645,12 @@ class Exchange:
             view = memoryview(body)
             for begin in range(0, len(view), PIECE):
                 async with connection.limits.sending:
+                    if self.gone or connection.closing:
+                        return
                     connection.transport.write(view[begin : begin + PIECE])
                     await asyncio.sleep(0)
                 if connection.write_paused:
                     await connection.drain()
-                if self.gone or connection.closing:
-                    return
         finally:
             connection.limits.release(body)
             connection.unsent = 0
