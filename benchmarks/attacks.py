@@ -677,7 +677,7 @@ class HonestClient:
 def prepare_attackers() -> None:
     """Start the process that attackers are forked from: if each imported torch first, that would take seconds, in turns
     with the server."""
-    FORKS.set_forkserver_preload(["benchmarks.attacks"])
+    FORKS.set_forkserver_preload(["dubito.models.embedded", "httpx", "rich.table"])
     first = FORKS.Process(target=time.time)
     first.start()
     first.join()
@@ -719,7 +719,6 @@ class Row:
 def measure(attack: Attack, python: str, folder: Path) -> Row:
     cores = sorted(os.sched_getaffinity(0))
     own, theirs = set(cores[:-1]) or set(cores), {cores[-1]}
-    prepare_attackers()
     digits = repository(folder) if attack.repository else embedded("digits")
     models = [digits, *(embedded(name) for name in attack.beside)]
     words = [word for setting in attack.settings for word in ("--set", setting)]
@@ -818,6 +817,7 @@ def main() -> None:
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "attack" else "right")
     console = Console(width=160)
+    prepare_attackers()
     for one in chosen:
         with tempfile.TemporaryDirectory() as folder:
             row = measure(one, args.python, Path(folder))

@@ -304,7 +304,7 @@ class Assets:
             raise HTTPException(404)
         try:
             content = await self._content(path)
-        except OSError:  # it was there
+        except (FileNotFoundError, IsADirectoryError):
             raise HTTPException(404) from None
         self.paths[below, name] = path
         return Response(content, headers={"cache-control": "no-cache"}, media_type=kind)

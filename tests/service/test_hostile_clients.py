@@ -225,15 +225,21 @@ def test_a_slow_loris_is_told_that_it_is_late(server: Live) -> None:
     assert closed_for(server, "header_seconds") == before + 1
 
 
-def test_who_does_not_read_is_closed(server: Live) -> None:
-    """A reply of 7 MB, of which the client takes nothing; of a network that computes it in no time."""
-    before = closed_for(server, "write_seconds")
+@contextmanager
+def reading_nothing(server: Live) -> Iterator[socket.socket]:
+    """A client that takes nothing of a reply of 7 MB, of a network that computes it in no time."""
     request = post({"inputs": [[0.0] * 4] * 120, "samples": 1000, "return": ["samples"]}).replace(b"digits", b"plants")
     host, port = server.address.split(":")
     with socket.socket() as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         plain.connect((host, int(port)))
         plain.sendall(request)
+        yield plain
+
+
+def test_who_does_not_read_is_closed(server: Live) -> None:
+    before = closed_for(server, "write_seconds")
+    with reading_nothing(server):
         until(lambda: closed_for(server, "write_seconds") == before + 1)
     check_good(server)
     assert "dubito_unsent_bytes 0.0" in httpx.get(f"{server.url}/metrics").text
@@ -241,26 +247,22 @@ def test_who_does_not_read_is_closed(server: Live) -> None:
 
 def test_the_system_takes_little_for_who_does_not_read(server: Live) -> None:
     """Of a reply of 7 MB; by default it would take almost three."""
-    request = post({"inputs": [[0.0] * 4] * 120, "samples": 1000, "return": ["samples"]}).replace(b"digits", b"plants")
-    host, port = server.address.split(":")
-    with socket.socket() as plain:
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        plain.connect((host, int(port)))
-        plain.sendall(request)
-        until(lambda: queued(int(port), plain.getsockname()[1]) > 0)
+    with reading_nothing(server) as plain:
+        until(lambda: queued(plain) > 0)
         time.sleep(0.3)
-        assert queued(int(port), plain.getsockname()[1]) < 1 << 20
+        assert queued(plain) < 1 << 20
     check_good(server)
 
 
-def queued(port: int, client: int) -> int:
-    """Bytes that the system has taken from the server for a client, by their ports."""
+def queued(plain: socket.socket) -> int:
+    """Bytes that the system has taken from the server for this client."""
     table = Path("/proc/net/tcp")
     if not table.exists():
         pytest.skip("only Linux says what it has taken")
+    ports = plain.getpeername()[1], plain.getsockname()[1]
     for line in table.read_text().splitlines()[1:]:
         _, here, there, _, queues, *_ = line.split()
-        if (int(here.split(":")[1], 16), int(there.split(":")[1], 16)) == (port, client):
+        if (int(here.split(":")[1], 16), int(there.split(":")[1], 16)) == ports:
             return int(queues.split(":")[0], 16)
     return 0
 
