@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dubito.models.artifact.artifact import write_by
+from dubito.models.disk import write_by
 from dubito.service.problems import Problem
 
 LINE = 1 << 24  # bytes of the longest message

@@ -25,7 +25,7 @@ from dubito.deploy.edge.runtime import ROWS
 from dubito.deploy.edge.summary import classified, regressed
 from dubito.deploy.edge.trace import affines_of, trace
 from dubito.deploy.edge.writers import V_of_all, draw, refuse
-from dubito.models.artifact.artifact import write_by
+from dubito.models.disk import write_by
 from dubito.models.manifest import Fitting, Image, Interpolation
 from dubito.models.network.geometry import Conv
 from dubito.models.network.network import BayesianNetwork, NetworkFactors

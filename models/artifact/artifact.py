@@ -8,7 +8,6 @@ import platform
 import secrets
 import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import version
 from operator import index
 from pathlib import Path
@@ -31,7 +30,8 @@ from dubito.models.artifact.described import (
 )
 from dubito.models.artifact.encoding import MASK, SCALE, decode, decode_whole, encode
 from dubito.models.conversion.architectures import architecture_of, input_of, on_meta
-from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError
+from dubito.models.disk import write_by
+from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError, first_line
 from dubito.models.manifest import FORMATS, Card, Hierarchy, Manifest, Precision, format_of
 from dubito.models.network.layers import MemberLayer
 from dubito.models.network.network import BayesianNetwork
@@ -209,19 +209,6 @@ def _write(path: Path, content: bytes) -> None:
         raise ArtifactError(f"cannot write {path}: {_reason(error)}.") from None
 
 
-def write_by(part: Path, path: Path, content: bytes, *, mode: Literal["xb", "wb"]) -> None:
-    """Into `part` first, then moved to its place: a full disk or a crash never leaves half a file under the name."""
-    try:
-        with part.open(mode) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        with suppress(OSError, ValueError):
-            part.unlink(missing_ok=True)
-
-
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
@@ -309,8 +296,7 @@ def _restore(manifest: Manifest, tensors: Mapping[str, Tensor], given: nn.Module
     except (ArchitectureError, ConversionError) as error:
         raise ArtifactError(str(error)) from None
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]  # torch adds its own stack
-        raise ArtifactError(f"its manifest describes no network that can be built: {reason}.") from None
+        raise ArtifactError(f"its manifest describes no network that can be built: {first_line(error)}.") from None
     if network.joint is not None:
         network.joint.check(network.net)
     set_masks(network, masks)

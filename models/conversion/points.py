@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dubito.models.conversion.architectures import architecture_of, input_of
 from dubito.models.conversion.start import geometry_of
-from dubito.models.errors import ConversionError
+from dubito.models.errors import ConversionError, first_line
 from dubito.models.manifest import Layer, Task
 from dubito.models.numerics.normals import normals
 from dubito.models.posteriors.protocol import Seen
@@ -78,8 +78,7 @@ def look(net: nn.Module, x: Tensor, names: Collection[str]) -> tuple[dict[str, S
             net(x)
     except RuntimeError as error:
         raise ConversionError(
-            f"the network fails on inputs of shape {tuple(x.shape)}: {str(error).splitlines()[0]}. Give examples= that "
-            "it takes."
+            f"the network fails on inputs of shape {tuple(x.shape)}: {first_line(error)}. Give examples= that it takes."
         ) from None
     finally:
         for hook in hooks:

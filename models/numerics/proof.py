@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dubito.models.errors import NumericsError
+from dubito.models.errors import NumericsError, first_line
 
 TF32 = 2.0**-10  # machine epsilon of TF32, to which GPUs may round the factors of float32 products
 ROUNDINGS = 4  # tolerance of one product, in machine epsilons of its largest value: it is rounded once, at its end
@@ -106,7 +106,7 @@ def _compare(what: str, run: Callable[[], Tensor], expected: Tensor, device: tor
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
-        return f"{what} cannot be computed: {str(error).splitlines()[0][:200]}"
+        return f"{what} cannot be computed: {first_line(error)[:200]}"
     return fault_in(what, result, expected, ROUNDINGS)
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dubito.models.disk import put_in_place
 from dubito.models.errors import DubitoError
 from dubito.models.remote.address import Address, Place, place_of
 from dubito.models.remote.faults import RemoteError
@@ -105,9 +106,7 @@ def _fetch(cache: Path, key: str, address: Address) -> Path:
                     "or damaged; nothing of it is kept. Push it again, or correct the hash."
                 )
             copy = _path(cache, address, sha256)
-            _sync(part)
-            os.replace(part, copy)
-            _sync(copy.parent)
+            put_in_place(part, copy)
         finally:
             part.unlink(missing_ok=True)
         if there.version is not None and (there.size is not None or stated is not None):
@@ -160,14 +159,6 @@ def _check_room(cache: Path, address: Address, size: int | None) -> None:
 def hash_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

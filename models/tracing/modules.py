@@ -9,7 +9,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 
-from dubito.models.errors import ArtifactError
+from dubito.models.errors import ArtifactError, first_line
 from dubito.models.network.normalisation import ScaleShift
 from dubito.models.traced import TorchModule
 from dubito.models.tracing.arguments import encode, short, sizes
@@ -157,5 +157,4 @@ def construct(entry: TorchModule, depth: int = 2) -> nn.Module:
             return ScaleShift(torch.empty(arguments["features"]), torch.empty(arguments["features"]))
         return MODULES[kind](**arguments)
     except Exception as error:  # of many kinds, all of them about the arguments
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ArtifactError(f"its network has {kind} with {short(entry.arguments)}: {reason}.") from None
+        raise ArtifactError(f"its network has {kind} with {short(entry.arguments)}: {first_line(error)}.") from None

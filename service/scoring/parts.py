@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dubito.models.disk import put_in_place
 from dubito.models.errors import DubitoError
 
 KEY = b"dubito"  # of the metadata of a Parquet file
@@ -80,7 +81,7 @@ class PartsFolder:
     def begin(self, job: ScoringJob) -> None:
         draft = self.path / f".job.{os.getpid()}"
         draft.write_text(json.dumps(asdict(job)))
-        self._put(draft, self.path / "job.json")
+        put_in_place(draft, self.path / "job.json")
 
     def clear(self) -> None:
         """Forget the job and its parts."""
@@ -113,21 +114,11 @@ class PartsFolder:
         draft = self.path / f".part-{i:06d}.{os.getpid()}"
         with pa.ipc.new_file(draft, table.schema) as writer:
             writer.write_table(table)
-        self._put(draft, self._file(i))
+        put_in_place(draft, self._file(i))
 
     def _read(self, i: int) -> pa.Table:
         with pa.memory_map(str(self._file(i))) as file:
             return pa.ipc.open_file(file).read_all()
-
-    def _put(self, draft: Path, place: Path) -> None:
-        """Under its name once it is on the disk: a kill or a crash leaves the whole file or none."""
-        for path, then in ((draft, lambda: draft.replace(place)), (place.parent, lambda: None)):
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-            then()
 
     def assemble(self, job: ScoringJob, about: dict[str, Any]) -> None:
         """All parts in order as the output, which appears when it is whole; the folder goes."""
@@ -136,7 +127,7 @@ class PartsFolder:
         with pq.ParquetWriter(draft, schema, use_dictionary=DICTIONARIES) as writer:
             for i in range(job.parts):
                 writer.write_table(self._read(i).replace_schema_metadata(schema.metadata))
-        self._put(draft, self.output)
+        put_in_place(draft, self.output)
         self.remove()
 
 

@@ -26,6 +26,8 @@ from grafana_foundation_sdk.cog import plugins, runtime
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as schema
 
+from tests.stores import free_port
+
 REPO = Path(__file__).parents[2]
 GRAFANA = REPO / "deploy" / "grafana"
 PROMETHEUS = REPO / "deploy" / "prometheus"
@@ -240,12 +242,6 @@ def test_addresses_and_folders_are_those_of_the_compose_file() -> None:
     assert job["static_configs"] == [{"targets": ["dubito:8000"]}]
     for name in ("dubito", "dubito-cpu"):  # whichever profile runs answers to this name
         assert services[name]["networks"]["default"]["aliases"] == ["dubito"]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from dubito.models.artifact.artifact import write_by
+from dubito.models.disk import write_by
+from dubito.models.errors import first_line
 from dubito.training.config import Recipe
 from dubito.training.fit.fit import FitError, FitRun, FitState
 
@@ -58,8 +59,7 @@ def resume(run: FitRun, recipe: Recipe, path: Path, *, origin: str = "") -> None
     try:
         run.restore(FitState(tensors, known))
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise FitError(f"{path} does not fit this network ({first}). Start anew with --fresh.") from None
+        raise FitError(f"{path} does not fit this network ({first_line(error)}). Start anew with --fresh.") from None
 
 
 def _identity(run: FitRun, recipe: Recipe, origin: str) -> dict[str, Any]:

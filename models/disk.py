@@ -1,0 +1,32 @@
+"""Files that are whole or not there, whatever ends the process or the machine."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+
+def write_by(part: Path, path: Path, content: bytes, *, mode: Literal["xb", "wb"]) -> None:
+    """Into `part` first, then moved to its place: a full disk or a crash never leaves half a file under the name."""
+    try:
+        with part.open(mode) as file:
+            file.write(content)
+        put_in_place(part, path)
+    finally:
+        with suppress(OSError, ValueError):
+            part.unlink(missing_ok=True)
+
+
+def put_in_place(part: Path, path: Path) -> None:
+    """Move a written file to its name in the same folder or disk, once it is on the disk; then the name is, too."""
+    _sync(part)
+    os.replace(part, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
