@@ -43,7 +43,7 @@ test: $(READY) wasm ## lint and every test that takes seconds; mypy runs beside 
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	@said=$$(mktemp); $(MYPY) >$$said 2>&1 & types=$$!; \
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -rs; tests=$$?; \
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -rs; tests=$$?; \
 	wait $$types; types=$$?; echo "$(MYPY)"; cat $$said; rm -f $$said; exit $$((tests + types))
 
 test-slow: $(READY) ## the tests that take minutes, and more draws and examples of those that are made at random

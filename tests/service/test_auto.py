@@ -13,8 +13,9 @@ Fixture = Any  # the types of conftest.py
 
 
 def test_auto_is_within_its_tolerance_of_1024_draws(live: Fixture) -> None:
-    """For at least 95 % of the digits that the model was tested with, each answer from draws of its own."""
-    x = inputs(load(embedded("digits")))["digits"][:12]
+    """For some of the digits that the model was tested with, each answer from draws of its own; `benchmarks.auto`
+    has the share of all of them, which is promised to be 95 %."""
+    x = inputs(load(embedded("digits")))["digits"][:6]
 
     def ask(samples: object, seed: int) -> list[dict[str, Any]]:
         body = {"inputs": x.tolist(), "samples": samples, "seed": seed, "timeout_ms": 300_000}
@@ -30,6 +31,6 @@ def test_auto_is_within_its_tolerance_of_1024_draws(live: Fixture) -> None:
         for mine, theirs, c in zip(auto, whole, leading, strict=True)
     ]
     drawn = [row["samples"] for row in auto]
-    assert np.mean(settled) >= 0.95
+    assert all(settled)
     assert min(drawn) == 8
     assert np.mean(drawn) < 20
