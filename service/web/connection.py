@@ -90,6 +90,7 @@ class HttpConnection(asyncio.Protocol):
         self.expects = self.upgrades = False
         self.replayed: list[tuple[bytes, bytes]] | None = None  # headers of a request that asked to upgrade
         self.parsed = self.head_bytes = self.raw_bytes = self.body_bytes = self.chunks = 0
+        self.trailing = 0  # bytes of a chunked body since the last that were data
         self.crossed = False  # what is being parsed has the end of a head
         self.fault: Refusal | None = None  # why a callback stopped the parser
         self.reading: Exchange | None = None  # request whose body is being read
@@ -149,7 +150,7 @@ class HttpConnection(asyncio.Protocol):
         if self.parser is None:  # what still comes is thrown away
             self._pause_throwing_away()
             return
-        in_head, rest, self.at_once = self.in_head, data, len(data)
+        in_head, before, rest, self.at_once = self.in_head, self.body_bytes, data, len(data)
         self.crossed = False
         try:
             while rest:
@@ -174,6 +175,10 @@ class HttpConnection(asyncio.Protocol):
                 self.raw_bytes += len(data)
                 if self.raw_bytes > PIECE + 2 * self.body_bytes:
                     self._refuse((400, "Too little of the chunked body is data.", "chunks"))
+                    return
+                self.trailing = 0 if self.body_bytes > before else self.trailing + len(data)
+                if self.trailing > (most := self.settings.header_bytes):  # the parser keeps trailers
+                    self._refuse((431, f"More than {most} bytes without data in the chunked body.", "chunks"))
                     return
         self._set_deadline()
 
@@ -246,7 +251,7 @@ class HttpConnection(asyncio.Protocol):
         self.begun = True
         self._forget_deadline()
         self.url, self.headers, self.expects, self.upgrades = b"", [], False, False
-        self.parsed = self.raw_bytes = self.body_bytes = self.chunks = 0
+        self.parsed = self.raw_bytes = self.body_bytes = self.chunks = self.trailing = 0
 
     def on_url(self, url: bytes) -> None:
         self.url += url
@@ -396,7 +401,7 @@ class HttpConnection(asyncio.Protocol):
             self._close()
         elif self.queue:
             self._start(self.queue.popleft())
-            if not self.queue and (self.reading is None or not self.reading.body):
+            if not self.queue and (self.reading is None or len(self.reading.body) <= PIECE):  # else when it is taken
                 self.resume_reading()
             self._set_deadline()
         elif self.refusal is not None:

@@ -429,6 +429,16 @@ def test_heads_are_limited(bytes_: bytes) -> None:
     assert answer_to(fits + fits[:900], fits[900:], **SMALL).count(b"HTTP/1.1 200 ") == 2
 
 
+def test_what_is_no_data_of_a_chunked_body_is_limited() -> None:
+    """A trailer is kept by the parser until its end has come, so its bytes are counted before."""
+    data = CHUNKED + b"20000\r\n" + b"b" * 0x20000 + b"\r\n"
+    for rest in (b"0\r\nX-A: ", b"0\r\n", b"5;x="):
+        found = answer_to(data, rest, *[b"a" * 500] * 10, **SMALL)
+        assert found.count(b"HTTP/1.1 431 ") + found.count(b"HTTP/1.1 400 ") == 1, found[:300]
+    small = CHUNKED + b"5\r\nabcde\r\n" * 3 + b"0\r\nX-A: b\r\n\r\n"
+    assert answer_to(*[small[i : i + 1] for i in range(len(small))], **SMALL).startswith(b"HTTP/1.1 200 ")
+
+
 def test_requests_sent_ahead_are_limited() -> None:
     long = b"GET /whole HTTP/1.1\r\nX-A: " + b"a" * 900 + b"\r\n\r\n"
     for ahead, answered in ((GET, 5), (long, 3)):  # the one that is answered, and four; or heads of 2,000 bytes

@@ -100,6 +100,7 @@ def until(happened: Callable[[], bool]) -> None:
 
 # connections
 
+BEHIND = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" + POST + b"Content-Length: 99\r\n\r\n{"  # half a body
 HOLDERS = {
     "idle": b"",
     "half a head": b"GET / HTTP/1.1\r\nHost: localhost\r\nX-A:",
@@ -209,6 +210,31 @@ def test_half_a_request_of_a_crowded_address_is_told_that_it_is_late(server: Liv
     with crowd(server), connected(server) as plain:
         plain.sendall(HOLDERS["half a body"])
         assert said(plain).startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+
+
+@pytest.mark.parametrize("rows", [1, 100, 400, 1000])  # 0.3, 32, 128 and 320 kB
+def test_a_body_that_comes_in_parts_behind_another_request_is_read(server: Live, rows: int) -> None:
+    long = post({"inputs": np.zeros((rows, 1, 8, 8)).tolist(), "samples": 0})
+    for cut in (1, 50, 200):
+        with connected(server) as plain:
+            plain.sendall(post(ZEROS) + long[:-cut])
+            first = plain.recv(1 << 16)
+            assert first.startswith(b"HTTP/1.1 200 ")
+            plain.sendall(long[-cut:] + b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert (first + said(plain)).count(b"HTTP/1.1 200 ") == 3
+
+
+def test_half_a_body_behind_another_request_holds_nobody_up(server: Live) -> None:
+    """It makes room for others, and has no more time than one that comes alone."""
+    with ExitStack() as stack:
+        held = [stack.enter_context(connected(server)) for _ in range(SMALL["connections_per_address"])]
+        for plain in held:
+            plain.sendall(BEHIND)
+            assert plain.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        check_good(server)
+        assert said(held[-1]).startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        for plain in held:
+            said(plain)
 
 
 def test_a_slow_loris_is_told_that_it_is_late(server: Live) -> None:
@@ -522,10 +548,13 @@ def test_the_exit_code_says_that_a_request_was_cancelled(serve: Serve, fragile: 
     assert server.wait() == 1
 
 
-def test_half_a_request_is_not_one_that_was_accepted(serve: Serve) -> None:
+@pytest.mark.parametrize("sent", [HOLDERS["half a body"], BEHIND], ids=["alone", "behind another request"])
+def test_half_a_request_is_not_one_that_was_accepted(serve: Serve, sent: bytes) -> None:
     server = serve(embedded("digits"), *flags(buckets=1, linger_seconds=0, drain_seconds=0.2))
     with connected(server) as plain:
-        plain.sendall(HOLDERS["half a body"])
+        plain.sendall(sent)
+        if sent == BEHIND:
+            assert plain.recv(65536).startswith(b"HTTP/1.1 200 ")
         until(lambda: "dubito_connections 2.0" in httpx.get(f"{server.url}/metrics").text)
         server.send(signal.SIGTERM)
         assert said(plain).startswith(b"HTTP/1.1 503 ")
