@@ -56,6 +56,9 @@ class Batcher:
         self.max_queue, self.on_batch = max_queue, on_batch
         self.max_work = int(min(max_work, max(engine.slices[1], 1)))  # of a batch that nobody waits for
         self.short = int(min(max_work, max(engine.slices[0], 1)))  # of one that others wait for
+        self.unpaused = max(
+            1, int(self.short / engine.first_draw)
+        )  # rows: others are answered between two draws of all
         self.trace: Callable[[Batch, float], None] | None = None  # called for each batch with the time of its end
         self.max_rows = sys.maxsize  # of a batch, for requests like the last one
         self.taking = threading.Lock()  # held by the worker that forms a batch
@@ -147,7 +150,9 @@ class Batcher:
         self.max_rows = self.engine.most_rows(request)
         if long and (needed := self.pace.of(request.cost, self.max_work)) > SURE * seconds:
             raise Hopeless(max(0.0, seconds), needed)
-        whole = request.rows == 1 or (request.cost <= self.max_work and request.rows <= self.max_rows)
+        whole = request.rows == 1 or (
+            request.cost <= self.max_work and request.rows <= min(self.max_rows, self.unpaused)
+        )
         parts = (request,) if whole else self._parts(request)
         tickets = [self._ticket(part, seconds, None if part.start else slow, client, long, trace) for part in parts]
         line = self.long if long else self.queue
@@ -190,7 +195,7 @@ class Batcher:
     def _parts(self, request: PredictRequest) -> list[PredictRequest]:
         """Split a request into parts that fit a batch, with one seed, so that all rows use the same draws."""
         seed = randbits(SEED_BITS) if request.seed is None else request.seed
-        rows = min(self.max_rows, max(1, self.max_work * request.rows // request.cost))
+        rows = min(self.max_rows, self.unpaused, max(1, self.max_work * request.rows // request.cost))
         starts = range(0, request.rows, rows)
         parts = [replace(request, x=request.x[i : i + rows], seed=seed, start=i) for i in starts]
         for part in parts:

@@ -135,6 +135,7 @@ class Engine:
         self.long_passes = math.inf, math.inf  # work of a pass of a long request: while others wait, and alone
         self.finest = math.inf  # work of a batch that other models need not wait for
         self.draw_rows = 0.0  # rows that would take as long as a draw does beside its rows
+        self.first_draw = 1.0  # draws, of the usual number, that take as long as the only draw of a row
         self.usual = 0  # draws of the batches that were timed
         self.whole: dict[int, float] = {}  # seconds of the compiled passes of the usual draws, by their inputs
         self.uncompiled = Pace()  # of passes, whose work is draws × (rows + `draw_rows`)
@@ -275,6 +276,9 @@ class Engine:
             least = max(1, samples)  # one input is always short
             self.slices = max(least, pace.work_in(short)), max(least, pace.work_in(long))
             self.finest = max(CHUNK, pace.work_in(fine))
+            if drawing and samples > 1:
+                with device:
+                    self.first_draw = self._first_draw(pace, samples)
             if self.graphs is None:
                 pace = Pace(by_torch)  # passes of other sizes than the compiled ones take longer
                 self.usual, self.fine = samples, fine
@@ -284,8 +288,20 @@ class Engine:
                 self.long_passes = max(1, self.uncompiled.work_in(fine)), max(1, self.uncompiled.work_in(long))
 
     def cost(self, request: PredictRequest) -> int:
-        """Work of a request, in which draws beyond the usual ones count with what they take beside their rows."""
-        return request.rows * request.drawn + round(self.draw_rows * max(0, request.drawn - self.usual))
+        """Work of a request, in which draws beyond the usual ones count with what they take beside their rows, and rows
+        of fewer draws with what these do not share."""
+        rows, drawn = request.rows, request.drawn
+        if 1 <= drawn < self.usual:
+            return round(rows * (drawn + (self.first_draw - 1) * (self.usual - drawn) / (self.usual - 1)))
+        return rows * drawn + round(self.draw_rows * (drawn - self.usual))
+
+    def _first_draw(self, pace: Pace, samples: int) -> float:
+        """By what further rows of one draw take."""
+        few, many = self.buckets[0], max(2 * self.buckets[0], self.buckets[-1])
+        if not pace.b:
+            return 1.0
+        times = [self._seconds(PredictRequest(self._zeros(rows), 1, None, 1, 0.5)) for rows in (few, many)]
+        return min(float(samples), max(1.0, (times[1] - times[0]) / ((many - few) * pace.b)))
 
     def _per_draw(self, request: PredictRequest) -> float:
         """Seconds of a draw beside others, for the request's rows; its own time is the last of `timed`."""

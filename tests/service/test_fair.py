@@ -212,7 +212,28 @@ def test_a_model_is_timed_whatever_its_usual_draws(model: Model, samples: int) -
     engine.warm(samples, nullcontext(), (0.005, 0.02, 0.1))
     assert engine.usual == samples
     assert engine.draw_rows >= 0
+    assert 1 <= engine.first_draw <= max(1, samples)
     assert all(work >= 1 for work in (*engine.slices, *engine.long_passes))
+
+
+def test_rows_of_few_draws_count_with_what_draws_do_not_share(model: Model) -> None:
+    engine = paced(model)
+    engine.usual, engine.draw_rows, engine.first_draw = 20, 0.0, 5.75
+    assert [engine.cost(ask(4, samples)) for samples in (0, 1, 20, 40)] == [23, 23, 80, 160]
+    assert engine.cost(ask(4, 5)) == 4 * 5 + 4 * 3.75  # 4.75 less with each of the nineteen further draws
+    engine.slices = 46.0, 1000.0
+
+    async def parts() -> list[int]:
+        batcher = Batcher([(engine, Turn())], max_work=1000, max_queue=10_000)
+        try:
+            assert batcher.unpaused == 8
+            tickets = batcher.put(ask(20, 1), 60.0)
+            await batcher.result(tickets)
+            return [ticket.request.rows for ticket in tickets]
+        finally:
+            await batcher.close()
+
+    assert asyncio.run(parts()) == [8, 8, 4]
 
 
 def test_a_seed_has_the_same_passes_whoever_else_asks(model: Model) -> None:
