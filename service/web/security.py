@@ -10,6 +10,7 @@ from dubito.service.problems import Problem, TooManyRequests
 from dubito.service.rates import OwnRates, Rates
 from dubito.service.settings import Settings
 from dubito.service.web.http import Headers
+from dubito.service.web.limits import counted
 
 OPEN = frozenset({"/", "/docs", "/edge", "/openapi.json", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
 HEADERS = {
@@ -89,10 +90,11 @@ class Guard:
         self.rates: Rates = OwnRates() if rates is None else rates
 
     def admit(self, path: str, headers: Headers, address: str) -> str:
-        """Owner of the key, or the address. Raises 401 without a valid key, 429 above the rate limit."""
+        """Owner of the key, or the address, of which an IPv6 network of 64 bits counts as one. Raises 401 without a
+        valid key, 429 above the rate limit."""
+        caller = counted(address)
         if path in OPEN or path.startswith("/console/"):
-            return address
-        caller = address
+            return caller
         if self.keys:
             key = headers.get(b"x-api-key") or _bearer(headers.get(b"authorization", b""))
             owner = self._owner(key.decode("latin-1"))
