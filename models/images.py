@@ -47,46 +47,58 @@ def pictures_in(array: NDArray[np.uint8], declared: Input) -> tuple[NDArray[np.u
 
 def prepare(pixels: Tensor, declared: Input) -> Tensor:
     """The model's input (channels, height, width) in float32 from a picture, uint8 (H, W) or (H, W, channels)."""
+    if pixels.dim() not in (2, 3):
+        raise _no_picture(pixels)
+    return prepare_all((pixels[..., None] if pixels.dim() == 2 else pixels)[None], declared)[0]
+
+
+def prepare_all(pixels: Tensor, declared: Input) -> Tensor:
+    """The model's inputs (B, channels, height, width) from pictures of one size, uint8 (B, H, W, channels)."""
     if declared.image is None:
         raise InputError(
             f"this model takes tensors of shape {declared.shape}, not pictures: give a .npy file of that shape."
         )
-    if pixels.dtype != torch.uint8 or pixels.dim() not in (2, 3) or 0 in pixels.shape:
-        raise InputError(
-            f"a picture came as {pixels.dtype} of shape {tuple(pixels.shape)}; "
-            "expected uint8 (height, width, channels)."
-        )
-    x = (pixels[..., None] if pixels.dim() == 2 else pixels).permute(2, 0, 1).float().div_(255)
+    if pixels.dtype != torch.uint8 or 0 in pixels.shape:
+        raise _no_picture(pixels[0])
+    x = pixels.permute(0, 3, 1, 2).float().div_(255)
     x = fitted(x, declared.shape, declared.image.fitting or Fitting())
     mean, std = (torch.tensor(v)[:, None, None] for v in (declared.image.mean, declared.image.std))
     return (x - mean) / std
 
 
+def _no_picture(pixels: Tensor) -> InputError:
+    return InputError(
+        f"a picture came as {pixels.dtype} of shape {tuple(pixels.shape)}; expected uint8 (height, width, channels)."
+    )
+
+
 def fitted(x: Tensor, shape: tuple[int, ...], fitting: Fitting) -> Tensor:
-    """A picture (c, h, w) with the channels, height and width of `shape`.
+    """A picture (c, h, w), or several (B, c, h, w), with the channels, height and width of `shape`.
 
     Values are in [0, 1] or, as data sets are kept, uint8, which rounding changes by a step at most.
     """
     x = with_channels(x, shape[0])
-    sides, (top, left) = fitting.box(x.shape[1], x.shape[2], shape)
+    height, width = x.shape[-2:]
+    sides, (top, left) = fitting.box(height, width, shape)
     if sides[0] * sides[1] > max(LARGEST_RESIZED, shape[1] * shape[2]):
-        raise InputError(f"a picture of {x.shape[1]} × {x.shape[2]} pixels is too long to cut the middle out of.")
-    if x.shape[1:] != sides:
-        x = F.interpolate(x[None], sides, mode=fitting.interpolation, antialias=True)[0]
+        raise InputError(f"a picture of {height} × {width} pixels is too long to cut the middle out of.")
+    if (height, width) != sides:
+        whole = F.interpolate(x.reshape(-1, *x.shape[-3:]), sides, mode=fitting.interpolation, antialias=True)
+        x = whole.reshape(*x.shape[:-2], *sides)
         if fitting.interpolation == "bicubic" and x.is_floating_point():
             x = x.clamp(0, 1)  # beside edges it goes beyond
-    return x[:, top : top + shape[1], left : left + shape[2]]
+    return x[..., top : top + shape[1], left : left + shape[2]]
 
 
 def with_channels(x: Tensor, channels: int) -> Tensor:
-    """A picture (c, h, w) with the model's number of channels; transparency is dropped."""
-    if len(x) in (2, 4):
-        x = x[:-1]  # drop transparency
-    if len(x) == channels:
+    """A picture (c, h, w), or several, with the model's number of channels; transparency is dropped."""
+    if x.shape[-3] in (2, 4):
+        x = x[..., :-1, :, :]  # drop transparency
+    if (came := x.shape[-3]) == channels:
         return x
-    if len(x) == 1:
-        return x.expand(channels, -1, -1)
-    if len(x) == 3 and channels == 1:
-        grey = (x * torch.tensor(LUMINANCE)[:, None, None]).sum(0, keepdim=True)
+    if came == 1:
+        return x.expand(*x.shape[:-3], channels, -1, -1)
+    if came == 3 and channels == 1:
+        grey = (x * torch.tensor(LUMINANCE)[:, None, None]).sum(-3, keepdim=True)
         return grey if x.is_floating_point() else grey.round().to(x.dtype)
-    raise InputError(f"a picture has {len(x)} channels; this model takes {channels}.")
+    raise InputError(f"a picture has {came} channels; this model takes {channels}.")

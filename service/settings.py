@@ -62,6 +62,10 @@ class Settings(BaseSettings):
         default=None, description="TLS of the gRPC port: file of the certificate chain, in PEM; null: no TLS."
     )
     grpc_key: Path | None = Field(default=None, description="TLS of the gRPC port: file of the private key, in PEM.")
+    grpc_compression: bool = Field(
+        default=False,
+        description="Take compressed gRPC messages, which are unpacked to `body_bytes` before a key is checked.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where models run.")
     devices: tuple[str, ...] = Field(
         default=(),

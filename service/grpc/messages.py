@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dubito.service.grpc.protocol import message_class
 from dubito.service.problems import Problem
 from dubito.service.web.decode import MOST_HEAD, RequestLimits
-from dubito.service.web.oip import DTYPES, KINDS, MOST_REMEMBERED, Header, Spec, Values, values_of
+from dubito.service.web.oip import DTYPES, KINDS, MOST_REMEMBERED, MOST_TEXT, Header, Spec, Values, values_of
 
 Request, Response = message_class("ModelInferRequest"), message_class("ModelInferResponse")
 Output, Contents = message_class("ModelInferResponse.InferOutputTensor"), message_class("InferTensorContents")
@@ -29,6 +29,7 @@ PARAMETERS, OUTPUTS, RAW_OUTPUTS = (number << 3 | BYTES for number in (4, 5, 6))
 KEY, VALUE = (number << 3 | BYTES for number in (1, 2))  # of an entry of a map
 INT64_PARAM, STRING_PARAM = 2 << 3 | VARINT, 3 << 3 | BYTES  # of InferParameter
 MOST_FIELDS = 256  # of a message, apart from the elements of a tensor
+MOST_ALONE = 4096  # elements of a tensor with a field each: proto3 packs numbers into one
 WIDEST = 10  # bytes of a number: a negative integer takes as many
 BLOCK = 1 << 16  # bytes of integers that are decoded together
 LONG_NUMBERS = "an integer of the message has more than 10 bytes."
@@ -123,10 +124,13 @@ def _bounded(kept: list[bytes]) -> bytes:
 
 
 def _text(value: bytes) -> str:
+    """The id, which is sent back: no longer than over HTTP."""
     try:
-        return value.decode()
+        if len(value) <= 4 * MOST_TEXT and len(text := value.decode()) <= MOST_TEXT:
+            return text
     except UnicodeDecodeError:
         raise Problem(400, "the id is no UTF-8.") from None
+    raise Problem(400, f"the id has more than {MOST_TEXT} characters.")
 
 
 def fields_of(data: bytes, at: int, end: int, most: int) -> list[Field]:
@@ -234,7 +238,7 @@ def _typed(message: bytes, spans: list[Span], spec: Spec, count: int) -> Values:
     number, wire = FIELDS[kind]
     chunks = []
     for span in spans:
-        for _, key, begin, stop in fields_of(message, *span, count + MOST_FIELDS):
+        for _, key, begin, stop in fields_of(message, *span, min(count, MOST_ALONE) + MOST_FIELDS):
             if key >> 3 != number:
                 came = NAMES.get(key >> 3, f"field {key >> 3}")
                 raise Problem(400, f"input {name!r} has its elements in {came}; {kind} is in {NAMES[number]}.")

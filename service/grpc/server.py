@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
 import grpc
-import numpy as np
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 from grpc_reflection.v1alpha.reflection import ReflectionServicer
@@ -42,7 +42,15 @@ from dubito.service.web.app import PLAIN_ID, Server
 from dubito.service.web.decode import MOST_HEAD
 from dubito.service.web.http import Headers, Message
 from dubito.service.web.oip import Values, check_control
-from dubito.service.web.predict import HEAVY, SHORT, InferRequest, Predictor, RequestContext, parameters_of
+from dubito.service.web.predict import (
+    HEAVY,
+    SHORT,
+    InferRequest,
+    Predictor,
+    RequestContext,
+    parameters_of,
+    soon_read,
+)
 from dubito.service.web.routes import EXTENSIONS, check_changeable, metadata_of, repository_of
 
 log = logging.getLogger("dubito")
@@ -59,6 +67,7 @@ MOST_STREAMS, STREAMS_OF_ONE = 64, 16  # of health and reflection: in all, and o
 MOST_SLOW, SLOW_OF_ONE = 32, 8  # messages that take longer than INTERVAL to come: in all, and of one address
 SMALL = 1024  # bytes of replies that are not counted while they wait for clients: the number of calls is limited
 STREAMS = 256  # calls of one connection at once
+PLAIN_ONLY, ALL_CODINGS = 0b1, 0b111  # none; none, deflate and gzip
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -192,6 +201,8 @@ class GrpcServer:
         if len(message) > (most := most_bytes(limits, self.settings.body_bytes)):
             detail = f"the message has {len(message):,} bytes; for this model at most {most:,} are taken."
             raise Problem(413, detail, reason="body")
+        if limits.pictures and spec.kind == "BYTES":
+            limits.check_rows(prod(spec.shape))
         sized = limits.pictures and spec.kind in ("UINT8", "BYTES")  # pictures have any size
         elements = self.settings.body_bytes if sized else limits.numbers
         light = len(message) <= HEAVY
@@ -207,7 +218,7 @@ class GrpcServer:
             id_ = parts.id
         if isinstance(values, list):
             limits.check_rows(len(values))
-        quick = light or (not isinstance(values, list) and values.dtype == np.float32)  # used uncopied
+        quick = not isinstance(values, list) and soon_read(values, len(message), limits)
         served, result, outputs = await predictor.infer(context, name, version, parsed, values, quick)
         reply = reply_of(served.name, served.version, id_, parsed.header, outputs, parameters_of(result))
         served.series.add(result, context.stages())
@@ -506,6 +517,7 @@ def _options(settings: Settings) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", int(settings.workers > 1)),  # else a port that another server has is an error
         ("grpc.max_receive_message_length", settings.body_bytes),  # before and after decompression
         ("grpc.max_send_message_length", -1),
+        ("grpc.compression_enabled_algorithms_bitset", ALL_CODINGS if settings.grpc_compression else PLAIN_ONLY),
         ("grpc.max_concurrent_streams", STREAMS),
         ("grpc.max_metadata_size", settings.header_bytes),
         ("grpc.absolute_max_metadata_size", settings.header_bytes),

@@ -1,21 +1,24 @@
 """Inputs of a request from what its body holds: lists, arrays, and pixels of pictures."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dubito.models.errors import InputError
-from dubito.models.images import pictures_in, prepare
+from dubito.models.images import pictures_in, prepare, prepare_all
 from dubito.models.manifest import Input
 from dubito.service.problems import Problem
 from dubito.service.web.decode import RequestLimits, numbers, read_npy
 
 Inputs = NDArray[np.float32]  # (B, ...), possibly a view of the body
 
+TOGETHER = 1 << 18  # pixels that are fitted at once
 PIXELS, NUMBERS = np.dtype(np.uint8), np.dtype(np.float32)
 NPY = ("application/x-npy", "application/octet-stream")
 KINDS = "application/json, application/x-npy, image/png, image/jpeg or multipart/form-data"
@@ -35,6 +38,7 @@ class Codec:
 
     declared: Input
     limits: RequestLimits
+    check: Callable[[int], None]  # raises where so many rows are more work than a request may be
     parts: list[Inputs] = field(default_factory=list)  # (B, ...) each, of a body that was decoded elsewhere
     rows: int = 0  # of these parts
 
@@ -42,7 +46,7 @@ class Codec:
         """Add a decoded array: the pixels of one picture, or numbers."""
         part = self._prepared(array)[None] if picture else self.from_array(array)
         self.rows += len(part)
-        self.limits.check_rows(self.rows)
+        self._check_rows(self.rows)
         self.parts.append(part)
 
     def taken(self) -> Inputs:
@@ -71,7 +75,7 @@ class Codec:
         if array.shape[1:] != self.declared.shape or array.ndim == 0 or len(array) == 0:
             shape = self.limits.declared()
             raise Problem(400, f"inputs have shape {array.shape}; expected {shape}, at least one row.")
-        self.limits.check_rows(len(array))
+        self._check_rows(len(array))
         if array.dtype == NUMBERS:
             return array
         with np.errstate(over="ignore"):
@@ -84,13 +88,21 @@ class Codec:
             raise Problem(
                 400, f"pixels have shape {array.shape}; expected (H, W), (H, W, channels) or several of them."
             )
-        self.limits.check_rows(len(pictures))
+        self._check_rows(len(pictures))
         if (size := pictures.shape[1] * pictures.shape[2]) > self.limits.max_pixels:
             raise Problem(413, f"a picture has {size:,} pixels; at most {self.limits.max_pixels:,} are taken.")
-        return np.stack([self._prepared(np.array(p)) for p in pictures])
+        if pictures.ndim == 3:  # grey
+            pictures = pictures[..., None]
+        together = max(1, TOGETHER // max(size, math.prod(self.declared.shape)))
+        blocks = [pictures[i : i + together] for i in range(0, len(pictures), together)]
+        return np.concatenate([self._prepared(np.array(block), prepare_all) for block in blocks])
 
-    def _prepared(self, pixels: NDArray[np.uint8]) -> Inputs:
+    def _prepared(self, pixels: NDArray[np.uint8], prepare: Callable[[Tensor, Input], Tensor] = prepare) -> Inputs:
         try:
             return prepare(torch.from_numpy(pixels), self.declared).numpy()
         except InputError as error:
             raise Problem(400, str(error)) from None
+
+    def _check_rows(self, rows: int) -> None:
+        self.limits.check_rows(rows)
+        self.check(rows)

@@ -21,6 +21,7 @@ from contextlib import suppress
 from ctypes import CDLL
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate
 from traceback import format_exc
 from typing import Any
 
@@ -48,6 +49,7 @@ PARENT_DIES = 1  # PR_SET_PDEATHSIG
 LIGHT = 1 << 20  # pixels × scans of the pictures of a light request: some 20 ms
 PLAIN, PLAIN_BYTES, MOST_PARTS = 1 << 17, 1 << 18, 32  # of pictures that the server decodes itself
 PNG_PARTS = frozenset(b"IHDR PLTE IDAT IEND tRNS gAMA pHYs sRGB cHRM bKGD sBIT tIME eXIf".split())
+MOST_PLAIN = 16  # such pictures of a request: each takes a tenth of a millisecond, however small
 UNKNOWN = 1 << 62  # cost of a picture of which the header says nothing
 
 
@@ -286,11 +288,10 @@ def _area(width: int, height: int) -> int:
 
 
 def _jpeg_cost(jpeg: bytes) -> int:
-    if len(jpeg) > LIGHT:  # to look for its scans would take long
-        return UNKNOWN
-    place = 2
-    while (found := MARKER.search(jpeg, place)) is not None and found.end() < 1 << 18:
-        place = found.end()
+    """By the parts before its first scan, which follow each other without a gap."""
+    place, parts = 2, 0
+    while parts < MOST_PARTS and (found := MARKER.match(jpeg, place)) is not None:
+        place, parts = found.end(), parts + 1
         kind = jpeg[place - 1]
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # the frame's header
             return max(1, jpeg.count(b"\xff\xda")) * _area(*struct.unpack_from(">HH", jpeg, place + 3))
@@ -299,9 +300,17 @@ def _jpeg_cost(jpeg: bytes) -> int:
     return UNKNOWN
 
 
+def light(pictures: Sequence[bytes]) -> bool:
+    """Whether pictures cost little by their first bytes; to look for the scans of more bytes would take long."""
+    if sum(map(len, pictures)) > LIGHT:
+        return False
+    costs = accumulate(map(cost_of, pictures))
+    return all(cost <= LIGHT for cost in costs)
+
+
 def plain(pictures: Sequence[bytes]) -> bool:
     """Whether pictures are so small and ordinary that to decode them takes a few milliseconds, whatever is in them."""
-    if sum(map(len, pictures)) > PLAIN_BYTES:
+    if len(pictures) > MOST_PLAIN or sum(map(len, pictures)) > PLAIN_BYTES:
         return False
     cost = sum(cost_of(picture) if _ordinary(picture) else UNKNOWN for picture in pictures)
     return cost <= PLAIN

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.predictions.answers import CERTAINTIES, Columns, check_group, rows_of
@@ -24,12 +25,11 @@ from dubito.service.settings import Settings
 from dubito.service.web import oip
 from dubito.service.web.codec import KINDS, NPY, Codec, Inputs, limits_of
 from dubito.service.web.decode import (
-    LIGHT,
     MOST_HEAD,
     Piece,
     RequestLimits,
-    cost_of,
     decode,
+    light,
     no_inputs,
     pictures_of,
     plain,
@@ -120,8 +120,7 @@ class Decode:
 
     @classmethod
     def pictures(cls, files: Sequence[bytes]) -> "Decode":
-        light = sum(map(cost_of, files)) <= LIGHT
-        return cls("pictures", b"".join(files), tuple(map(len, files)), light, plain(files))
+        return cls("pictures", b"".join(files), tuple(map(len, files)), light(files), plain(files))
 
     def read(self, codec: Codec) -> None:
         """Decode in this process."""
@@ -156,8 +155,8 @@ class Predictor:
         coded, read, fields = self._v1_inputs(body, coding, kind, content_type, limits)
         given = {**query_of(context.scope), **fields}
         options = read_options(given, self.settings) if given else self.usual
-        light = len(body) <= HEAVY
-        served, x, rest = await self._inputs(context, name, options.version, options.timeout_ms, coded, read, light)
+        quick = len(body) <= HEAVY and not (kind in NPY and limits.pictures)  # of small pictures that may be thousands
+        served, x, rest = await self._inputs(context, name, options.version, options, coded, read, quick)
         if rest:  # the options of a long body
             given |= json_object(rest)
             options = read_options(given, self.settings) if given else self.usual
@@ -225,7 +224,10 @@ class Predictor:
         if parsed is None:
             coded = Decode("v2", body, light=not coding and len(body) <= QUICK, coding=coding)
         else:
-            values = oip.values_of(parsed.header.input, body, head)
+            if (spec := parsed.header.input).kind == "BYTES" and limits.pictures:
+                limits.check_rows(math.prod(spec.shape))
+                self._check_work(parsed.options, math.prod(spec.shape))
+            values = oip.values_of(spec, body, head)
             if isinstance(values, list):
                 limits.check_rows(len(values))
                 coded = Decode.pictures(values)
@@ -234,9 +236,9 @@ class Predictor:
             assert isinstance(values, np.ndarray)
             return codec.from_array(values)
 
-        quick = isinstance(values, np.ndarray) and (len(body) <= HEAVY or values.dtype == np.float32)  # used uncopied
-        timeout = self.usual.timeout_ms if parsed is None else parsed.options.timeout_ms
-        served, x, rest = await self._inputs(context, name, version, timeout, coded, read, quick)
+        quick = isinstance(values, np.ndarray) and soon_read(values, len(body), limits)
+        options = self.usual if parsed is None else parsed.options
+        served, x, rest = await self._inputs(context, name, version, options, coded, read, quick)
         if parsed is None:
             parsed = self._parse(rest)
         result, outputs = await self._outputs(context, served, x, parsed)
@@ -255,17 +257,19 @@ class Predictor:
         """For another transport: the model that answers the values of its one input, its result, and the outputs."""
         if quick and isinstance(values, np.ndarray):
             context.served = served = self.repository.get(name, version)
-            x = Codec(served.declared, self._limits(served)).from_array(values)
+            check = partial(self._check_work, parsed.options)
+            x = Codec(served.declared, self._limits(served), check).from_array(values)
             context.rows = len(x)
         else:
+            if isinstance(values, list):
+                self._check_work(parsed.options, len(values))
             coded = Decode.pictures(values) if isinstance(values, list) else None
 
             def read(codec: Codec) -> Inputs:
                 assert isinstance(values, np.ndarray)
                 return codec.from_array(values)
 
-            timeout = parsed.options.timeout_ms
-            served, x, _ = await self._inputs(context, name, version, timeout, coded, read, quick)
+            served, x, _ = await self._inputs(context, name, version, parsed.options, coded, read, quick)
         return served, *await self._outputs(context, served, x, parsed)
 
     async def _outputs(
@@ -294,7 +298,7 @@ class Predictor:
         """The header of a v2 request and its options."""
         header = oip.header_of(request)
         given = {key: value for key, value in header.parameters.items() if key in PARAMETERS}
-        if header.parameters.get("timeout", 0) != 0:  # microseconds, as the protocol defines it; 0: none
+        if header.parameters.get("timeout", 0) not in (0, "0"):  # microseconds, as the protocol defines it; 0: none
             given["timeout_ms"] = _milliseconds(header.parameters["timeout"])
         options = read_options(given, self.settings) if given else self.usual
         keep = header.outputs is not None and DRAWS in header.outputs
@@ -387,7 +391,7 @@ class Predictor:
         context: RequestContext,
         name: str,
         version: str | None,
-        timeout_ms: int,
+        options: PredictOptions,
         body: "Decode | None",
         read: Callable[[Codec], Inputs] | None,
         quick: bool,
@@ -398,12 +402,12 @@ class Predictor:
         while True:
             served = context.served = self.repository.get(name, version)
             limits = self._limits(served)
-            codec, rest = Codec(served.declared, limits), b""
+            codec, rest = Codec(served.declared, limits, partial(self._check_work, options)), b""
             if body is not None and body.here:
                 await asyncio.to_thread(body.read, codec)
                 x = codec.taken()
             elif body is not None:
-                rest = await self._decode(context, limits, body, timeout_ms, codec.take)
+                rest = await self._decode(context, limits, body, options.timeout_ms, codec.take)
                 x = codec.taken()
             elif read is not None:
                 x = read(codec) if quick else await asyncio.to_thread(read, codec)
@@ -420,7 +424,7 @@ class Predictor:
 
         No await may stand between choosing the version and queueing: a retired version must not get requests.
         """
-        self._check_work(x, options)
+        self._check_work(options, len(x))
         if keep:
             self._check_values(x, options, served)
         context.parsed = time.monotonic()
@@ -467,12 +471,12 @@ class Predictor:
         served.series.add(result, context.stages())
         return content, headers
 
-    def _check_work(self, x: Inputs, options: PredictOptions) -> None:
+    def _check_work(self, options: PredictOptions, rows: int) -> None:
         draws = options.max_samples if options.samples == "auto" else max(1, options.samples)
-        if (work := len(x) * draws) > (most := self.settings.request_work):
+        if (work := rows * draws) > (most := self.settings.request_work):
             raise Problem(
                 413,
-                f"{len(x):,} inputs with up to {draws:,} draws each are {work:,} rows × draws; at most {most:,} are "
+                f"{rows:,} inputs with up to {draws:,} draws each are {work:,} rows × draws; at most {most:,} are "
                 "taken in one request. Send fewer inputs at a time, or ask for fewer samples.",
                 reason="work",
             )
@@ -486,6 +490,14 @@ class Predictor:
                 413,
                 f"the draws of this request are {count:,} numbers; at most {self.settings.max_values:,} are listed.",
             )
+
+
+def soon_read(values: NDArray[Any], size: int, limits: RequestLimits) -> bool:
+    """Whether an array of a body of `size` bytes is read in a moment: float32 is used uncopied, and pictures are fitted
+    to the model's inputs, which may be far larger."""
+    if values.dtype == np.uint8 and limits.pictures and values.ndim:
+        return size <= HEAVY and len(values) * math.prod(limits.shape) <= HEAVY
+    return size <= HEAVY or values.dtype == np.float32
 
 
 def _milliseconds(microseconds: object) -> int:

@@ -30,7 +30,7 @@ from tritonclient.utils import InferenceServerException
 
 from dubito import __version__
 from dubito.models.embedded import embedded
-from dubito.service.grpc.messages import fields_of, integers
+from dubito.service.grpc.messages import CONTENTS, INPUTS, fields_of, framed, integers
 from dubito.service.grpc.protocol import FILE, SERVICE, described, message_class
 from dubito.service.web.oip import DRAWS, DTYPES
 from dubito.service.web.security import hash_key
@@ -319,12 +319,55 @@ def test_pictures(bare: Bare, client: Any) -> None:
     np.testing.assert_allclose(raw[:1], of_pixels.as_numpy("probabilities"), atol=1e-6)
 
 
-@pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_compression(client: Any, x: Array, coding: str) -> None:
+def too_large() -> Any:
+    """41 MB, of at most 34."""
+    return request(np.zeros((160_000, 1, 8, 8), np.float32))
+
+
+def test_compression_where_it_is_asked_for(serve: Serve, client: Any, x: Array) -> None:
     given: dict[str, Any] = {"parameters": {"samples": 20, "seed": 5}}
-    packed = client.infer("digits", [input_of(x)], compression_algorithm=coding, **given)
     plain = client.infer("digits", [input_of(x)], **given)
-    np.testing.assert_array_equal(packed.as_numpy("probabilities"), plain.as_numpy("probabilities"))
+    other = serve(embedded("digits"), "--grpc-port", "0", "--set", "grpc_compression=true")
+    with triton.InferenceServerClient(other.grpc) as asked:
+        for coding in ("gzip", "deflate"):
+            packed = asked.infer("digits", [input_of(x)], compression_algorithm=coding, **given)
+            np.testing.assert_allclose(packed.as_numpy("probabilities"), plain.as_numpy("probabilities"), atol=1e-6)
+            with pytest.raises(InferenceServerException, match=r"(?i)compression algorithm.*disabled"):
+                client.infer("digits", [input_of(x)], compression_algorithm=coding, **given)
+    with Bare(other.grpc) as bare:
+        code, text = refusal(partial(bare.infer, too_large(), compression=grpc.Compression.Gzip))
+        assert (code, "larger than max" in text) == (Code.RESOURCE_EXHAUSTED, True)
+
+
+def test_an_id_is_no_longer_than_over_http(bare: Bare, x: Array) -> None:
+    """It is sent back."""
+    told = request(x, samples=1)
+    told.id = "é" * 4096
+    assert bare.infer(told).id == told.id
+    for id_ in ("é" * 4097, "a" * 1_000_000):
+        told.id = id_
+        code, text = refusal(lambda: bare.infer(told))
+        assert (code, text) == (Code.INVALID_ARGUMENT, "the id has more than 4096 characters.")
+
+
+def test_numbers_with_a_field_each_are_limited(bare: Bare) -> None:
+    """Each would become an object of the server's, of a hundred times its two bytes."""
+    pixels = 2_000_000
+    told = request(np.zeros(0), "UINT8", samples=0)
+    del told.raw_input_contents[:]
+    told.inputs[0].shape[:] = [1, pixels // 1000, 1000]
+    one = framed(CONTENTS, b"\x20\x01" * pixels)  # uint_contents, not packed
+    inner = told.inputs[0].SerializeToString() + one
+    told.ClearField("inputs")
+    code, text = refusal(lambda: bare.infer(told.SerializeToString() + framed(INPUTS, inner)))
+    assert code == Code.RESOURCE_EXHAUSTED
+    assert "more than 4,352 fields" in text
+
+
+def test_many_small_pictures_are_refused_before_they_are_fitted(bare: Bare) -> None:
+    code, text = refusal(lambda: bare.infer(request(np.zeros((4096, 1, 5), np.uint8), "UINT8", samples=1024)))
+    assert code == Code.RESOURCE_EXHAUSTED
+    assert "rows × draws" in text
 
 
 def test_asyncio_client(served: Live, client: Any, x: Array) -> None:
@@ -484,12 +527,10 @@ def memory_of(live: Live) -> int:
 
 
 def test_too_large_messages(served: Live, serve: Serve, make_artifact: Callable[..., Path], tmp_path: Path) -> None:
-    """Beyond body_bytes grpc itself refuses, unpacked or packed; beyond what the model can take, we do."""
+    """Beyond body_bytes grpc itself refuses; beyond what the model can take, we do."""
     with Bare(served.grpc) as bare:
-        large = request(np.zeros((160_000, 1, 8, 8), np.float32))  # 41 MB
-        for coding in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
-            code, text = refusal(partial(bare.infer, large, compression=coding))
-            assert (code, "larger than max" in text) == (Code.RESOURCE_EXHAUSTED, True)
+        code, text = refusal(partial(bare.infer, too_large()))
+        assert (code, "larger than max" in text) == (Code.RESOURCE_EXHAUSTED, True)
     server = serve(make_artifact(tmp_path / "m.safetensors"), "--grpc-port", "0", "--set", "max_rows=8")
     with Bare(server.grpc) as bare:
         assert len(bare.infer(request(np.zeros((8, 4), np.float32), model="m")).outputs) > 3

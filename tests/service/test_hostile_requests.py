@@ -6,6 +6,7 @@ ten times as long.
 
 import asyncio
 import base64
+import io
 import json
 import os
 import re
@@ -25,7 +26,7 @@ import pytest
 
 from benchmarks import _hostile as hostile
 from dubito.models.embedded import embedded
-from dubito.service.web.decode import NICE
+from dubito.service.web.decode import NICE, UNKNOWN, cost_of, light, plain
 
 Fixture = Any  # the types of conftest.py
 V1, V2 = "/v1/models/digits/predict", "/v2/models/digits/infer"
@@ -176,6 +177,46 @@ def test_a_picture_of_many_scans(http: httpx.Client) -> None:
     assert http.post(V1, content=hostile.scan_bomb(256, 20), headers=JPEG).status_code == 200
 
 
+def test_pictures_whose_headers_have_no_end(server: Fixture, http: httpx.Client) -> None:
+    """What the server itself reads of a picture is little: 33 MB of markers took it 13 s, on its event loop."""
+    one = b"\xff\xd8" + b"\xff\x01" * 131_068
+    assert http.post(V1, content=one, headers=JPEG).status_code == 400
+    blob = (len(one).to_bytes(4, "little") + one) * 120
+    tensor = {"name": "input", "shape": [120], "datatype": "BYTES", "parameters": {"binary_data_size": len(blob)}}
+    head = json.dumps({"inputs": [tensor], "parameters": {"samples": 1}}).encode()
+    lengths = {"inference-header-content-length": str(len(head))}
+    assert "cannot be read" in said(http.post(V2, content=head + blob, headers=lengths, timeout=60), 400)
+
+
+def test_the_first_bytes_of_a_picture_tell_what_it_costs() -> None:
+    jpeg, png = hostile.picture(64, "JPEG"), hostile.picture(64)
+    assert cost_of(png) == cost_of(jpeg) == 64 * 64
+    assert cost_of(b"\xff\xd8" + b"\xff\x01" * 40 + jpeg[2:]) == UNKNOWN  # too many parts before the frame's header
+    assert cost_of(b"\xff\xd8\x00" + jpeg[2:]) == UNKNOWN  # they do not follow each other
+    assert light([png] * 200)
+    assert not light([png] * 300)  # 1,228,800 pixels
+    assert not light([png, bytes(1 << 20)])
+    assert plain([png] * 16)
+    assert not plain([png] * 17)
+
+
+def test_many_small_pictures_are_refused_before_they_are_fitted(http: httpx.Client) -> None:
+    """And in other ways answered: pictures of one size are fitted together."""
+    x = np.zeros((4096, 1, 5), np.uint8)
+    for shape, kind, data in ((x.shape, "UINT8", x.tobytes()), ((4096,), "BYTES", b"\x01\x00\x00\x00x" * 4096)):
+        tensor = {"name": "input", "shape": shape, "datatype": kind, "parameters": {"binary_data_size": len(data)}}
+        head = json.dumps({"inputs": [tensor], "parameters": {"samples": 1024}}).encode()
+        lengths = {"inference-header-content-length": str(len(head))}
+        assert "rows × draws" in said(http.post(V2, content=head + data, headers=lengths), 413)
+    file = io.BytesIO()
+    np.save(file, x)
+    headers = {"content-type": "application/x-npy"}
+    url = f"{V1}?samples=1024"
+    assert "rows × draws" in said(http.post(url, content=file.getvalue(), headers=headers), 413)
+    reply = http.post(f"{V1}?samples=0", content=file.getvalue(), headers=headers, timeout=60)
+    assert len(reply.json()["predictions"]) == 4096
+
+
 @pytest.mark.parametrize(
     ("content", "statuses"),
     [
@@ -322,6 +363,7 @@ def test_a_long_request_takes_turns_with_short_ones(server: Fixture) -> None:
     patient = {"timeout_ms": 300_000}
     asyncio.run(beside({"inputs": np.zeros((96, 1, 8, 8)).tolist(), "samples": 60, **patient}))
     asyncio.run(beside({"inputs": np.zeros((6, 1, 8, 8)).tolist(), "samples": 1024, **patient}))
+    asyncio.run(beside({"inputs": np.zeros((4096, 1, 8, 8)).tolist(), "samples": 1, **patient}))
 
 
 def test_a_flood_on_another_model_is_in_turns_with_this_one(serve: Fixture) -> None:

@@ -21,7 +21,7 @@ from dubito.deploy.edge.export import save as write_onnx
 from dubito.deploy.edge.runtime import EdgeError, EdgeModel
 from dubito.models import bayesianize, load, save
 from dubito.models.errors import InputError
-from dubito.models.images import fitted, prepare, read_pixels
+from dubito.models.images import fitted, prepare, prepare_all, read_pixels
 from dubito.models.manifest import Card, Fitting, Input, Interpolation, Regression, format_of
 from dubito.models.manifest import Image as ImageInput
 from dubito.service.client import Client
@@ -183,6 +183,19 @@ def test_a_fitting_belongs_to_format_4_and_holds_the_input() -> None:
     for resize in (5, 1 << 20):
         with pytest.raises(ValidationError, match=f"resized to {resize}; expected 6 to 4096"):
             Input(shape=(3, 6, 6), image=ImageInput.model_validate(of | {"fitting": {"resize": resize}}))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("fitting", [None, Fitting(resize=9), Fitting(interpolation="bicubic")])
+def test_pictures_of_one_size_are_fitted_together_as_they_are_one_by_one(channels: int, fitting: Any) -> None:
+    rng = np.random.default_rng(5)
+    for wanted in (1, 3):
+        image = ImageInput(mean=(0.4,) * wanted, std=(0.3,) * wanted, fitting=fitting)
+        declared = Input(shape=(wanted, 8, 7), image=image)
+        for height, width in ((8, 7), (20, 13), (3, 5)):
+            pixels = torch.from_numpy(rng.integers(0, 256, (6, height, width, channels), dtype=np.uint8))
+            alone = torch.stack([prepare(one, declared) for one in pixels])
+            torch.testing.assert_close(prepare_all(pixels, declared), alone, rtol=0, atol=1e-6)
 
 
 def test_a_picture_of_absurd_proportions_is_refused_before_it_fills_the_memory() -> None:
