@@ -197,6 +197,19 @@ async def lists_as_large_as_is_allowed(target: Target) -> None:
     await send_all(target, V1, hostile.packed(hostile.many_lists(900_000)), PACKED, JSON)
 
 
+@attack(1)
+async def thousands_of_tiny_pictures(target: Target) -> None:
+    """20 kB, which are 4096 inputs of any size once they are fitted."""
+    tensor = {"name": "input", "shape": [4096, 1, 5], "datatype": "UINT8", "parameters": {"binary_data_size": 20480}}
+    head = json.dumps({"inputs": [tensor], "parameters": {"samples": 1024}}).encode()
+    await send_all(target, V2, head + bytes(20480), f"Inference-Header-Content-Length: {len(head)}")
+
+
+@attack(2)
+async def headers_of_pictures_without_end(target: Target) -> None:
+    await send_all(target, V1, b"\xff\xd8" + b"\xff\x01" * 131_000, JPEG, number=2)
+
+
 @attack(2)
 async def progressive_scans(target: Target) -> None:
     await send_all(target, V1, hostile.packed(hostile.scan_bomb()), PACKED, JPEG, number=6)
@@ -228,6 +241,12 @@ async def all_rows_and_all_draws(target: Target) -> None:
 async def as_many_rows_and_draws_as_are_allowed(target: Target) -> None:
     """A variant: just below the limit."""
     await send_all(target, V1, rows(4000, samples=32), JSON, number=2)
+
+
+@attack(3)
+async def many_rows_with_one_draw(target: Target) -> None:
+    """A variant: work that cannot go in parts of draws."""
+    await send_all(target, V1, rows(1024, samples=1), JSON, number=1)
 
 
 @attack(3)
@@ -291,60 +310,54 @@ async def slow_loris_that_never_begins(target: Target) -> None:
     await hold(target, 500, b"\r\n", b"\r\n")
 
 
-@attack(4)
-async def headers_of_600_MB(target: Target) -> None:
-    """Six connections, each with one header that does not end."""
+async def pour(target: Target, first: bytes, more: bytes, pieces: int) -> None:
+    """Six connections that send something, and then pieces of something that does not end, without reading."""
 
     async def one() -> None:
         while True:
             with suppress(OSError):
                 _, writer = await target.connect()
                 try:
-                    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-A: ")
-                    for _ in range(1600):
-                        writer.write(b"a" * (1 << 16))
+                    writer.write(first)
+                    for _ in range(pieces):
+                        writer.write(more)
                         await writer.drain()
                 finally:
                     writer.close()
 
     await asyncio.gather(*(one() for _ in range(6)))
+
+
+@attack(4)
+async def headers_of_600_MB(target: Target) -> None:
+    """Six connections, each with one header that does not end."""
+    await pour(target, b"GET / HTTP/1.1\r\nHost: localhost\r\nX-A: ", b"a" * (1 << 16), 1600)
 
 
 @attack(4)
 async def headers_without_end(target: Target) -> None:
     """Millions of short ones."""
+    await pour(target, b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"a:\r\n" * (1 << 14), 1600)
 
-    async def one() -> None:
-        while True:
-            with suppress(OSError):
-                _, writer = await target.connect()
-                try:
-                    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
-                    for _ in range(1600):
-                        writer.write(b"a:\r\n" * (1 << 14))
-                        await writer.drain()
-                finally:
-                    writer.close()
 
-    await asyncio.gather(*(one() for _ in range(6)))
+CHUNKED = b"POST /v1/models/digits/predict HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @attack(4)
 async def chunks_of_one_byte(target: Target) -> None:
-    async def one() -> None:
-        while True:
-            with suppress(OSError):
-                _, writer = await target.connect()
-                try:
-                    head = b"POST /v1/models/digits/predict HTTP/1.1\r\nHost: localhost\r\n"
-                    writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n")
-                    for _ in range(400):
-                        writer.write(b"1\r\n \r\n" * (1 << 14))
-                        await writer.drain()
-                finally:
-                    writer.close()
+    await pour(target, CHUNKED, b"1\r\n \r\n" * (1 << 14), 400)
 
-    await asyncio.gather(*(one() for _ in range(6)))
+
+@attack(4)
+async def trailers_without_end(target: Target) -> None:
+    """Behind a body that is large enough for them to be allowed by its size."""
+    await pour(target, CHUNKED + b"800000\r\n" + bytes(1 << 23) + b"\r\n0\r\nX-A: ", b"a" * 2000, 4000)
+
+
+@attack(4, seconds=15.0)
+async def half_bodies_behind_another_request(target: Target) -> None:
+    head = b"POST /v1/models/digits/predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
+    await hold(target, 700, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" + head)
 
 
 @attack(4, seconds=15.0)
