@@ -56,9 +56,7 @@ class Batcher:
         self.max_queue, self.on_batch = max_queue, on_batch
         self.max_work = int(min(max_work, max(engine.slices[1], 1)))  # of a batch that nobody waits for
         self.short = int(min(max_work, max(engine.slices[0], 1)))  # of one that others wait for
-        self.unpaused = max(
-            1, int(self.short / engine.first_draw)
-        )  # rows: others are answered between two draws of all
+        self.unpaused = max(1, int(self.short / engine.first_draw))  # rows of a draw: others come between two draws
         self.trace: Callable[[Batch, float], None] | None = None  # called for each batch with the time of its end
         self.max_rows = sys.maxsize  # of a batch, for requests like the last one
         self.taking = threading.Lock()  # held by the worker that forms a batch

@@ -29,7 +29,7 @@ PARAMETERS, OUTPUTS, RAW_OUTPUTS = (number << 3 | BYTES for number in (4, 5, 6))
 KEY, VALUE = (number << 3 | BYTES for number in (1, 2))  # of an entry of a map
 INT64_PARAM, STRING_PARAM = 2 << 3 | VARINT, 3 << 3 | BYTES  # of InferParameter
 MOST_FIELDS = 256  # of a message, apart from the elements of a tensor
-MOST_ALONE = 4096  # elements of a tensor with a field each: proto3 packs numbers into one
+MOST_ALONE = 4096  # numbers of a tensor with a field each: proto3 packs them into one
 WIDEST = 10  # bytes of a number: a negative integer takes as many
 BLOCK = 1 << 16  # bytes of integers that are decoded together
 LONG_NUMBERS = "an integer of the message has more than 10 bytes."
@@ -237,8 +237,9 @@ def _typed(message: bytes, spans: list[Span], spec: Spec, count: int) -> Values:
         raise Problem(400, f"input {name!r}: {kind} has no typed contents; send raw_input_contents.")
     number, wire = FIELDS[kind]
     chunks = []
+    alone = count if kind == "BYTES" else min(count, MOST_ALONE)
     for span in spans:
-        for _, key, begin, stop in fields_of(message, *span, min(count, MOST_ALONE) + MOST_FIELDS):
+        for _, key, begin, stop in fields_of(message, *span, alone + MOST_FIELDS):
             if key >> 3 != number:
                 came = NAMES.get(key >> 3, f"field {key >> 3}")
                 raise Problem(400, f"input {name!r} has its elements in {came}; {kind} is in {NAMES[number]}.")

@@ -201,7 +201,7 @@ class GrpcServer:
         if len(message) > (most := most_bytes(limits, self.settings.body_bytes)):
             detail = f"the message has {len(message):,} bytes; for this model at most {most:,} are taken."
             raise Problem(413, detail, reason="body")
-        if limits.pictures and spec.kind == "BYTES":
+        if spec.kind == "BYTES":
             limits.check_rows(prod(spec.shape))
         sized = limits.pictures and spec.kind in ("UINT8", "BYTES")  # pictures have any size
         elements = self.settings.body_bytes if sized else limits.numbers

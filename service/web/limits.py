@@ -137,7 +137,10 @@ def counted(host: str) -> str:
     """IPv6 networks of 64 bits count as one address, since their owner has all of it."""
     if ":" not in host:
         return host
-    address = IPv6Address(host.partition("%")[0])
+    try:
+        address = IPv6Address(host.partition("%")[0])
+    except ValueError:  # what a proxy says
+        return host
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(IPv6Network((address.packed[:8] + bytes(8), 64)))

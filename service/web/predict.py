@@ -224,7 +224,7 @@ class Predictor:
         if parsed is None:
             coded = Decode("v2", body, light=not coding and len(body) <= QUICK, coding=coding)
         else:
-            if (spec := parsed.header.input).kind == "BYTES" and limits.pictures:
+            if (spec := parsed.header.input).kind == "BYTES":
                 limits.check_rows(math.prod(spec.shape))
                 self._check_work(parsed.options, math.prod(spec.shape))
             values = oip.values_of(spec, body, head)
@@ -399,10 +399,12 @@ class Predictor:
         """The model, its inputs, and what a long JSON body has beside them; read again if another version was switched
         to meanwhile.
         """
+        known = body is None or body.kind == "pictures"  # else the body has options of its own
+        check = partial(self._check_work, options) if known else lambda rows: None
         while True:
             served = context.served = self.repository.get(name, version)
             limits = self._limits(served)
-            codec, rest = Codec(served.declared, limits, partial(self._check_work, options)), b""
+            codec, rest = Codec(served.declared, limits, check), b""
             if body is not None and body.here:
                 await asyncio.to_thread(body.read, codec)
                 x = codec.taken()

@@ -240,8 +240,21 @@ def test_odd_pictures(http: httpx.Client, content: Callable[[], bytes], statuses
 @pytest.fixture(scope="module")
 def patient(serve: Fixture) -> Fixture:
     """A server that lets pictures take long: as if there were a kind of them that no limit knows."""
-    limits = ("image_scans=100000", "decode_seconds=60", "drain_seconds=2", "linger_seconds=0", "buckets=1")
+    limits = ["image_scans=100000", "decode_seconds=60", "drain_seconds=2", "linger_seconds=0", "buckets=1"]
+    limits += ["request_work=1000"]
     return serve(embedded("digits"), *(word for limit in limits for word in ("--set", limit)))
+
+
+def test_the_work_of_a_long_body_is_that_of_its_own_options(patient: Fixture) -> None:
+    """Which are not known before it is parsed: 900 rows with the usual twenty draws would be too many."""
+    x = np.zeros((900, 1, 8, 8))
+    with httpx.Client(base_url=patient.url, timeout=60) as http:
+        reply = http.post(V1, json={"inputs": x.tolist(), "samples": 1})
+        assert len(reply.json()["predictions"]) == 900
+        assert "18,000 rows × draws" in said(http.post(V1, json={"inputs": x.tolist()}), 413)
+        tensor = {"name": "input", "shape": x.shape, "datatype": "FP32", "data": x.reshape(-1).tolist()}
+        reply = http.post(V2, json={"inputs": [tensor], "parameters": {"samples": 1}})
+        assert reply.json()["outputs"][0]["shape"][0] == 900
 
 
 def test_decoding_ends_with_the_deadline_or_the_client(patient: Fixture) -> None:

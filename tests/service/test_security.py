@@ -78,6 +78,7 @@ def test_rates_come_back_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
     network = [admitted(f"2001:db8:0:1::{i:x}") for i in range(3)]  # whose owner has all of its addresses
     assert network == [True, True, False]
     assert admitted("2001:db8:0:2::1")
+    assert admitted("no:address")
     for i in range(20_000):  # addresses that come once do not pile up
         admitted(str(i))
     assert len(rates.buckets) <= 10_000
