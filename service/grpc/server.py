@@ -216,8 +216,6 @@ class GrpcServer:
                 values = await asyncio.to_thread(tensor_of, parts, spec, elements)
             self._remember(parts, head)
             id_ = parts.id
-        if isinstance(values, list):
-            limits.check_rows(len(values))
         quick = not isinstance(values, list) and soon_read(values, len(message), limits)
         served, result, outputs = await predictor.infer(context, name, version, parsed, values, quick)
         reply = reply_of(served.name, served.version, id_, parsed.header, outputs, parameters_of(result))

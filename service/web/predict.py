@@ -229,7 +229,6 @@ class Predictor:
                 self._check_work(parsed.options, math.prod(spec.shape))
             values = oip.values_of(spec, body, head)
             if isinstance(values, list):
-                limits.check_rows(len(values))
                 coded = Decode.pictures(values)
 
         def read(codec: Codec) -> Inputs:
