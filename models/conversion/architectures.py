@@ -5,6 +5,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from dubito.models.manifest import Architecture, Image, Input
 GROUP = "dubito.architectures"  # entry points: name -> a function of plain arguments that returns an nn.Module
 LARGEST = 1 << 24  # of any whole number among the arguments: a manifest may claim what it likes
 LONGEST = 256  # of any list among them
+STEM = 64  # channels of a ResNet's first layer, which divide those of all others
 WIDEST = 30  # of a deep Gaussian process's hidden layers, unless they are told [Salimbeni17]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU}
@@ -195,23 +197,31 @@ def _unbiased(c_in: int, c_out: int) -> list[nn.Module]:
     return [nn.Conv2d(c_in, c_out, 3, padding=1, bias=False), nn.ReLU()]
 
 
-def resnet18_cifar(classes: int = 10) -> nn.Module:
-    return _for_small_images("resnet18", classes)
+def resnet18_cifar(classes: int = 10, groups: int | None = None) -> nn.Module:
+    return _for_small_images("resnet18", classes, groups)
 
 
-def resnet50_cifar(classes: int = 10) -> nn.Module:
-    return _for_small_images("resnet50", classes)
+def resnet50_cifar(classes: int = 10, groups: int | None = None) -> nn.Module:
+    return _for_small_images("resnet50", classes, groups)
 
 
-def _for_small_images(name: str, classes: int) -> nn.Module:
-    """torchvision's network with a 3 × 3 stem and no max-pooling, for 32 × 32 images."""
-    net = _torchvision(name, classes)
-    net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+def _for_small_images(name: str, classes: int, groups: int | None) -> nn.Module:
+    """torchvision's network with a 3 × 3 stem and no max-pooling, for 32 × 32 images.
+
+    With `groups`, GroupNorm of so many groups stands in place of BatchNorm, and no image depends on its batch.
+    """
+    if groups is not None and STEM % groups:
+        raise ArchitectureError(
+            f"{name}-cifar: groups is {groups}; expected a divisor of {STEM}, or none for BatchNorm."
+        )
+    norm = {} if groups is None else {"norm_layer": partial(nn.GroupNorm, groups)}
+    net = _torchvision(name, classes, **norm)
+    net.conv1 = nn.Conv2d(3, STEM, 3, padding=1, bias=False)
     net.maxpool = nn.Identity()
     return net
 
 
-def _torchvision(name: str, classes: int) -> nn.Module:
+def _torchvision(name: str, classes: int, **options: Callable[..., nn.Module]) -> nn.Module:
     import torchvision.models  # slow to import, and only these names need it
 
     known = torchvision.models.list_models(module=torchvision.models)
@@ -231,7 +241,7 @@ def _torchvision(name: str, classes: int) -> nn.Module:
         regnet = regnet.to("meta")
         regnet.fc = nn.Linear(features, classes)
         return regnet
-    net: nn.Module = builder(weights=None, num_classes=classes, **extra)
+    net: nn.Module = builder(weights=None, num_classes=classes, **extra, **options)
     return net
 
 

@@ -33,6 +33,16 @@ def test_ours_have_the_known_sizes_and_run(name: str, shape: tuple[int, ...], pa
     assert net(torch.randn(1, *shape)).shape == (1, 10)
 
 
+def test_with_groups_no_picture_depends_on_its_batch() -> None:
+    net = build("resnet18-cifar", groups=16).train()
+    norms = [m for m in net.modules() if isinstance(m, (nn.GroupNorm, nn.modules.batchnorm._BatchNorm))]
+    assert {type(m) for m in norms} == {nn.GroupNorm}
+    assert count(net) == 11_173_962
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(net(x)[:1], net(x[:1]))
+
+
 @pytest.mark.parametrize(
     "name", ["resnet18", "googlenet", "inception_v3", "efficientnet_b0", "swin_t", "vit_b_16", "regnet_x_400mf"]
 )
@@ -51,6 +61,7 @@ def test_torchvision_classifiers_are_built_by_name(name: str) -> None:
         ("torchvision/deeplabv3_resnet50", {}, "no classifier"),
         ("lenet", {"hidden": 3}, "lenet: .*'hidden'; it takes"),
         ("convnet", {"size": 28, "stages": [4] * 5}, "size is 28; expected at least 32"),
+        ("resnet18-cifar", {"groups": 24}, "groups is 24; expected a divisor of 64"),
         ("mlp", {"hidden": [0]}, "hidden is 0; expected 1 to"),
         ("mlp", {"inputs": 1 << 40}, "inputs is"),
         ("mlp", {"hidden": [1] * 1000}, "hidden has 1000 entries"),
