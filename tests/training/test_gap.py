@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import _gap_hmc as hmc
+from benchmarks.deep_linear import VARIANCE, evidence, examples
 from benchmarks.gap import answer, tasks
 
 
@@ -36,3 +37,19 @@ def test_the_stored_reference_has_mixed_and_its_gradients_are_right() -> None:
     )
     expected = sum((s * d).sum((1, 2)) for s, d in zip(slopes, move, strict=True))
     np.testing.assert_allclose((ahead - back) / 2e-6, expected, rtol=1e-5)
+
+
+def test_the_evidence_of_a_deep_linear_network_is_the_mean_likelihood_of_its_draws() -> None:
+    """Five matrices, 2 units wide, on six examples, by drawing every weight."""
+    some, rng = examples(0)[:6], np.random.default_rng(1)
+    x, y = some.x.numpy(), some.y.numpy()
+    likelihoods = []
+    for _ in range(40):
+        w = rng.standard_normal((20_000, 2, 1)) / 2**0.5
+        for d_in in (2, 2, 2, 5):
+            w = rng.standard_normal((20_000, d_in, 2)) / d_in**0.5 @ w
+        squares = ((x @ w - y) ** 2).sum((1, 2))
+        likelihoods.append(np.exp(-squares / (2 * VARIANCE)).mean() / (2 * np.pi * VARIANCE) ** 3)
+    error = np.std(likelihoods, ddof=1) / len(likelihoods) ** 0.5
+    assert np.exp(6 * evidence(some, 2, 5)) == pytest.approx(np.mean(likelihoods), abs=4 * error)
+    assert np.exp(6 * evidence(some, 2, 1)) > np.mean(likelihoods) + 4 * error
