@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from dubito.models.errors import DubitoError
-from dubito.models.images import prepare
+from dubito.models.images import prepare_all
 from dubito.models.manifest import Card, Image, Input
 from dubito.training.config import Data
 from dubito.training.names import PARTS
@@ -173,7 +173,7 @@ def enter(x: Tensor, declared: Input) -> Tensor:
             raise DataError(f"examples have shape {tuple(x.shape[1:])}; this model takes {declared.shape}.")
         return x.float()
     if tuple(x.shape[1:]) != declared.shape:
-        return torch.stack([prepare(picture.permute(1, 2, 0), declared) for picture in x.cpu()]).to(x.device)
+        return prepare_all(x.cpu().permute(0, 2, 3, 1), declared).to(x.device)
     mean, std = _moments(declared.image, x.device)
     return (x.float() / 255 - mean) / std
 
