@@ -10,7 +10,6 @@ import io
 import logging
 import math
 import os
-import re
 import resource
 import signal
 import socket
@@ -21,7 +20,6 @@ from contextlib import suppress
 from ctypes import CDLL
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import accumulate
 from traceback import format_exc
 from typing import Any
 
@@ -35,22 +33,17 @@ from dubito.service.problems import Problem
 from dubito.service.web import oip
 from dubito.service.web.arrays import array_of
 from dubito.service.web.http import inflate, json_object
+from dubito.service.web.pictures import LIGHT, Beside, beside_pixels, scans_of
 
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")
 TOGETHER = 16  # all pictures of a request may have this many times the pixels that one may have
 MOST_HEAD = 1 << 16  # bytes of a request's JSON without its inputs
 NPY_MAGIC = b"\x93NUMPY"
-MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # of a JPEG, in the data of a scan
 FRAME = struct.Struct("<II")  # bytes of the JSON of a frame, and of what follows it
 MOST_LOGGED = 10  # warnings of libraries about one body
 HANDLER = logging.Handler(logging.WARNING)
 NICE = 10  # decoding gives way to predictions
 PARENT_DIES = 1  # PR_SET_PDEATHSIG
-LIGHT = 1 << 20  # pixels × scans of the pictures of a light request: some 20 ms
-PLAIN, PLAIN_BYTES, MOST_PARTS = 1 << 17, 1 << 18, 32  # of pictures that the server decodes itself
-PNG_PARTS = frozenset(b"IHDR PLTE IDAT IEND tRNS gAMA pHYs sRGB cHRM bKGD sBIT tIME eXIf".split())
-MOST_PLAIN = 16  # such pictures of a request: each takes a tenth of a millisecond, however small
-UNKNOWN = 1 << 62  # cost of a picture of which the header says nothing
 
 
 class Heavier(Exception):
@@ -211,7 +204,8 @@ class Pictures:
 
     def __init__(self, limits: RequestLimits) -> None:
         self.limits = limits
-        self.seen = self.cost = 0  # pixels, and pixels × scans, of the pictures so far
+        self.seen = self.cost = 0  # pixels of the pictures so far, and what they cost
+        self.beside = Beside()
 
     def read(self, files: Iterator[bytes] | Sequence[bytes]) -> Iterator[Piece]:
         for file in files:
@@ -223,6 +217,8 @@ class Pictures:
 
         if not self.limits.pictures:
             raise Problem(415, f"this model takes tensors of shape {self.limits.declared()}, not pictures.")
+        self.beside += beside_pixels(body)
+        self.beside.check()
         try:
             with Image.open(io.BytesIO(body), formats=FORMATS) as picture:
                 self._check(*picture.size)
@@ -230,7 +226,7 @@ class Pictures:
                 if scans > (most := self.limits.max_scans):
                     raise Problem(413, f"a JPEG has {scans} scans; at most {most} are taken.", reason="picture")
                 self.cost += picture.width * picture.height * max(1, scans)
-                if self.limits.light and self.cost > LIGHT:
+                if self.limits.light and self.cost + self.beside.cost > LIGHT:
                     raise Heavier
                 return Piece(pixels_of(picture, exif=self.limits.exif), picture=True)
         except (Problem, Heavier, MemoryError):
@@ -252,91 +248,6 @@ class Pictures:
         if self.seen > TOGETHER * most:
             said = f"the pictures have more than {TOGETHER * most:,} pixels, which is what a request may have."
             raise Problem(413, said, reason="picture")
-
-
-def scans_of(jpeg: bytes) -> int:
-    """Number of scans of a JPEG: each is decoded over the whole picture."""
-    scans, place = 0, 2
-    while (found := MARKER.search(jpeg, place)) is not None:
-        place = found.end()
-        kind = jpeg[place - 1]
-        if kind == 0xD9:
-            break
-        if kind not in (0x01, 0xD8):  # the others have a length
-            (length,) = struct.unpack_from(">H", jpeg, place) if place + 2 <= len(jpeg) else (2,)
-            place += max(2, length)
-        scans += kind == 0xDA
-    return scans
-
-
-def cost_of(picture: bytes) -> int:
-    """Pixels × scans by the first bytes of a file, before it is opened; UNKNOWN where these say nothing."""
-    with suppress(struct.error):
-        if picture.startswith(b"\x89PNG\r\n\x1a\n"):
-            return _area(*struct.unpack_from(">II", picture, 16))
-        if picture[:6] in (b"GIF87a", b"GIF89a"):
-            return _area(*struct.unpack_from("<HH", picture, 6))
-        if picture.startswith(b"BM"):
-            return _area(*struct.unpack_from("<ii", picture, 18))
-        if picture.startswith(b"\xff\xd8"):
-            return _jpeg_cost(picture)
-    return UNKNOWN
-
-
-def _area(width: int, height: int) -> int:
-    return abs(width * height)  # a BMP upside down has a negative height
-
-
-def _jpeg_cost(jpeg: bytes) -> int:
-    """By the parts before its first scan, which follow each other without a gap."""
-    place, parts = 2, 0
-    while parts < MOST_PARTS and (found := MARKER.match(jpeg, place)) is not None:
-        place, parts = found.end(), parts + 1
-        kind = jpeg[place - 1]
-        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # the frame's header
-            return max(1, jpeg.count(b"\xff\xda")) * _area(*struct.unpack_from(">HH", jpeg, place + 3))
-        if kind not in (0x01, 0xD8):
-            place += struct.unpack_from(">H", jpeg, place)[0]
-    return UNKNOWN
-
-
-def light(pictures: Sequence[bytes]) -> bool:
-    """Whether pictures cost little by their first bytes; to look for the scans of more bytes would take long."""
-    if sum(map(len, pictures)) > LIGHT:
-        return False
-    costs = accumulate(map(cost_of, pictures))
-    return all(cost <= LIGHT for cost in costs)
-
-
-def plain(pictures: Sequence[bytes]) -> bool:
-    """Whether pictures are so small and ordinary that to decode them takes a few milliseconds, whatever is in them."""
-    if len(pictures) > MOST_PLAIN or sum(map(len, pictures)) > PLAIN_BYTES:
-        return False
-    cost = sum(cost_of(picture) if _ordinary(picture) else UNKNOWN for picture in pictures)
-    return cost <= PLAIN
-
-
-def _ordinary(picture: bytes) -> bool:
-    """A PNG or JPEG of few parts, none of which unpacks to more than its pixels."""
-    place, parts = 8, 0
-    try:
-        if picture.startswith(b"\x89PNG\r\n\x1a\n") and picture[28] == 0:  # not interlaced
-            while parts < MOST_PARTS and place < len(picture):
-                length, kind = struct.unpack_from(">I4s", picture, place)
-                if kind not in PNG_PARTS:
-                    return False
-                place, parts = place + 12 + length, parts + 1
-        elif picture.startswith(b"\xff\xd8"):
-            place = 2
-            while parts < MOST_PARTS and picture[place + 1] != 0xDA:
-                if picture[place] != 0xFF:
-                    return False
-                place, parts = place + 2 + struct.unpack_from(">H", picture, place + 2)[0], parts + 1
-        else:
-            return False
-    except (struct.error, IndexError):
-        return False
-    return parts < MOST_PARTS
 
 
 def read_npy(body: bytes) -> NDArray[Any]:

@@ -29,10 +29,8 @@ from dubito.service.web.decode import (
     Piece,
     RequestLimits,
     decode,
-    light,
     no_inputs,
     pictures_of,
-    plain,
     task_of,
 )
 from dubito.service.web.decoders import Decoders, Take
@@ -53,6 +51,7 @@ from dubito.service.web.http import (
 )
 from dubito.service.web.oip import DRAWS, PARAMETERS
 from dubito.service.web.options import PredictOptions, read_options, shown
+from dubito.service.web.pictures import light, plain
 
 if TYPE_CHECKING:
     from dubito.service.traces import RequestTrace

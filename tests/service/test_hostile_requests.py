@@ -26,7 +26,8 @@ import pytest
 
 from benchmarks import _hostile as hostile
 from dubito.models.embedded import embedded
-from dubito.service.web.decode import NICE, UNKNOWN, cost_of, light, plain
+from dubito.service.web.decode import NICE
+from dubito.service.web.pictures import UNKNOWN, cost_of, light, plain
 
 Fixture = Any  # the types of conftest.py
 V1, V2 = "/v1/models/digits/predict", "/v2/models/digits/infer"
@@ -180,12 +181,12 @@ def test_a_picture_of_many_scans(http: httpx.Client) -> None:
 def test_pictures_whose_headers_have_no_end(server: Fixture, http: httpx.Client) -> None:
     """What the server itself reads of a picture is little: 33 MB of markers took it 13 s, on its event loop."""
     one = b"\xff\xd8" + b"\xff\x01" * 131_068
-    assert http.post(V1, content=one, headers=JPEG).status_code == 400
+    assert http.post(V1, content=one, headers=JPEG).status_code == 413
     blob = (len(one).to_bytes(4, "little") + one) * 120
     tensor = {"name": "input", "shape": [120], "datatype": "BYTES", "parameters": {"binary_data_size": len(blob)}}
     head = json.dumps({"inputs": [tensor], "parameters": {"samples": 1}}).encode()
     lengths = {"inference-header-content-length": str(len(head))}
-    assert "cannot be read" in said(http.post(V2, content=head + blob, headers=lengths, timeout=60), 400)
+    assert "65,536 parts" in said(http.post(V2, content=head + blob, headers=lengths, timeout=60), 413)
 
 
 def test_the_first_bytes_of_a_picture_tell_what_it_costs() -> None:
