@@ -4,8 +4,6 @@ import asyncio
 import hashlib
 import os
 import shutil
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -36,6 +34,7 @@ from dubito.service.engine.compiled import CompiledPass, PassCache, write_pass
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
 from dubito.service.engine.recording import NotRecorded, record
 from dubito.service.settings import Settings
+from tests import forked
 from tests.service.conftest import repository_on
 from tests.small_models import mlp
 
@@ -100,11 +99,15 @@ def pool() -> Iterator[Executor]:
 
 def sums_agree(model: Model, B: int, K: int, pool: Executor, *executions: Execution) -> None:
     """A compiled pass against torch's: whole for the cheapest plan and these executions, in halves for the former."""
+    known = set[bytes]()  # the cheapest plan is often one of the executions
     for execution in (None, *executions):
         plan = cheapest(model.factors) if execution is None else dict.fromkeys(model.factors.layers, execution)
         job = job_of(model, B, plan)
         with evaluating(model.network), torch.inference_mode():
             whole = [write_pass(job, K, plan)]
+            if whole[0].model in known:
+                continue
+            known.add(whole[0].model)
             ways = [whole]
             if execution is None and K > 1:
                 ways.append([write_pass(job, K - K // 2, plan), write_pass(job, K // 2, plan)])
@@ -118,7 +121,7 @@ def sums_agree(model: Model, B: int, K: int, pool: Executor, *executions: Execut
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("B", "K"), [(3, 7), (2, 1)])
+@pytest.mark.parametrize(("B", "K"), [(3, 5), (2, 1)])
 def test_every_method_gives_the_sums_of_torch(method: str, B: int, K: int, tmp_path: Path, pool: Executor) -> None:
     torch.manual_seed(3)
     name, options = METHODS[method]
@@ -136,19 +139,19 @@ def test_regression(noise: Any, tmp_path: Path, pool: Executor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "shape"),
+    ("name", "arguments", "shape", "K"),
     [
-        ("mlp", {"inputs": 6, "hidden": [16, 16], "outputs": 3}, (6,)),
-        ("lenet", {"classes": 5}, (1, 28, 28)),
-        ("resnet18-cifar", {"classes": 4}, (3, 32, 32)),
+        ("mlp", {"inputs": 6, "hidden": [16, 16], "outputs": 3}, (6,), 4),
+        ("lenet", {"classes": 5}, (1, 28, 28), 4),
+        ("resnet18-cifar", {"classes": 4}, (3, 16, 16), 2),
     ],
 )
 def test_architectures(
-    name: str, arguments: dict[str, Any], shape: tuple[int, ...], tmp_path: Path, pool: Executor
+    name: str, arguments: dict[str, Any], shape: tuple[int, ...], K: int, tmp_path: Path, pool: Executor
 ) -> None:
     torch.manual_seed(3)
     model = resident(bayesianize(build(name, **arguments), "ffg-u", inducing=4), shape, tmp_path)
-    sums_agree(model, 2, 4, pool)
+    sums_agree(model, 2, K, pool)
 
 
 def test_attention(tmp_path: Path, pool: Executor) -> None:
@@ -242,11 +245,10 @@ def test_a_seed_gives_the_answers_of_torch(tmp_path: Path) -> None:
     assert fast.compiled is not None
     assert set(fast.compiled.known) == {(1, 20), (1, 8), (4, 20), (4, 8)}
     for K in (20, 8, "auto", 64):  # 64 draws were not compiled
-        for seed in (0, 3):
-            for B in (1, 3, 4):
-                a, b = (result(one, asked(K, seed, B)) for one in (plain, fast))
-                assert (a.seed, a.samples) == (b.seed, b.samples) == (seed, a.samples)
-                same(a, b, 2e-5)
+        for seed, B in ((0, 1), (3, 1), (0, 3), (3, 4)):
+            a, b = (result(one, asked(K, seed, B)) for one in (plain, fast))
+            assert (a.seed, a.samples) == (b.seed, b.samples) == (seed, a.samples)
+            same(a, b, 2e-5)
     first, again = (result(fast, asked(20, 11)) for _ in range(2))
     same(first, again, 0.0)
     free = [result(fast, asked(K, None, B)) for K, B in ((20, 1), (20, 1), (20, 3), (8, 1), (64, 1), (20, 1))]
@@ -268,10 +270,20 @@ def test_passes_are_read_from_the_folder(tmp_path: Path) -> None:
     same(result(first, asked(20, 3)), result(second, asked(20, 3)), 1e-5)
 
 
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the compiled passes of one input."""
+    folder = tmp_path_factory.mktemp("passes")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "FASTER", float("inf"))
+        engine(folder, buckets=(1,))
+    return folder
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("spoil", ["cut", "byte", "no graph", "another pass", "empty"])
-def test_damaged_files_are_compiled_anew(spoil: str, tmp_path: Path) -> None:
-    engine(tmp_path, buckets=(1,))
+def test_damaged_files_are_compiled_anew(spoil: str, passes: Path, tmp_path: Path) -> None:
+    shutil.copytree(passes, tmp_path, dirs_exist_ok=True)
     one, other = sorted(tmp_path.glob("*.pass"))
     content = one.read_bytes()
     rest = b'{"threads": 1, "passes": [{"K": 20, "sizes": [1], "model": 0}], "lengths": [4]}\nspam'
@@ -438,15 +450,13 @@ else:
 def test_without_onnxruntime_torch_answers(tmp_path: Path) -> None:
     code = f"""{WITHOUT}
 from pathlib import Path
+import pytest; pytest.importorskip = lambda name: None
 from tests.service.test_compiled import asked, engine, result
 one = engine(Path({str(tmp_path)!r}), buckets=(1,))
 assert not one.compiled.known
 print(result(one, asked(20, 3)).columns["probabilities"].tolist())
-""".replace(
-        "from tests.service.test_compiled import",
-        "import pytest; pytest.importorskip = lambda name: None\nfrom tests.service.test_compiled import",
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+"""
+    run = forked.run(code=code)
     assert run.returncode == 0, run.stderr
     expected = result(Engine(digits(), (1,)), asked(20, 3)).columns["probabilities"]
     np.testing.assert_allclose(np.array(eval(run.stdout)), expected, atol=2e-5)
