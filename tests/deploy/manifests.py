@@ -38,7 +38,7 @@ def kustomize(folder: Path) -> "subprocess.CompletedProcess[str]":
 def _built(folder: Path) -> tuple[Manifest, ...]:
     done = kustomize(folder)
     assert done.returncode == 0, done.stderr
-    return tuple(yaml.safe_load_all(done.stdout))
+    return tuple(yaml.load_all(done.stdout, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))  # C: twenty times as fast
 
 
 def built(name: str) -> list[Manifest]:
@@ -115,8 +115,12 @@ def strict(schema: Any) -> Any:
 
 
 @cache
-def _schema(kind: str, version: str) -> Any:
-    return strict(json.loads(Path(__file__).with_name("schemas").joinpath(f"{kind}.{version}.json").read_text()))
+def _validator(kind: str, version: str) -> jsonschema.Draft202012Validator:
+    """With a schema that is valid itself, which takes longer to see than that a manifest is."""
+    file = Path(__file__).with_name("schemas").joinpath(f"{kind}.{version}.json")
+    schema = strict(json.loads(file.read_text()))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
 
 
 def complaint(manifest: Manifest, version: str) -> str:
@@ -127,7 +131,7 @@ def complaint(manifest: Manifest, version: str) -> str:
     group, _, of_group = manifest["apiVersion"].rpartition("/")
     try:
         if group in ("monitoring.coreos.com", "serving.kserve.io"):
-            jsonschema.validate(manifest, _schema(manifest["kind"], of_group), jsonschema.Draft202012Validator)
+            _validator(manifest["kind"], of_group).validate(manifest)
         else:
             kubernetes_validate.validate(manifest, version, strict=True)
     except (jsonschema.ValidationError, kubernetes_validate.ValidationError) as error:

@@ -181,8 +181,8 @@ def test_an_artifact_written_anew_is_loaded_anew(
 
 def test_sigterm_under_load_loses_no_accepted_request(serve: Fixture) -> None:
     """What the server's log has as received, its client has as answered; readiness goes first, and it exits with 0."""
-    server = serve(embedded("digits"), "--set", "linger_seconds=1")
-    body = {"inputs": np.zeros((2, 1, 8, 8)).tolist(), "samples": 64}
+    server = serve(embedded("digits"), "--set", "linger_seconds=0.5")
+    body = {"inputs": np.zeros((2, 1, 8, 8)).tolist(), "samples": 20}
 
     async def until_the_end() -> tuple[set[str], set[int], bool]:
         answered: set[str] = set()

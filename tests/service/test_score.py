@@ -125,13 +125,18 @@ def test_three_kills_leave_every_row_once_and_the_same_values(rows: int, table_m
     assert killed.equals(uninterrupted)
 
 
-def test_two_processes_write_what_one_writes(table_model: Path, tmp_path: Path) -> None:
+# the processes start as copies, which have imported all: to begin anew takes each of them seconds
+COPIES = "import multiprocessing as m; get = m.get_context; m.get_context = lambda _: get('fork'); "
+
+
+@pytest.mark.parametrize("code", [COPIES, pytest.param("", marks=pytest.mark.slow)], ids=["copies", "anew"])
+def test_two_processes_write_what_one_writes(code: str, table_model: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", numbers(1000))
     command: list[str | Path] = ["score", table_model, "x.npy"]
     one = forked.begin(SMALL + forked.DUBITO, [*command, "one.parquet"], tmp_path, tmp_path).end()
     assert one.returncode == 0, one.stderr
     two = forked.begin(
-        forked.DUBITO,
+        code + forked.DUBITO,
         [*command, "two.parquet", "--device", "cpu,cpu"],
         tmp_path,
         tmp_path,

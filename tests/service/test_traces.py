@@ -3,8 +3,6 @@
 import asyncio
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +23,7 @@ from dubito.service.settings import Settings
 from dubito.service.traces import Tracer, from_environment
 from dubito.service.web.app import Server
 from dubito.service.web.state import State
+from tests import forked
 from tests.service.conftest import Serve
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -280,5 +279,5 @@ def test_off_imports_nothing() -> None:
         "import dubito.service.run, dubito.service.grpc.server; state = State(Settings())\n"
         "print(state.tracer, [m for m in sys.modules if m.startswith(('opentelemetry.sdk', 'dubito.service.traces'))])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = forked.run(code=code)  # what it has imported besides does not import them either
     assert done.stdout == "None []\n", done.stderr
