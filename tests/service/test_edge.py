@@ -12,11 +12,16 @@ import numpy as np
 import onnxruntime
 import orjson
 import pytest
+import torch
 from PIL import Image
 
 from dubito.deploy.edge.export import export, save
 from dubito.models import load
 from dubito.models.embedded import embedded
+from dubito.models.images import prepare, read_pixels
+from tests.service.test_pictures import FITTINGS
+from tests.service.test_pictures import exported as exported  # fixtures
+from tests.service.test_pictures import pictures as pictures
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -47,9 +52,10 @@ def browser() -> Iterator["Browser"]:
         found.close()
 
 
-@pytest.fixture
-def page(live: Any, browser: "Browser") -> Iterator["Page"]:
-    """The page once its runtime is there; at the end nothing has gone wrong on it."""
+@pytest.fixture(scope="module")
+def opened(live: Any, browser: "Browser") -> Iterator["Page"]:
+    """The page once its runtime is there, for all tests: to compile it takes seconds. At the end nothing has gone wrong
+    on it."""
     opened = browser.new_page()
     opened.set_default_timeout(60_000)
     wrong: list[str] = []
@@ -60,6 +66,12 @@ def page(live: Any, browser: "Browser") -> Iterator["Page"]:
     yield opened
     opened.close()
     assert wrong == []
+
+
+@pytest.fixture
+def page(opened: "Page") -> Iterator["Page"]:
+    yield opened
+    opened.context.set_offline(False)
 
 
 def example(name: str) -> bytes:
@@ -125,6 +137,26 @@ def test_files_that_are_not_ours_are_refused_on_the_page(page: "Page", digits: P
     page.locator("#model").set_input_files(digits)
     page.locator("#predict:enabled").wait_for()
     assert page.locator("#problem").is_hidden()
+
+
+def test_the_browser_turns_and_cuts_as_the_server_does(
+    page: "Page", pictures: Path, exported: dict[str, tuple[Path, Path]]
+) -> None:
+    for name, fitting in FITTINGS.items():
+        path, graph = exported[name]
+        model = load(path)
+        assert model.card.input is not None
+        picture = pictures / "class" / "x.png"
+        x = prepare(torch.from_numpy(read_pixels(picture, fitting)), model.card.input).numpy().ravel()
+        page.locator("#picture").set_input_files(picture)
+        page.locator("#model").set_input_files(graph)
+        page.wait_for_function(f"() => document.querySelector('#state').textContent.startsWith('{name}')")
+        page.locator("#seed").fill("1")
+        page.evaluate("document.querySelector('#how').textContent = ''")
+        page.locator("#predict:enabled").click()
+        page.wait_for_function("() => document.querySelector('#how').textContent.endsWith('seed 1')")
+        shown = [float(value) for value in page.locator("#label").inner_text().split(", ")]
+        assert np.abs(np.array(shown) - x).max() < 2e-3, name  # four digits are shown
 
 
 def test_only_this_page_may_run_webassembly(live: Any) -> None:

@@ -1,11 +1,13 @@
 """A picture of odd size with an EXIF orientation becomes the same tensor in training, evaluation, `dubito predict`,
-REST, client, ONNX runtime and browser. The network answers with its own input, so that every road shows it."""
+REST, client, ONNX runtime and browser. The network answers with its own input, so that every road shows it.
+
+`test_edge.py` has the browser."""
 
 import base64
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import numpy as np
@@ -27,12 +29,7 @@ from dubito.models.manifest import Image as ImageInput
 from dubito.service.client import Client
 from dubito.training.data.data import enter
 from dubito.training.data.sources import read_for
-from tests.service.test_edge import browser as browser  # fixtures
-from tests.service.test_edge import page as page
 from tests.small_models import mlp
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 pytestmark = pytest.mark.usefixtures("quick_exports")
 SIDE, TURN = 6, 6  # of the input; EXIF: to be turned by a quarter, clockwise
@@ -145,26 +142,6 @@ def test_every_road_makes_the_same_tensor(
     wide = np.array(Image.open(io.BytesIO(content)))[:5]  # 5 × 37: the shorter side grows
     again = prepare(torch.from_numpy(wide), declared).numpy().ravel()
     assert np.abs(edge.predict(wide[None])["mean"][0] - again).max() < 1e-4
-
-
-def test_the_browser_turns_and_cuts_as_the_server_does(
-    page: "Page", pictures: Path, exported: dict[str, tuple[Path, Path]]
-) -> None:
-    for name, fitting in FITTINGS.items():
-        path, graph = exported[name]
-        model = load(path)
-        assert model.card.input is not None
-        picture = pictures / "class" / "x.png"
-        x = prepare(torch.from_numpy(read_pixels(picture, fitting)), model.card.input).numpy().ravel()
-        page.locator("#picture").set_input_files(picture)
-        page.locator("#model").set_input_files(graph)
-        page.wait_for_function(f"() => document.querySelector('#state').textContent.startsWith('{name}')")
-        page.locator("#seed").fill("1")
-        page.evaluate("document.querySelector('#how').textContent = ''")
-        page.locator("#predict:enabled").click()
-        page.wait_for_function("() => document.querySelector('#how').textContent.endsWith('seed 1')")
-        shown = [float(value) for value in page.locator("#label").inner_text().split(", ")]
-        assert np.abs(np.array(shown) - x).max() < 2e-3, name  # four digits are shown
 
 
 def test_a_graph_that_takes_tensors_refuses_pictures_that_would_be_cut(pictures: Path, tmp_path: Path) -> None:

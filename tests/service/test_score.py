@@ -89,7 +89,7 @@ def kill_and_go_on(command: list[str | Path], folder: Path, output: Path, code: 
             if len(list(parts.glob("part-*"))) >= before + int(share * left):
                 time.sleep(float(rng.uniform(0, 0.02)))
                 break
-        time.sleep(0.001)
+        time.sleep(0.005)
     process.send(signal.SIGKILL)
     ended = process.end()
     assert ended.returncode == -signal.SIGKILL, ended.stderr or "it had ended before it was killed"
