@@ -119,5 +119,9 @@ def run_here(
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if "SSL_CERT_FILE" in environment:  # aiohttp reads it as it is imported
+        from aiohttp import connector
+
+        connector._SSL_CONTEXT_VERIFIED = connector._make_ssl_context(True)
     sys.argv = ["dubito", *words]
     exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})

@@ -2,7 +2,11 @@
 
 import atexit
 import gc
+import sys
+from functools import cache
 from importlib import import_module
+
+import typer.main
 
 gc.disable()  # until all is imported
 for name in (
@@ -18,6 +22,11 @@ for name in (
     "tests.forked",
 ):
     import_module(name)
+import_module("dubito.models.posteriors.dictionary").entry_classes()  # each is imported at its first use
+OURS = frozenset(sys.modules)  # what dubito imports before it knows of any address
+import_module("s3fs")  # and with it fsspec and aiohttp, which every address of the web takes
+typer.main.get_command = cache(typer.main.get_command)  # else built for each command
+typer.main.get_command(import_module("dubito.cli").app)
 gc.enable()
 gc.collect()
 gc.freeze()  # the processes' collectors of garbage need not look at all of this

@@ -33,7 +33,10 @@ def error_of(ended: forked.Ended) -> str:
     return line
 
 
-@pytest.fixture(scope="module", params=["s3", "gs", "az"])
+SLOW = [pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("gs", "az")]  # their emulators and libraries are
+
+
+@pytest.fixture(scope="module", params=["s3", *SLOW])
 def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, str], Any]]:
     """The scheme, the environment, and a file system for the test's own eyes."""
     with getattr(stores, request.param)() as port:

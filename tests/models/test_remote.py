@@ -47,9 +47,16 @@ class Store:
         return f"{self.scheme}://{self.base}/{path}"
 
 
-def open_store(scheme: str, stack: ExitStack, folder: Path) -> Store:
+@pytest.fixture(scope="module")
+def moto() -> Iterator[int]:
+    with stores.s3() as port:
+        yield port
+
+
+def open_store(scheme: str, stack: ExitStack, folder: Path, request: pytest.FixtureRequest) -> Store:
     if scheme in ("s3", "gs", "az"):
-        port = stack.enter_context(getattr(stores, scheme)())
+        emulator = getattr(stores, scheme)
+        port = request.getfixturevalue("moto") if scheme == "s3" else stack.enter_context(emulator())
         fs = stores.file_system(scheme, port)
         environment = getattr(stores, f"{scheme}_environment")
         return Store(scheme, port, environment, lambda path, content: fs.pipe_file(f"bucket/{path}", content))
@@ -83,7 +90,7 @@ SLOW = [pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("gs", "az")]
 @pytest.fixture(scope="module", params=["s3", "https", "hf", *SLOW])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with ExitStack() as stack:
-        yield open_store(request.param, stack, tmp_path_factory.mktemp("store"))
+        yield open_store(request.param, stack, tmp_path_factory.mktemp("store"), request)
 
 
 def run(store: Store, cache: Path, *words: str, port: int | None = None, **environment: str) -> forked.Ended:
@@ -307,12 +314,14 @@ def test_no_credentials(scheme: str, tmp_path: Path) -> None:
     assert "no permission (no credentials, or not enough); expected credentials that allow it: A" in line
 
 
-def test_keys_that_s3_does_not_know(tmp_path: Path) -> None:
+def test_keys_that_s3_does_not_know(moto: int, tmp_path: Path) -> None:
     """Moto checks keys once it is told to."""
-    with stores.s3() as port:
-        httpx.post(f"http://{stores.HOST}:{port}/moto-api/reset-auth", content=b"0")
-        known = stores.s3_environment(port) | {"DUBITO_CACHE": str(tmp_path)}
+    known = stores.s3_environment(moto) | {"DUBITO_CACHE": str(tmp_path)}
+    httpx.post(f"http://{stores.HOST}:{moto}/moto-api/reset-auth", content=b"0").raise_for_status()
+    try:
         line = error_of(forked.run("inspect", "s3://bucket/model.safetensors", environment=known))
+    finally:
+        httpx.post(f"http://{stores.HOST}:{moto}/moto-api/reset-auth", content=b"inf").raise_for_status()
     assert "no permission (HTTP 403); expected credentials that allow it: AWS_ACCESS_KEY_ID" in line
 
 
@@ -424,7 +433,11 @@ def test_a_cache_that_cannot_be_written(site: Site, tmp_path: Path) -> None:
 def test_a_path_is_a_path_and_imports_nothing() -> None:
     assert place_of("a/b.safetensors") == Path("a/b.safetensors")
     assert place_of("package.module:factory") == Path("package.module:factory")
-    code = "import sys, dubito.models as m; m.load(sys.argv[1]); sys.exit('fsspec' in sys.modules)"
+    code = (
+        "import sys, dubito.models as m; from tests.preloaded import OURS\n"
+        "for name in [name for name in sys.modules if name.startswith('fsspec')]: del sys.modules[name]\n"
+        "m.load(sys.argv[1]); sys.exit('fsspec' in OURS or 'fsspec' in sys.modules)"
+    )
     assert forked.run(embedded("digits"), code=code).returncode == 0
 
 
