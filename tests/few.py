@@ -8,7 +8,7 @@ from dubito.training import beside, calibrate, choice, estimate
 from dubito.training.data import spoil
 from dubito.training.evaluation import evaluate, predicting
 
-REQUESTS = 4
+REQUESTS = 2
 GRID = (1, 4, 20)
 timed = cache(choice.timed)  # once for all tests of a process
 
@@ -20,7 +20,7 @@ def few(patch: pytest.MonkeyPatch) -> None:
     For tests that ask neither how well a calibration keeps its promises nor how exact a standard error is.
     """
     patch.setattr(calibrate, "CALIBRATION_REQUESTS", REQUESTS)
-    patch.setattr(spoil, "SPOILED", 50)
+    patch.setattr(spoil, "SPOILED", 20)
     for room in (calibrate, evaluate, predicting):
         patch.setattr(room, "GRID", GRID)
     patch.setattr(choice, "timed", timed)

@@ -40,6 +40,7 @@ from dubito.training.evaluation.predicting import GRID, REQUESTS, predict_auto, 
 from dubito.training.fit.fit import FitRun
 from dubito.training.seeds import stream
 from dubito.training.temperature import fit_temperature
+from tests.examples import at_most
 from tests.small_models import bayesian_mlp, mlp, stored
 
 CLASSES = 4
@@ -75,7 +76,7 @@ def calibrated(trained: Model) -> Model:
     return calibrate(trained, clusters(HELD, 3))
 
 
-SEEDS, HELD, FRESH = range(7, 10), 1500, 1000
+SEEDS, HELD, FRESH = range(7, 10), at_most(700), at_most(500)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,7 @@ def measured(calibrated: Model) -> list[dict[str, Any]]:
     return [evaluate(calibrated, clusters(FRESH, 4), seed=seed).figures for seed in SEEDS]
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize("K", [1, 2, 4, 8, 20, 64, "auto"])
 def test_promises_hold_on_fresh_data(measured: list[dict[str, Any]], K: int | str) -> None:
     """Within 3 standard errors, calibration's own included: p(1 − p)/n of the examples, and what draws add to that.
@@ -182,8 +184,9 @@ def test_a_few_examples_that_are_all_right_do_not_take_the_temperature_to_zero(t
     assert 0.3 < best_temperature(trained, held[right], 0) < 1  # the NLL alone: 0.1, the least that is tried
 
 
+@pytest.mark.draws
 def test_sets_cover_as_promised_although_the_temperature_has_seen_the_same_examples() -> None:
-    """Mean coverage of 100 calibrations of logits that are sure by half too much, within 3 standard errors."""
+    """Mean coverage of many calibrations of logits that are sure by half too much, within 3 standard errors."""
     rng, n = torch.Generator().manual_seed(0), MANY
 
     def drawn(n: int) -> tuple[Tensor, Tensor]:
@@ -193,7 +196,7 @@ def test_sets_cover_as_promised_although_the_temperature_has_seen_the_same_examp
 
     fresh, fresh_y = drawn(8000)
     covered = []
-    for _ in range(100):
+    for _ in range(at_most(40)):
         logits, y = drawn(2 * n)  # validation part, calibration part
         T = fit_temperature([(logits[None], y)])
         strange = 1 - (logits[n:] / T).softmax(-1).gather(1, y[n:, None])[:, 0]
@@ -230,7 +233,7 @@ def nll_of(model: Model, test: Examples) -> float:
 
 
 def test_the_measure_is_the_one_that_tells_spoiled_inputs_apart(trained: Model, calibrated: Model) -> None:
-    held = clusters(2000, 3)
+    held = clusters(800, 3)
     rng = torch.Generator().manual_seed(0)
     inside = scores(trained.predict(held.x, 64, 0).summary)
     total: dict[str, float] = {}
@@ -320,17 +323,18 @@ def test_regression_intervals_cover_as_asked(tmp_path: Path, monkeypatch: pytest
     while not run.done:
         run.epoch()
     save(run.finish(), tmp_path / "m.safetensors", card=Card(input=DECLARED))
-    made = calibrate(load(tmp_path / "m.safetensors"), line(1000, 3), Calibrate(coverage=0.8))
+    n = 500
+    made = calibrate(load(tmp_path / "m.safetensors"), line(n, 3), Calibrate(coverage=0.8))
     assert made.card.calibration is not None
     assert made.card.calibration.measure == "epistemic_variance"
-    test = line(1000, 4)
+    test = line(n, 4)
     for K in (1, 20):
         rows = answers(made.predict(test.x, K, 5), made.card)
         both = [
             all(low <= v <= high for v, (low, high) in zip(y, row["interval"], strict=True))
             for y, row in zip(test.y.tolist(), rows, strict=True)
         ]
-        assert abs(np.mean(both) - 0.8) < 4 * math.sqrt(0.16 * (1 / 1000 + 1 / 1000))
+        assert abs(np.mean(both) - 0.8) < 4 * math.sqrt(0.16 * (1 / n + 1 / n))
     with pytest.raises(CalibrationError, match="temperature belongs to classification"):
         calibrate(made, line(100, 3), Calibrate(temperature=True))
 
