@@ -264,28 +264,26 @@ def lines(path: Path) -> list[dict[str, str]]:
 TRIAL, BATCH, EPOCH = 2, 200, 674  # pictures; each phase tries its augmentation on two before it starts
 
 
-@pytest.mark.parametrize(
-    ("picture", "steps"),
-    [
-        (TRIAL + BATCH + 1, "2 of 8 (plain)"),
-        (TRIAL + EPOCH + 3 * BATCH + 1, "8 of 8 (plain)"),  # in the last step of all
-        pytest.param(2 * TRIAL + 2 * EPOCH + 1, "1 of 16 (posterior)", marks=pytest.mark.slow),
-        (2 * TRIAL + 2 * EPOCH + 3 * BATCH + 1, "4 of 16 (posterior)"),  # in the last step of an epoch
-        (2 * TRIAL + 5 * EPOCH + 3 * BATCH + 1, "16 of 16 (posterior)"),
-    ],
-)
-def test_a_signal_in_either_phase(
-    picture: int, steps: str, unbroken: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_signals_in_either_phase(
+    unbroken: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One run that is stopped again and again, each time so many pictures after it went on."""
     recipe, out = recipe_with_signals(monkeypatch), tmp_path / "m.safetensors"
-    monkeypatch.setattr(SignalAt, "left", picture)
-    with pytest.raises(TrainingStopped) as caught:
-        train(recipe, out)
-    phase = "plain" if "plain" in steps else "posterior"
-    assert f"stopped after step {steps}; " in str(caught.value)
-    assert f"m.{phase}.checkpoint.safetensors holds it" in str(caught.value)
-    assert f"m.{phase}.checkpoint.safetensors" in files_in(tmp_path)
-    assert "m.safetensors" not in files_in(tmp_path)
+    for picture, steps in (
+        (TRIAL + BATCH + 1, "2 of 8 (plain)"),
+        (TRIAL + (EPOCH - 2 * BATCH) + 3 * BATCH + 1, "8 of 8 (plain)"),  # in the last step of all
+        (2 * TRIAL + 1, "1 of 16 (posterior)"),
+        (2 * TRIAL + 2 * BATCH + 1, "4 of 16 (posterior)"),  # in the last step of an epoch
+        (2 * TRIAL + 2 * EPOCH + 3 * BATCH + 1, "16 of 16 (posterior)"),
+    ):
+        monkeypatch.setattr(SignalAt, "left", picture)
+        with pytest.raises(TrainingStopped) as caught:
+            train(recipe, out)
+        phase = "plain" if "plain" in steps else "posterior"
+        assert f"stopped after step {steps}; " in str(caught.value)
+        assert f"m.{phase}.checkpoint.safetensors holds it" in str(caught.value)
+        assert f"m.{phase}.checkpoint.safetensors" in files_in(tmp_path)
+        assert "m.safetensors" not in files_in(tmp_path)
     trained = train(recipe, out)
     assert trained is not None
     metrics, folder = unbroken
