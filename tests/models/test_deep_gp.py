@@ -24,6 +24,7 @@ from dubito.models.posteriors.deep_gp import GlobalProcess, GlobalProcessLayer, 
 from dubito.models.posteriors.full_covariance import BlockCovariance
 from dubito.models.posteriors.functions import JITTER, Functions
 from dubito.models.posteriors.protocol import InSequence
+from tests.examples import at_most
 
 Array = NDArray[Any]
 SEED = 0
@@ -212,7 +213,7 @@ def by_hand(method: str, network: BayesianNetwork, x: Array, N: int) -> Array:
     return out
 
 
-N = 2048  # draws of both layers
+N = at_most(1024)  # draws of both layers
 
 
 @cache
@@ -231,6 +232,7 @@ def two_layers(method: str) -> tuple[BayesianNetwork, Array]:
     return network, by_hand(method, network, NEW, N)
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize("form", ["served", "trained"])
 @pytest.mark.parametrize("method", ["dgp", "dsvi"])
 def test_two_layers_have_the_moments_of_brute_force(method: str, form: str) -> None:

@@ -17,12 +17,14 @@ from torch import Tensor
 from dubito.models.network.geometry import Conv, Execution, apply
 from dubito.models.posteriors.inducing import Inducing, leading_directions
 from dubito.models.posteriors.inducing_factors import LambdaLaw
+from tests.examples import at_most
 
+pytestmark = pytest.mark.draws
 SEED = 0
 IMAGES = Path(__file__).parents[3] / "shared" / "data" / "FashionMNIST" / "raw" / "t10k-images-idx3-ubyte"
 CHANNELS, M, SIDE = 32, 32, 14
 LAM, SIGMA = 0.1, (9 * CHANNELS) ** -0.5
-K = 800  # samples of the network; each of the 32 output channels has noise of its own
+K = at_most(400)  # samples of the network; each of the 32 output channels has noise of its own
 STEP = 100
 SHOWN = 4  # inputs that are measured; others find the directions
 

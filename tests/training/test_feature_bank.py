@@ -126,6 +126,7 @@ def _auroc(inside: np.ndarray, outside: np.ndarray) -> float:
 def test_calibration_keeps_the_bank_that_it_goes_by(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dubito.training.calibrate.CALIBRATION_REQUESTS", 20)
     held, train = blobs(300, 1), blobs(500, 2)
     made = calibrate(model, held, Calibrate(measure="knn", bank=32), train=train)
     assert model.network.feature_bank is None  # a copy was changed

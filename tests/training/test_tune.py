@@ -39,7 +39,9 @@ def said_of(*changes: str, out: Path) -> tuple[TrainedModel, str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def untempered(few_requests: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainedModel, str, list[float], Path]:
+def untempered(
+    few_requests: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TrainedModel, str, list[float], Path]:
     folder = tmp_path_factory.mktemp("untempered")
     return *said_of("calibrate.temperature=false", out=folder / "m.safetensors"), folder
 
