@@ -16,11 +16,12 @@ from dubito.training.recipe import Phases, TrainedModel, read_parts, train
 from dubito.training.temperature import nll_with_temperature
 
 pytestmark = pytest.mark.usefixtures("few_requests")
+Run = tuple[TrainedModel, str, list[float], Path]  # what was trained, said, found by its trials, and where it lies
 TRIALS = "tune={trials=[{sigma_max=0.9, spread=0.8}, {sigma_max=0.2, spread=0.1}], epochs=2}"
 SMALL = [
     "network={architecture='mlp', arguments={hidden=[16]}}",
     "posterior.options={inducing=8}",
-    "fit={epochs=2, pretrain_epochs=1, batch=128, lr=0.003, likelihood_epochs=1}",
+    "fit={epochs=2, pretrain_epochs=1, batch=64, lr=0.01, likelihood_epochs=1}",
     "data.test=0.6",
 ]
 
@@ -39,15 +40,13 @@ def said_of(*changes: str, out: Path) -> tuple[TrainedModel, str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def untempered(
-    few_requests: None, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[TrainedModel, str, list[float], Path]:
+def untempered(few_requests: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("untempered")
     return *said_of("calibrate.temperature=false", out=folder / "m.safetensors"), folder
 
 
 def test_the_trial_with_the_lowest_validation_nll_is_chosen(
-    untempered: tuple[TrainedModel, str, list[float], Path],
+    untempered: Run,
 ) -> None:
     """Each trial is the run that the recipe would be with its options and epochs."""
     trained, _, said, folder = untempered
@@ -60,9 +59,7 @@ def test_the_trial_with_the_lowest_validation_nll_is_chosen(
     assert list(folder.glob("*.checkpoint.safetensors")) == []
 
 
-def test_a_trial_is_judged_with_the_temperature_that_the_model_will_have(
-    untempered: tuple[TrainedModel, str, list[float], Path], tmp_path: Path
-) -> None:
+def test_a_trial_is_judged_with_the_temperature_that_the_model_will_have(untempered: Run, tmp_path: Path) -> None:
     """Trials of a recipe with a temperature have no higher NLL than the same trials without one."""
     _, lines, tempered = said_of("calibrate.temperature=true", out=tmp_path / "m.safetensors")
     assert "with a temperature" in lines
