@@ -191,7 +191,8 @@ def test_folder_of_pictures(tmp_path: Path) -> None:
         home = tmp_path / "data" / ("left", "right")[label]
         home.mkdir(parents=True, exist_ok=True)
         Pillow.fromarray(picture).save(home / f"{i}.png")
-    changes = ["data.size=[8, 8]", "network.architecture=cnn", "network.arguments={width=4, hidden=8}", "tune=none"]
+    changes = ["data.size=[8, 8]", "network.architecture=cnn", "network.arguments={width=4, hidden=8}", "fit.lr=0.01"]
+    changes += ["tune=none"]
     found = train(f"folder:{tmp_path / 'data'}", tmp_path / "m.safetensors", *changes)
     assert {"accuracy", "nll", "ece", "brier"} <= found.keys()
     model = load(tmp_path / "m.safetensors")
