@@ -210,8 +210,11 @@ def test_wrong_types_in_every_field(http: httpx.Client, field: str, value: Any) 
     value=odd,
 )
 def test_wrong_types_in_every_parameter(http: httpx.Client, key: str, value: Any) -> None:
-    if key.startswith("timeout") and isinstance(value, int):
-        value = -value if value > 0 else value  # a short one is no error of the request
+    if key.startswith("timeout"):  # a short one is no error of the request
+        if isinstance(value, int):
+            value = -value if value > 0 else value
+        elif isinstance(value, str) and value.strip().isdecimal():
+            value = f"-{value}"
     post(http, header(parameters={"samples": 1, key: value}), X.tobytes())
     flag = {"name": "class", "parameters": {"binary_data": value}}
     post(http, header(outputs=[flag]), X.tobytes())

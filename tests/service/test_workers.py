@@ -165,7 +165,8 @@ def test_a_killed_worker_costs_what_it_was_answering_and_no_more(two: Live) -> N
 
 def _stops_well(live: Live) -> None:
     """What was accepted is answered, and no process is left."""
-    long = {**ZEROS, "inputs": ZEROS["inputs"] * 200, "samples": 64}  # type: ignore[operator]
+    rows: Any = ZEROS["inputs"]
+    long = {**ZEROS, "inputs": rows * 200, "samples": 64, "timeout_ms": 300_000}
     with ThreadPoolExecutor(6) as pool:
         running = [pool.submit(ask, live, PREDICT, long) for _ in range(6)]
         until(lambda: values(live).get('dubito_queue_depth{"model": "digits"}', 0) > 0 or running[0].done(), 30)
