@@ -89,7 +89,7 @@ def _tensors(model: Model, x: NDArray[Any]) -> Tensor:
     if x.dtype != np.uint8:
         return torch.from_numpy(x)
     assert model.card.input is not None
-    return prepare_all(torch.from_numpy(x), model.card.input)
+    return prepare_all(torch.from_numpy(np.array(x)), model.card.input)  # a copy: theirs may be read-only
 
 
 def parity(path: Path, model: Model, x: NDArray[Any]) -> OutputDifference:
