@@ -1,13 +1,12 @@
 """Records the operators of a torch function as it runs once: calls whose arguments are values or constants."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 BY_SHAPE = {"new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like"}
 LARGEST = 1 << 30
@@ -80,19 +79,21 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        tensors = [t for t in _leaves((*args, *kwargs.values())) if isinstance(t, Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags and not _quiet(name, args, kwargs):
             raise NotRecorded(f"the network draws random numbers by {name}")
-        if name not in self.kept_whole and any(id(t) in self.known for t in tensors):
+        if not any(id(t) in self.known for t in tensors):
+            return func(*args, **kwargs)
+        if name not in self.kept_whole:
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        values, options = tree_map(self.value, (args, kwargs))
+        values, options = self._values(args), {key: self._values(value) for key, value in kwargs.items()}
         out = func(*args, **kwargs)
-        outputs = list(out) if isinstance(out, list | tuple) else [out]
-        if name in BY_SHAPE or not any(id(t) in self.known for t in tensors):
+        if name in BY_SHAPE:
             return out
+        outputs = list(out) if isinstance(out, list | tuple) else [out]
         if not all(isinstance(t, Tensor) for t in outputs):
             raise NotRecorded(f"the network reads numbers by {name}, and may decide by them")
         if func._schema.is_mutable:
@@ -106,6 +107,13 @@ class _Recorder(TorchDispatchMode):
         self.calls.append(OperatorCall(name.removesuffix("_"), values, options, results))
         return out
 
+    def _values(self, arguments: Any) -> Any:
+        """The same lists and tuples of them, with values in place of tensors."""
+        if isinstance(arguments, list | tuple):
+            inner = map(self._values, arguments)
+            return list(inner) if isinstance(arguments, list) else tuple(inner)
+        return self.value(arguments)
+
     def _change(self, name: str, outputs: Sequence[Tensor]) -> None:
         """An operator has changed a value in place: all other names of its memory become invalid."""
         if len(outputs) > 1 or not name.endswith("_") or id(outputs[0]) not in self.known:
@@ -115,6 +123,15 @@ class _Recorder(TorchDispatchMode):
         for known in self.known.values():
             if known.tensor.untyped_storage()._cdata == storage and known.tensor is not tensor:
                 known.valid = False
+
+
+def _leaves(arguments: Iterable[Any]) -> Iterator[Any]:
+    """Of an operator's arguments, which are values and lists of them."""
+    for argument in arguments:
+        if isinstance(argument, list | tuple):
+            yield from _leaves(argument)
+        else:
+            yield argument
 
 
 def _quiet(name: str, args: Any, kwargs: Any) -> bool:
@@ -148,6 +165,6 @@ def _needed(calls: Sequence[OperatorCall], output: Recorded) -> list[OperatorCal
     for call in reversed(calls):
         if any(value.number in wanted for value in call.results):
             kept.append(call)
-            leaves = tree_flatten((call.args, call.options))[0]
+            leaves = _leaves((*call.args, *call.options.values()))
             wanted |= {leaf.number for leaf in leaves if isinstance(leaf, Recorded)}
     return kept[::-1]

@@ -32,7 +32,7 @@ from dubito.service.memory import keep_nothing
 from dubito.service.problems import Problem
 from dubito.service.web import oip
 from dubito.service.web.arrays import array_of
-from dubito.service.web.http import inflate, json_object
+from dubito.service.web.bodies import inflate, json_object
 from dubito.service.web.pictures import LIGHT, Beside, beside_pixels, scans_of
 
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from dubito.service.problems import Problem
 from dubito.service.web.arrays import array_of
-from dubito.service.web.http import Pairs
+
+if TYPE_CHECKING:  # processes that decode start sooner without what it imports
+    from dubito.service.web.http import Pairs
 
 TYPES: dict[str, str] = {
     "BOOL": "?",
@@ -264,7 +266,7 @@ def _decoded(data: list[Any], name: str, count: int) -> list[bytes]:
 
 def write(
     name: str, version: str, header: Header, outputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, Any]
-) -> tuple[bytes, Pairs]:
+) -> "tuple[bytes, Pairs]":
     """Body and headers of the reply."""
     described: Any
     if header.outputs is None and header.binary:  # the usual case, so its description is cached

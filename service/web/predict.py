@@ -23,6 +23,7 @@ from dubito.service.problems import Hopeless, Late, Problem, TooManyRequests
 from dubito.service.repository import Repository, ServedModel
 from dubito.service.settings import Settings
 from dubito.service.web import oip
+from dubito.service.web.bodies import inflate, json_object
 from dubito.service.web.codec import KINDS, NPY, Codec, Inputs, limits_of
 from dubito.service.web.decode import (
     MOST_HEAD,
@@ -43,8 +44,6 @@ from dubito.service.web.http import (
     Pairs,
     Receive,
     Scope,
-    inflate,
-    json_object,
     pack,
     query_of,
     read_packed,

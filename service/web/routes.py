@@ -21,7 +21,8 @@ from dubito.service.metrics import merged
 from dubito.service.problems import Problem
 from dubito.service.repository import Repository, ServedModel
 from dubito.service.web import oip, openapi
-from dubito.service.web.http import Headers, body_of, json_object, read_body
+from dubito.service.web.bodies import json_object
+from dubito.service.web.http import Headers, body_of, read_body
 from dubito.service.web.oip import DRAWS, INPUT
 from dubito.service.web.openapi import ANY, FLAG, OF_ANY, TEXT, answer, content, errors, ref, some, thing
 from dubito.service.web.predict import declared_outputs

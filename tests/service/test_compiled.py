@@ -143,7 +143,8 @@ def test_regression(noise: Any, tmp_path: Path, pool: Executor) -> None:
     [
         ("mlp", {"inputs": 6, "hidden": [16, 16], "outputs": 3}, (6,), 4),
         ("lenet", {"classes": 5}, (1, 28, 28), 4),
-        ("resnet18-cifar", {"classes": 4}, (3, 16, 16), 2),
+        ("resnet8", {"classes": 4, "width": 4}, (3, 16, 16), 2),
+        pytest.param("resnet18-cifar", {"classes": 4}, (3, 16, 16), 2, marks=pytest.mark.slow),
     ],
 )
 def test_architectures(

@@ -27,7 +27,7 @@ from dubito.models.embedded import embedded
 from dubito.service.web.routes import Assets
 from dubito.service.web.security import hash_key
 from tests import forked
-from tests.service.conftest import LIMIT, SOON, Live, Serve, Starter
+from tests.service.conftest import LIMIT, SOON, TWO_DECODERS, Live, Serve, Starter
 
 SLOW = 17.0  # of fragile.py: an input that takes long
 PREDICT = "/v1/models/digits/predict"
@@ -61,7 +61,7 @@ def flags(**settings: object) -> list[str]:
 @pytest.fixture(scope="module")
 def server(serve: Serve, make_artifact: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Live:
     plants = make_artifact(tmp_path_factory.mktemp("m") / "plants.safetensors")
-    return serve(embedded("digits"), plants, *flags(**SMALL))
+    return serve(embedded("digits"), plants, *flags(**SMALL), **TWO_DECODERS)
 
 
 @contextmanager
@@ -387,7 +387,7 @@ def test_who_may_change_what_is_served(server: Live) -> None:
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
     """Servers with the settings that are usual, where others let models be changed."""
-    starter = Starter(tmp_path_factory.mktemp("usual"), usual=SOON)
+    starter = Starter(tmp_path_factory.mktemp("usual"), usual=SOON | TWO_DECODERS)
     yield starter
     starter.close()
 

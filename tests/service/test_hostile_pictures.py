@@ -12,6 +12,7 @@ import pytest
 from benchmarks import _hostile as hostile
 from dubito.models.embedded import embedded
 from dubito.service.web.pictures import MOST_METADATA, MOST_WALKED, beside_pixels, plain
+from tests.service.conftest import TWO_DECODERS
 
 Fixture = Any  # the types of conftest.py
 V1 = "/v1/models/digits/predict"
@@ -21,7 +22,8 @@ JPEG, PNG = hostile.picture(8, "JPEG"), hostile.picture(8)
 
 @pytest.fixture(scope="module")
 def http(serve: Fixture) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serve(embedded("digits"), "--set", "buckets=1,2").url, timeout=60) as client:
+    server = serve(embedded("digits"), "--set", "buckets=1,2", **TWO_DECODERS)
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 

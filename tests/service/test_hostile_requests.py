@@ -28,6 +28,7 @@ from benchmarks import _hostile as hostile
 from dubito.models.embedded import embedded
 from dubito.service.web.decode import NICE
 from dubito.service.web.pictures import UNKNOWN, cost_of, light, plain
+from tests.service.conftest import TWO_DECODERS
 
 Fixture = Any  # the types of conftest.py
 V1, V2 = "/v1/models/digits/predict", "/v2/models/digits/infer"
@@ -42,7 +43,8 @@ PACKED = {"content-encoding": "gzip"}
 def server(serve: Fixture, make_artifact: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Fixture:
     plants = make_artifact(tmp_path_factory.mktemp("m") / "plants.safetensors")
     settings = ("buckets=1,2,16", "repository_api=true", "batch_work=1024")
-    return serve(embedded("digits"), plants, *(word for setting in settings for word in ("--set", setting)))
+    words = [word for setting in settings for word in ("--set", setting)]
+    return serve(embedded("digits"), plants, *words, **TWO_DECODERS)
 
 
 @pytest.fixture
@@ -243,7 +245,7 @@ def patient(serve: Fixture) -> Fixture:
     """A server that lets pictures take long: as if there were a kind of them that no limit knows."""
     limits = ["image_scans=100000", "decode_seconds=60", "drain_seconds=2", "linger_seconds=0", "buckets=1"]
     limits += ["request_work=1000"]
-    return serve(embedded("digits"), *(word for limit in limits for word in ("--set", limit)))
+    return serve(embedded("digits"), *(word for limit in limits for word in ("--set", limit)), **TWO_DECODERS)
 
 
 def test_the_work_of_a_long_body_is_that_of_its_own_options(patient: Fixture) -> None:
