@@ -1,5 +1,6 @@
 """Converts pictures to the input that a model declares."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -47,29 +48,28 @@ def pictures_in(array: NDArray[np.uint8], declared: Input) -> tuple[NDArray[np.u
 
 def prepare(pixels: Tensor, declared: Input) -> Tensor:
     """The model's input (channels, height, width) in float32 from a picture, uint8 (H, W) or (H, W, channels)."""
-    if pixels.dim() not in (2, 3):
-        raise _no_picture(pixels)
-    return prepare_all((pixels[..., None] if pixels.dim() == 2 else pixels)[None], declared)[0]
+    return prepare_all(pixels[None], declared)[0]
 
 
 def prepare_all(pixels: Tensor, declared: Input) -> Tensor:
-    """The model's inputs (B, channels, height, width) from pictures of one size, uint8 (B, H, W, channels)."""
+    """The model's inputs (B, channels, height, width) from pictures of one size, uint8 (B, H, W) or (B, H, W,
+    channels)."""
     if declared.image is None:
         raise InputError(
             f"this model takes tensors of shape {declared.shape}, not pictures: give a .npy file of that shape."
         )
-    if pixels.dtype != torch.uint8 or 0 in pixels.shape:
-        raise _no_picture(pixels[0])
+    if pixels.dtype != torch.uint8 or pixels.dim() not in (3, 4) or 0 in pixels.shape:
+        raise _no_picture(pixels.shape[1:], pixels.dtype)
+    if pixels.dim() == 3:
+        pixels = pixels[..., None]
     x = pixels.permute(0, 3, 1, 2).float().div_(255)
     x = fitted(x, declared.shape, declared.image.fitting or Fitting())
     mean, std = (torch.tensor(v)[:, None, None] for v in (declared.image.mean, declared.image.std))
     return (x - mean) / std
 
 
-def _no_picture(pixels: Tensor) -> InputError:
-    return InputError(
-        f"a picture came as {pixels.dtype} of shape {tuple(pixels.shape)}; expected uint8 (height, width, channels)."
-    )
+def _no_picture(shape: Sequence[int], dtype: torch.dtype) -> InputError:
+    return InputError(f"a picture came as {dtype} of shape {tuple(shape)}; expected uint8 (height, width, channels).")
 
 
 def fitted(x: Tensor, shape: tuple[int, ...], fitting: Fitting) -> Tensor:
