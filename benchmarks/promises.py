@@ -4,7 +4,8 @@
 
 For every model of `dubito zoo` (or those named) whose data are in DIR: the test part, which neither training nor
 calibration has seen, is predicted with each K of the calibration's grid, divided into requests with draws of their own.
-Standard errors come from the means of the requests. Promised are the coverage and the rate of false alarms that the
+Standard errors come from the means of the requests; whether a promise is broken is said by these and by the error of
+the calibration, which had a part of its own. Promised are the coverage and the rate of false alarms that the
 calibration names; where the most probable class alone is right more often than the promised coverage, sets hold more
 than promised. `--examples` takes so many of the test part, at random. Rows in the file are not measured again.
 """
@@ -34,7 +35,8 @@ Row = dict[str, Any]
 def measured(one: Listed, root: Path | None, examples: int | None, device: torch.device) -> Row:
     """Coverage and false alarms of a model for each K, with standard errors; K = 0 is the closed form."""
     model = load(f"zoo:{one.name}").to(device)
-    test = part_of(read_for(model.manifest, one.data, root), model.card)[1]
+    data = read_for(model.manifest, one.data, root)
+    test = part_of(data, model.card)[1]
     if examples is not None and examples < len(test):
         test = test[torch.randperm(len(test), generator=torch.Generator().manual_seed(0))[:examples]]
     calibration = model.card.calibration
@@ -47,6 +49,7 @@ def measured(one: Listed, root: Path | None, examples: int | None, device: torch
         "name": one.name,
         "sha256": one.sha256,
         "examples": len(test),
+        "calibrated_on": len(part_of(data, model.card, "calibration")[1]),
         "coverage": calibration.coverage,
         "false_positive_rate": calibration.false_positive_rate,
         "accuracy": figures.get("accuracy"),
@@ -68,8 +71,10 @@ def broken(row: Row) -> list[str]:
 
 
 def spread_of(measured: float, share: float, row: Row) -> float:
-    """The larger of the measured standard error and that of a share of as many examples."""
-    return max(measured, math.sqrt(share * (1 - share) / row["examples"]))
+    """The larger of the measured standard error and that of a share of as many examples, and calibration's own beside:
+    its threshold is a quantile of as many examples as it had."""
+    variance = share * (1 - share)
+    return math.hypot(max(measured, math.sqrt(variance / row["examples"])), math.sqrt(variance / row["calibrated_on"]))
 
 
 def table_of(rows: list[Row]) -> Table:
