@@ -172,14 +172,15 @@ def inspect(file: Artifact, network: Network = None, as_json: AsJson = False) ->
     Try: dubito inspect model.safetensors
     """
     from dubito.models.artifact.artifact import examine, rebuild
-    from dubito.models.remote.cache import fetched
+    from dubito.models.remote.cache import local_copy
     from dubito.models.report import report, show
 
     permit_network(network)
-    manifest, tensors = examine(file)
-    unknown = manifest.traced is None and manifest.architecture.name == "custom" and network is None
-    built = None if unknown else rebuild(file, manifest, tensors).network
-    contents = report(manifest, built, fetched(file).stat().st_size, tensors)
+    with local_copy(file) as copy:
+        manifest, tensors = examine(copy)
+        unknown = manifest.traced is None and manifest.architecture.name == "custom" and network is None
+        built = None if unknown else rebuild(copy, manifest, tensors).network
+        contents = report(manifest, built, copy.stat().st_size, tensors)
     if as_json:
         print(json.dumps(contents))
     else:
