@@ -20,9 +20,17 @@ def fit_temperature(answers: Sequence[Answered]) -> float:
         return _nll(answers, math.exp(log_T)) + (log_T / SPREAD_OF_T) ** 2 / 2
 
     low, high, golden = math.log(0.1), math.log(10), (math.sqrt(5) - 1) / 2
-    for _ in range(25):
-        a, b = high - golden * (high - low), low + golden * (high - low)
-        low, high = (low, b) if loss(a) < loss(b) else (a, high)
+    a, b = high - golden * (high - low), low + golden * (high - low)
+    at_a, at_b = loss(a), loss(b)
+    for _ in range(25):  # one of the two points inside is inside the next interval too
+        if at_a < at_b:
+            high, b, at_b = b, a, at_a
+            a = high - golden * (high - low)
+            at_a = loss(a)
+        else:
+            low, a, at_a = a, b, at_b
+            b = low + golden * (high - low)
+            at_b = loss(b)
     return math.exp((low + high) / 2)
 
 
