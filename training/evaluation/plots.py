@@ -148,7 +148,7 @@ def _svg(plot: Callable[[Axes], None], title: str) -> str:
         figure = Figure(figsize=(4, 3.1), facecolor="none")
         axes = figure.add_axes((0.19, 0.16, 0.74, 0.74), facecolor="none")  # the same in all plots, so that rows align
         plot(axes)
-        axes.set_title(title, fontsize=10)
+        axes.set_title(title, fontsize=10, y=1.0)  # the place that matplotlib would find in a fifth of the time
         axes.grid(color=INK, alpha=0.12, linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
