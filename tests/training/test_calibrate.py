@@ -196,7 +196,7 @@ def test_sets_cover_as_promised_although_the_temperature_has_seen_the_same_examp
 
     fresh, fresh_y = drawn(8000)
     covered = []
-    for _ in range(at_most(40)):
+    for _ in range(at_most(20)):
         logits, y = drawn(2 * n)  # validation part, calibration part
         T = fit_temperature([(logits[None], y)])
         strange = 1 - (logits[n:] / T).softmax(-1).gather(1, y[n:, None])[:, 0]

@@ -18,6 +18,7 @@ from dubito.training.config import Recipe, RecipeError, read_recipe
 from tests.files import files_in
 from tests.training.test_train import run
 
+pytestmark = pytest.mark.usefixtures("few_requests")
 CPU, GPU = Machine("cpu", 2), Machine("cuda")
 PICTURES = Facts(1000, 0, (3, 64, 64), 10, pictures=True, resized=True)
 FOLDER = Request("folder:x")
@@ -226,7 +227,6 @@ def test_other_recipes_are_followed_as_they_are(tmp_path: Path) -> None:
         plan(Request("digits", quick=True), tmp_path / "m.safetensors", CPU_DEVICE)
 
 
-@pytest.mark.usefixtures("few_here")
 def test_a_dry_run_says_what_would_be_done_and_writes_nothing(tmp_path: Path) -> None:
     source, out = write_pictures(tmp_path / "data", 300), tmp_path / "m.safetensors"
     answer = run("train", source, "--dry-run", "--out", out, TINY, "--set=fit.epochs=6", "--set=fit.pretrain_epochs=5")
@@ -251,7 +251,6 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(tmp_path: Path) ->
     assert files_in(tmp_path) == {"data"}
 
 
-@pytest.mark.usefixtures("few_here")
 def test_quick_ends_with_a_model_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "BETWEEN", 0.0)
     source, out = write_pictures(tmp_path / "data", 300, side=8), tmp_path / "m.safetensors"
@@ -270,14 +269,17 @@ def test_quick_ends_with_a_model_that_answers(tmp_path: Path, monkeypatch: pytes
     assert [line for line in lines if re.match(r"measuring: \d+%, .* left$", line)]
 
 
-@pytest.mark.usefixtures("few_here")
 def test_a_posterior_starts_from_weights(tmp_path: Path) -> None:
     """The weights' network says which size its pictures have, and is measured beside the posterior."""
-    source, out, file = write_pictures(tmp_path / "data", 300), tmp_path / "m.safetensors", tmp_path / "w.safetensors"
+    source, out, file = (
+        write_pictures(tmp_path / "data", 200, side=8),
+        tmp_path / "m.safetensors",
+        tmp_path / "w.safetensors",
+    )
     net = build("cnn", classes=3, channels=3, size=[8, 12], width=4, hidden=8)
     save_file(net.state_dict(), file)
     network = ["--set=network.architecture=cnn", "--set=network.arguments={size=[8, 12], width=4, hidden=8}"]
-    short = ["--set=fit.epochs=4", "--set=tune.epochs=1"]
+    short = ["--set=fit.epochs=2", "--set=tune.epochs=1"]
     answer = run("train", source, "--weights", file, "--force", *network, *short, "--out", out)
     assert answer.exit_code == 0, answer.exception
     assert "plain (" not in answer.stderr

@@ -31,7 +31,7 @@ CODE = """
 from torch import nn
 def small(num_classes=10):
     return nn.Sequential(
-        nn.Conv2d(3, 8, 5, 2), nn.ReLU(), nn.Conv2d(8, 16, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(64, num_classes)
+        nn.Conv2d(3, 8, 3, 3), nn.ReLU(), nn.Conv2d(8, 16, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(64, num_classes)
     )
 class Two(nn.Module):
     def forward(self, picture, mask):

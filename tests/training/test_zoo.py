@@ -6,21 +6,25 @@ import runpy
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dubito.models import load, save, zoo
+from dubito.models import load, save, zoo, zoo_files
 from dubito.models.embedded import embedded
 from dubito.models.errors import DubitoError
+from dubito.models.manifest import Precision
 from dubito.models.predictions.uncertainty import Classified, Regressed
 from dubito.training.data.data import Examples, part_of
 from dubito.training.data.sources import read_for
 from dubito.training.evaluation.evaluate import measure
 from dubito.training.evaluation.predicting import predict_grid
 from dubito.training.zoo import Where, kept, make, pack, reliability, reword, risk, steps_of
+from tests.small_models import bayesian_mlp
 
 REPO = Path(__file__).parents[2]
 REAL = REPO.parent / "shared" / "data"
@@ -63,12 +67,20 @@ def test_curves_of_a_regression_with_the_right_noise_lie_on_the_diagonal() -> No
     assert errors[4] < 0.8 * errors[-1]
 
 
+def save_small(path: Path, *, precision: Precision = "float32", **card: Any) -> None:
+    """A small network with the card of the digits, less its place in the zoo: what is packed is measured anew."""
+    network = bayesian_mlp((64, 16, 10), "ffg-u", inducing=8)
+    save(
+        network, path, precision=precision, card=load(embedded("digits")).card.model_copy(update={"zoo": None, **card})
+    )
+
+
 def test_what_is_packed_is_measured_as_it_is_stored(tmp_path: Path, few_here: None) -> None:
-    """An int8 copy of the digits, which the zoo stores in its own precision: new thresholds, new figures, and the
-    plain network beside them."""
+    """A file in int8, which the zoo stores in its own precision: new thresholds, new figures, and the plain network
+    beside them."""
     origin = load(embedded("digits"))
     rough, out = tmp_path / "rough.safetensors", tmp_path / "packed.safetensors"
-    save(origin.with_card(zoo=None), rough, precision="int8")
+    save_small(rough, precision="int8")
     model = pack("digits", rough, out, Where(), minutes=1.5, made_on="CPU")
     assert model.manifest.precision == steps_of("digits").precision != "int8"
     test = part_of(read_for(model.manifest, "digits", None), model.card)[1]
@@ -94,7 +106,7 @@ def test_what_is_packed_is_measured_as_it_is_stored(tmp_path: Path, few_here: No
 
 def test_the_plain_column_comes_from_the_model_that_it_was_made_of(tmp_path: Path, few_here: None) -> None:
     origin, bare = load(embedded("digits")), tmp_path / "bare.safetensors"
-    save(origin.with_card(zoo=None, plain=None), bare)
+    save_small(bare, plain=None)
     packed = pack(
         "digits", bare, tmp_path / "a.safetensors", Where(), minutes=1, made_on="CPU", beside=embedded("digits")
     )
@@ -103,7 +115,7 @@ def test_the_plain_column_comes_from_the_model_that_it_was_made_of(tmp_path: Pat
     assert packed.card.plain.metrics == origin.card.plain.metrics
     assert packed.card.plain.differences == {}  # they were not measured
     provenance, other = origin.card.provenance.model_copy(update={"seed": 5}), tmp_path / "other.safetensors"
-    save(origin.with_card(provenance=provenance), other)
+    save_small(other, provenance=provenance)
     with pytest.raises(DubitoError, match="other data or other parts"):
         pack("digits", bare, tmp_path / "b.safetensors", Where(), minutes=1, made_on="CPU", beside=other)
 
@@ -137,6 +149,7 @@ def run_script(script: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> ob
 
 
 def test_the_pages_are_those_of_the_artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo_files, "entry_of", cache(zoo_files.entry_of))  # each artifact is read once
     assert run_script(REPO / "docs" / "zoo.py", monkeypatch, "--check") == 0
     shutil.copy(REPO / "docs" / "zoo.py", tmp_path)
     shutil.copy(REPO / "docs" / "zoo.md", tmp_path)
