@@ -62,8 +62,8 @@ INDUCING: dict[str, Any] = {"method": "ffg-u", "options": {"inducing": 4}}
 ENSEMBLE: dict[str, Any] = {"method": "ensemble-w", "options": {"members": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "even": MLP | INDUCING | {"n": 128, "fit": {"epochs": 3, "batch": 32, "likelihood_epochs": 1, "warmup_epochs": 1}},
-    "uneven": MLP | INDUCING | {"n": 119, "fit": {"epochs": 3, "batch": 33, "samples": 2, "clip": 0.5}},
-    "batchnorm": CNN | INDUCING | {"n": 119, "fit": {"epochs": 3, "batch": 33, "optimiser": "sgd", "lr": 0.01}},
+    "uneven": MLP | INDUCING | {"n": 119, "fit": {"epochs": 2, "batch": 33, "samples": 2, "clip": 0.5}},
+    "batchnorm": CNN | INDUCING | {"n": 119, "fit": {"epochs": 2, "batch": 33, "optimiser": "sgd", "lr": 0.01}},
     "ensemble": MLP | ENSEMBLE | {"n": 100, "fit": {"epochs": 2, "batch": 25}},
     "patience": MLP | INDUCING | {"n": 64, "fit": {"epochs": 20, "batch": 32, "lr": 1e-30, "patience": 2}},
     "stop": MLP | INDUCING | {"n": 128, "fit": {"epochs": 2, "batch": 32}, "stop": True},

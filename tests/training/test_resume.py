@@ -232,8 +232,8 @@ SMALL = [
     "posterior.options={inducing=4}",
     "fit.likelihood_epochs=1",
     "fit.warmup_epochs=2",
-    "fit.batch=200",  # four batches an epoch: 674 pictures
-    "data.test=0.5",
+    "fit.batch=100",  # four batches an epoch: 337 pictures
+    "data.test=0.75",
 ]
 
 
@@ -261,7 +261,7 @@ def lines(path: Path) -> list[dict[str, str]]:
         return [row | {"seconds": ""} for row in csv.DictReader(file)]
 
 
-TRIAL, BATCH, EPOCH = 2, 200, 674  # pictures; each phase tries its augmentation on two before it starts
+TRIAL, BATCH, EPOCH = 2, 100, 337  # pictures; each phase tries its augmentation on two before it starts
 
 
 def test_signals_in_either_phase(
@@ -323,7 +323,7 @@ def test_data_that_changed_meanwhile_is_noticed(tmp_path: Path, monkeypatch: pyt
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (400, 8, 8), dtype=np.uint8), rng.integers(0, 3, 400)
     np.savez(tmp_path / "d.npz", x=x, y=y)
-    changes = [*SMALL, "fit.pretrain_epochs=0", "fit.epochs=12", "data.augment=[{SignalAt={}}]"]
+    changes = [*SMALL, "data.test=0.5", "fit.pretrain_epochs=0", "fit.epochs=12", "data.augment=[{SignalAt={}}]"]
     recipe = read_recipe(f"npz:{tmp_path / 'd.npz'}", changes)
     with pytest.raises(TrainingStopped):
         train(recipe, tmp_path / "m.safetensors")
