@@ -74,8 +74,11 @@ def predict_grid(
     *,
     requests: int = REQUESTS,
 ) -> dict[int, Summary]:
-    """Predictions for each K of an ascending grid, divided into `requests`; smaller K use the first draws of larger."""
-    rows = _rows_by_request(len(x), requests)
+    """Predictions for each K of an ascending grid, divided into `requests`; smaller K use the first draws of larger.
+
+    Without draws, all requests have the same answers, and one is enough.
+    """
+    rows = _rows_by_request(len(x), requests if model.factors.random and max(grid) > 0 else 1)
     parts: dict[int, list[Summary]] = {K: [] for K in grid}
     for i, request in enumerate(rows):
         for piece in request.split(max(1, OUTPUTS // max(1, *grid))):
