@@ -15,6 +15,7 @@ from dubito.models.network.network import BayesianNetwork
 from dubito.models.posteriors.mean_field import MeanField
 from dubito.models.predictions.adaptive import AT_MOST, CHUNK, answer_each, predict_settled
 from dubito.models.predictions.prediction import Job, predict
+from dubito.models.predictions.uncertainty import Classified
 from tests.small_models import mlp
 
 SEED = 3
@@ -77,12 +78,22 @@ def test_what_is_drawn_for_an_input_does_not_depend_on_the_others() -> None:
         torch.testing.assert_close(one.summary.probabilities[0], together.summary.probabilities[i])  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("tolerance", [0.05, 0.02])
-def test_settled_answers_are_within_the_tolerance_of_many_draws(tolerance: float) -> None:
+@pytest.fixture(scope="module")
+def many_draws() -> tuple[BayesianNetwork, Tensor, Tensor]:
+    """A network, inputs, and their probabilities by 4,096 draws."""
     network, x = wavering(), inputs(200)
+    summary = predict(network, network.factors(), x, 4096, SEED + 1).summary
+    assert isinstance(summary, Classified)
+    return network, x, summary.probabilities
+
+
+@pytest.mark.parametrize("tolerance", [0.05, 0.02])
+def test_settled_answers_are_within_the_tolerance_of_many_draws(
+    tolerance: float, many_draws: tuple[BayesianNetwork, Tensor, Tensor]
+) -> None:
+    network, x, truth = many_draws
     factors = network.factors()
     found = predict_settled(network, factors, x, SEED, tolerance=tolerance, max_samples=512).summary.probabilities  # type: ignore[union-attr]
-    truth = predict(network, factors, x, 4096, SEED + 1).summary.probabilities  # type: ignore[union-attr]
     leading = found.argmax(-1, keepdim=True)
     near = (found.gather(1, leading) - truth.gather(1, leading)).abs() <= tolerance
     assert near.double().mean() >= 0.95

@@ -186,6 +186,7 @@ def by_hand(method: str, network: BayesianNetwork, x: Array, N: int) -> Array:
     first, last = (layer.q for layer in network.layers.values())
     out = np.empty((N, len(x)))
     U_0 = X if method == "dgp" else None
+    frozen = {q: q.law.freeze() for q in (first, last) if isinstance(q, LocalProcess)}
     for k in range(N):
         Z, h = U_0, x
         for q, width in ((first, 2), (last, 1)):
@@ -199,7 +200,7 @@ def by_hand(method: str, network: BayesianNetwork, x: Array, N: int) -> Array:
                 assert isinstance(q, LocalProcess)
                 Z = q.Z.detach().numpy()
                 K = at_points(Z)
-                f = q.law.freeze()
+                f = frozen[q]
                 w = f.centre.detach().numpy() + np.einsum(
                     "oij,oj->oi", f.root.detach().numpy(), rng.normal(size=f.centre.shape)
                 )

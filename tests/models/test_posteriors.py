@@ -717,7 +717,8 @@ def drawn_weights(made: BayesianNetwork, form: str) -> Tensor:
                 parts.append(made.sample(torch.eye(5), 2000))
             else:
                 factors = made.factors()
-                parts.append(made.run(torch.eye(5), factors, Draws(2000, torch.randn(2000, factors.normals), SEED), {}))
+                draws = Draws(2000, torch.randn(2000, factors.normals), SEED)
+                parts.append(made.run(torch.eye(5), factors, draws, dict.fromkeys(made.layers.values(), "batch")))
     return torch.cat(parts).double().mT.flatten(1)  # (N, 5, 15): the identity's rows are the weights' columns
 
 

@@ -1,7 +1,5 @@
 """Decompositions by one thread: the same bits on any number of cores, and nothing of the caller's is changed."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -12,6 +10,7 @@ from torch import nn
 from dubito.models import bayesianize
 from dubito.models.numerics.threads import by_one_thread
 from dubito.models.predictions.resident import tensors_in
+from tests import forked
 
 FORKED = """
 import os, torch
@@ -75,5 +74,5 @@ def test_gradients_modes_and_errors_are_those_of_the_caller() -> None:
 
 
 def test_a_forked_process_makes_a_thread_of_its_own() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
+    done = forked.run(code=FORKED)
     assert (done.returncode, done.stdout) == (0, "both\n"), done.stderr

@@ -249,9 +249,10 @@ METHOD_OPTIONS: dict[str, dict[str, Any]] = {"fcg-w": {"covariance_limit": 10**6
 
 
 BY_INPUTS = {"gi", "fac-gi", "rand-gi", "dgp"}  # whose layers are drawn by inducing inputs, which BatchNorm would mix
-FOLLOWED = {METHODS[0], "gi"}  # with which torch's encoder is traced here, which takes seconds each time
+# every method with one network, and two of them with every network; the other pairs are slow
+QUICK = {"own": {*METHODS}, "attention": {METHODS[0], *BY_INPUTS}, "encoder": {METHODS[0], "gi"}}
 PAIRS = [
-    pytest.param(n, m, marks=pytest.mark.slow if n == "encoder" and m not in FOLLOWED else ())
+    pytest.param(n, m, marks=() if m in QUICK[n] else pytest.mark.slow)
     for n in ("own", "attention", "encoder")
     for m in METHODS
     if not (n == "own" and m in BY_INPUTS)

@@ -14,7 +14,22 @@ def fewer(patch: pytest.MonkeyPatch) -> None:
     few(patch)
     patch.setattr(calibrate, "CALIBRATION_REQUESTS", 1)
     patch.setattr(beside, "REQUESTS", 1)
-    patch.setitem(predicting.ChosenPredictive.predict.__kwdefaults__, "requests", 1)
+    choose_by_one(patch)
+
+
+def choose_by_one(patch: pytest.MonkeyPatch) -> None:
+    """One request for what a measure, a temperature or constants are chosen by, and for the figures of a card."""
+    defaults = predicting.ChosenPredictive.predict.__kwdefaults__
+    assert defaults is not None
+    patch.setitem(defaults, "requests", 1)
+
+
+@pytest.fixture(scope="module")
+def two_requests() -> Iterator[None]:
+    """For a file that asks what requests do."""
+    with pytest.MonkeyPatch.context() as patch:
+        few(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +37,14 @@ def few_requests() -> Iterator[None]:
     """For a file."""
     with pytest.MonkeyPatch.context() as patch:
         fewer(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def choice_by_one_request() -> Iterator[None]:
+    """For a file whose tests ask how well calibrations keep their promises."""
+    with pytest.MonkeyPatch.context() as patch:
+        choose_by_one(patch)
         yield
 
 

@@ -43,6 +43,7 @@ from dubito.training.temperature import fit_temperature
 from tests.examples import at_most
 from tests.small_models import bayesian_mlp, mlp, stored
 
+pytestmark = pytest.mark.usefixtures("choice_by_one_request")
 CLASSES = 4
 DECLARED = Input(shape=(5,))
 
@@ -72,7 +73,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.fixture(scope="module")
-def calibrated(trained: Model) -> Model:
+def calibrated(trained: Model, choice_by_one_request: None) -> Model:
     return calibrate(trained, clusters(HELD, 3))
 
 

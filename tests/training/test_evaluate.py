@@ -26,13 +26,14 @@ from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.data.data import DataError, DataSet, Examples, Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
+from dubito.training.evaluation import plots
 from dubito.training.evaluation.evaluate import evaluate, measure
 from dubito.training.evaluation.shift import corrupt, families
 from dubito.training.seeds import stream
 from tests.few import GRID, REQUESTS
 from tests.small_models import bayesian_mlp, mlp, stored
 
-pytestmark = pytest.mark.usefixtures("few_requests")
+pytestmark = pytest.mark.usefixtures("two_requests")
 RECIPE: dict[str, Any] = {"name": "digits", "validation": 0.05, "calibration": 0.1, "test": 0.2}
 CALIBRATION = Calibration(
     false_positive_rate=0.05,
@@ -389,6 +390,12 @@ def run() -> Run:
     return invoke
 
 
+@pytest.fixture
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages whose plots are empty: most of a report's time. `test_report.py` looks at them."""
+    monkeypatch.setattr(plots, "_svg", lambda plot, title: "data:image/svg+xml;base64,")
+
+
 def refused(result: Result) -> str:
     assert isinstance(result.exception, DubitoError), result.output
     assert result.output == ""
@@ -451,6 +458,7 @@ def test_the_table_fits_a_terminal_and_says_it_all(run: Run, file: Path, parts: 
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_two_models_on_the_same_inputs(run: Run, file: Path, model: Model, parts: Parts, tmp_path: Path) -> None:
     """Beside data from outside, which is named as the other model is not."""
     rival = bayesian_mlp((64, 8, 10), "deterministic")
@@ -486,6 +494,7 @@ def test_an_uncalibrated_model_says_so(run: Run, model: Model, tmp_path: Path) -
     assert "not calibrated" in run(tmp_path / "bare.safetensors", "--data", "digits", "--part", "validation").stdout
 
 
+@pytest.mark.usefixtures("without_plots")
 def test_a_regression_on_the_terminal(run: Run, curve: Model, tmp_path: Path) -> None:
     examples = targets(40)
     save(curve, tmp_path / "curve.safetensors")

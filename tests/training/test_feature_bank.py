@@ -89,6 +89,7 @@ def test_placements_have_the_mean_and_the_standard_error_of_the_auroc() -> None:
     assert abs(error / float(np.std(again)) - 1) < 0.25  # 400 draws: a relative error of 0.035
 
 
+@pytest.mark.usefixtures("choice_by_one_request")
 def test_another_measure_than_entropy_is_chosen_only_where_it_is_clearly_better(model: Model) -> None:
     held, train = blobs(400, 1), blobs(600, 2)
     banked = try_bank(model.to("cpu"), train, Calibrate(), 0)
@@ -123,6 +124,7 @@ def _auroc(inside: np.ndarray, outside: np.ndarray) -> float:
     return float(above)
 
 
+@pytest.mark.usefixtures("choice_by_one_request")
 def test_calibration_keeps_the_bank_that_it_goes_by(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
