@@ -8,7 +8,6 @@ import platform
 import secrets
 import stat
 from collections.abc import Mapping
-from importlib.metadata import version
 from operator import index
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,6 +19,7 @@ from safetensors.torch import load as parse
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
+from dubito import __version__
 from dubito.models.artifact.described import (
     bare_by,
     check_input,
@@ -170,7 +170,7 @@ def _manifest(network: BayesianNetwork, card: Card, precision: Precision) -> tup
     folded = any(isinstance(m, ScaleShift) for m in network.modules())
     bank = None if network.feature_bank is None else network.feature_bank.entry
     joint: dict[str, Any] = {} if network.joint is None else {network.joint.key: network.joint.entry}
-    versions = {"dubito": version("dubito"), "torch": torch.__version__, "python": platform.python_version()}
+    versions = {"dubito": __version__, "torch": torch.__version__, "python": platform.python_version()}
     provenance = card.provenance.model_copy(update={"versions": {**versions, **card.provenance.versions}})
     known = architecture_of(network.net)
     try:

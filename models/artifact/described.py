@@ -1,6 +1,8 @@
 """Which network an artifact is of: one that has a name here, one that is traced, or one that a factory makes."""
 
+import json
 import re
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +50,19 @@ def check_input(bare: nn.Module, manifest: Manifest) -> None:
     if manifest.traced is not None and manifest.traced.input not in (None, declared.shape):
         came = f"takes inputs of shape {manifest.traced.input}, but it declares {declared.shape}"
         raise ArtifactError(f"its network {came}.")
-    check_width(try_out(bare, declared.shape), manifest)
+    if manifest.traced is not None:
+        answer = try_out(bare, declared.shape)
+    else:
+        arguments = json.dumps(manifest.architecture.arguments, sort_keys=True)
+        answer = _answer_of(manifest.architecture.name, arguments, declared.shape)
+    check_width(answer, manifest)
+
+
+@lru_cache(maxsize=64)
+def _answer_of(name: str, arguments: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the answer of a network that has a name here, to one input; its arguments are JSON."""
+    with torch.device("meta"):
+        return try_out(build(name, **json.loads(arguments)), shape)
 
 
 def skeleton_of(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
