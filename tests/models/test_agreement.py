@@ -29,7 +29,7 @@ from dubito.training.data.sources import read_data
 from tests.examples import at_most
 
 pytestmark = pytest.mark.draws
-K, CHUNK = min(2048, at_most(1024)), 512
+K, CHUNK = min(2048, at_most(512)), 512
 FEW = 64  # draws by which the executions are compared with each other
 LAM = 0.2
 EXECUTIONS: tuple[Execution, ...] = ("loop", "batch", "unfold", "factored")

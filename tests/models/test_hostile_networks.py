@@ -25,6 +25,7 @@ from dubito.models import bayesianize, load, save
 from dubito.models.artifact.artifact import KEY, digest
 from dubito.models.errors import ArtifactError, PredictionError
 from dubito.models.manifest import Card, Input, Manifest
+from dubito.models.traced import MOST_CALLS
 from dubito.models.tracing.operators import ATTRIBUTES, FUNCTIONS, METHODS, MODULES
 from tests import forked
 from tests.examples import at_most
@@ -175,7 +176,10 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "a result by a word": (first_call(args=[{"#": "x"}]), "which stands for nothing that is known here"),
     "an output that is not there": (lambda n, t: n.update(output={"#": 4096}), "uses result 4096"),
     "an output of two": (lambda n, t: n.update(output=[X, X]), "answers 2 of them with tuple"),
-    "too many calls": (lambda n, t: n.update(calls=n["calls"] * 4096), WRONG + "traced.*calls"),
+    "too many calls": (
+        lambda n, t: n.update(calls=n["calls"] * (MOST_CALLS // len(n["calls"]) + 1)),
+        WRONG + "traced.*calls",
+    ),
     # arguments
     "an object of two keys": (first_call(args=[{"#": 0, "list": []}]), "expected a number, a list or an object"),
     "an unknown object": (first_call(args=[{"lambda": "x"}]), "stands for nothing that is known here"),

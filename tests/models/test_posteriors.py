@@ -718,7 +718,7 @@ def drawn_weights(made: BayesianNetwork, form: str) -> Tensor:
             else:
                 factors = made.factors()
                 draws = Draws(2000, torch.randn(2000, factors.normals), SEED)
-                parts.append(made.run(torch.eye(5), factors, draws, dict.fromkeys(made.layers.values(), "batch")))
+                parts.append(made.run(torch.eye(5), factors, draws, dict.fromkeys(made.layers, "batch")))
     return torch.cat(parts).double().mT.flatten(1)  # (N, 5, 15): the identity's rows are the weights' columns
 
 

@@ -83,7 +83,7 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     network = train(*glyphs(60_000, seed=0))
-    x, y = glyphs(6_000, seed=1)
+    x, y = glyphs(3_000, seed=1)
     path = tmp_path_factory.mktemp("float32") / "model"
     save(network, path)
     accuracies, errors = zip(*(scores(load(path), x, y, seed) for seed in range(4)), strict=True)

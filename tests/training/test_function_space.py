@@ -1,6 +1,7 @@
 """Function-space VI: the linearised law and its KL against a dense Jacobian, and training by it."""
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +104,22 @@ def inputs(n: int) -> Tensor:
     return torch.randn(n, 1, 4, 4, generator=torch.Generator().manual_seed(1))
 
 
+@cache
+def probed(method: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """By hand the mean and covariance of a linearised network at four inputs, and by its own the mean and 500 probes."""
+    network, x = made(method), inputs(4)
+    by_hand = dense(network, plain(), x)
+    torch.manual_seed(0)
+    ours, probes = network.sample_linearised(x, 500)
+    return *by_hand, ours.detach(), probes.detach()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_probes_have_the_covariance_of_the_linearised_network(method: str) -> None:
-    network, x, S = made(method), inputs(4), 500
-    mean, covariance = dense(network, plain(), x)
-    torch.manual_seed(0)
-    ours, probes = network.sample_linearised(x, S)
-    torch.testing.assert_close(ours.detach().double(), mean, rtol=1e-4, atol=1e-5)
-    t = probes.detach().double().flatten(1)
+    mean, covariance, ours, probes = probed(method)
+    S = len(probes)
+    torch.testing.assert_close(ours.double(), mean, rtol=1e-4, atol=1e-5)
+    t = probes.double().flatten(1)
     expected = covariance.reshape(t.shape[1], -1)
     variance = expected.diagonal()
     error = ((variance[:, None] * variance + expected.square()) / S).sqrt()
@@ -123,16 +132,13 @@ def test_probes_have_the_covariance_of_the_linearised_network(method: str) -> No
 def test_the_kl_has_no_bias(method: str, full: bool) -> None:
     """Against the closed form for a dense covariance, over many estimates with as few probes as there may be."""
     n, S, R, v = 4, 5, 100, 7.0
-    network, x = made(method), inputs(n)
-    mean, covariance = dense(network, plain(), x)
+    mean, covariance, _, probes = probed(method)
     expected = 0.0
     for c in range(mean.shape[1]):
         C = covariance[:, c, :, c]
         C = C if full else torch.diag(C.diagonal())
         expected += 0.5 * float(C.trace() / v + mean[:, c].square().sum() / v - n + n * math.log(v) - torch.logdet(C))
-    torch.manual_seed(0)
-    _, probes = network.sample_linearised(x, S * R)
-    parts = probes.detach().view(R, S, n, -1)
+    parts = probes.view(R, S, n, -1)
     estimates = torch.stack([gaussian_kl(mean.float(), t, v, full) for t in parts]).double()
     assert abs(float(estimates.mean()) - expected) < 5 * float(estimates.std()) / math.sqrt(R)
 
