@@ -106,7 +106,7 @@ def inputs(n: int) -> Tensor:
 
 @cache
 def probed(method: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """By hand the mean and covariance of a linearised network at four inputs, and by its own the mean and 500 probes."""
+    """A linearised network at four inputs: mean and covariance by hand, mean and 500 probes by itself."""
     network, x = made(method), inputs(4)
     by_hand = dense(network, plain(), x)
     torch.manual_seed(0)
