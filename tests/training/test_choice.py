@@ -254,17 +254,18 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(tmp_path: Path) ->
 def test_quick_ends_with_a_model_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "BETWEEN", 0.0)
     source, out = write_pictures(tmp_path / "data", 300, side=8), tmp_path / "m.safetensors"
-    answer = run("train", source, "--quick", "--out", out, TINY, "--set=fit.pretrain_epochs=24", "--set=fit.epochs=4")
+    short = ["--set=fit.pretrain_epochs=12", "--set=fit.epochs=3", "--set=fit.lr=0.01"]
+    answer = run("train", source, "--quick", "--out", out, TINY, *short)
     assert answer.exit_code == 0, answer.exception
     assert files_in(tmp_path) == {"data", "m.safetensors", "m.log.csv", "m.plain.log.csv"}
     model = load(out)
-    assert model.card.metrics["accuracy"] > 0.8  # a third by chance
+    assert model.card.metrics["accuracy"] > 0.8  # a third by chance; six seeds gave 1
     assert model.card.provenance.recipe is not None
     recipe = Recipe.model_validate(model.card.provenance.recipe)
     assert (recipe.tune, recipe.data.size) == (None, (8, 12))
     assert run("predict", out, tmp_path / "data" / "b" / "1.png").exit_code == 0
     lines = answer.stderr.splitlines()
-    assert [line for line in lines if re.match(r"plain \(1 of 2\): epoch 3/24 .* left$", line)]
+    assert [line for line in lines if re.match(r"plain \(1 of 2\): epoch 3/12 .* left$", line)]
     assert [line for line in lines if re.match(r"calibrating: \d+%, .* left$", line)]
     assert [line for line in lines if re.match(r"measuring: \d+%, .* left$", line)]
 

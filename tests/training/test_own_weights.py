@@ -160,9 +160,9 @@ def test_a_network_that_does_not_know_the_data_stops_with_reasons(
     assert "The classes seem to be in another order: with output 0 for eight" in said
     data = read_data("folder:pictures", size=(16, 16), fitting=Fitting(resize=20))
     parts = divide(replace(data, labels=tuple(reversed(ORDER))), 0.1, 0.1, 0.1, 0)
-    guess = nn.Sequential(nn.Flatten(), nn.Linear(768, 10))
-    nn.init.zeros_(guess[1].weight)  # the same class whatever the picture
-    look_first(guess, parts, input_of(parts.train), Classification(), force=True)
+    linear = nn.Linear(768, 10)
+    nn.init.zeros_(linear.weight)  # the same class whatever the picture
+    look_first(nn.Sequential(nn.Flatten(), linear), parts, input_of(parts.train), Classification(), force=True)
     assert "--force goes on" in capsys.readouterr().err
 
 
