@@ -149,17 +149,20 @@ def test_leading_directions_carry_the_most_energy_outside_the_span(features: Ten
 WAY_3 = [f"way 3, R = {R}" for R in (0, 1, 4, 16)]
 
 
+@pytest.mark.slow
 def test_every_scheme_has_the_exact_variance_at_a_location(table: dict[str, Row]) -> None:
     """K·32 independent normals at least, for locations and inputs may be one: a standard error of √(2/(32 K))."""
     for name, row in table.items():
         assert abs(row.location / table["dense Gaussian"].location - 1) < 5 * (2 / (CHANNELS * K)) ** 0.5, name
 
 
+@pytest.mark.slow
 def test_way_2_has_the_exact_variance_after_pooling(table: dict[str, Row]) -> None:
     ratio = table["exact (way 2)"].pooled / table["dense Gaussian"].pooled
     assert abs(ratio - 1) < 5 * (2 / (CHANNELS * K)) ** 0.5
 
 
+@pytest.mark.slow
 def test_fresh_noise_averages_away(table: dict[str, Row]) -> None:
     fresh, exact = table["fresh noise per location"], table["exact (way 2)"]
     assert fresh.pooled < 0.05 * exact.pooled
@@ -167,6 +170,7 @@ def test_fresh_noise_averages_away(table: dict[str, Row]) -> None:
     assert abs(fresh.inputs) < 0.01
 
 
+@pytest.mark.slow
 def test_way_3_approaches_the_exact_law_as_directions_are_added(table: dict[str, Row]) -> None:
     exact, rows = table["exact (way 2)"], [table[name] for name in WAY_3]
     pooled = [row.pooled for row in rows]

@@ -91,6 +91,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(network, x, y, (accuracies[0], errors[0]), spread)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [p for p in get_args(Precision) if p != "float32"])
 def test_accuracy_and_calibration_survive(precision: Precision, trained: Trained, tmp_path: Path) -> None:
     """With the float32 model's own draws, so that all that differs is the rounding of what is stored."""

@@ -93,6 +93,14 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield open_store(request.param, stack, tmp_path_factory.mktemp("store"), request)
 
 
+# what happens to a download is the same for every store: one is quick, the others are slow
+downloads = pytest.mark.parametrize(
+    "store",
+    ["https", *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("s3", "hf", "gs", "az"))],
+    indirect=True,
+)
+
+
 def run(store: Store, cache: Path, *words: str, port: int | None = None, **environment: str) -> forked.Ended:
     known = store.environment(port or store.port) | {"DUBITO_CACHE": str(cache)}
     return forked.run(*words, environment=known | environment)
@@ -136,6 +144,7 @@ def test_an_artifact_is_read_once_and_again_when_it_changes(store: Store, tmp_pa
         assert json.loads(third.stdout)["bytes"] == len(other)
 
 
+@downloads
 def test_the_progress_of_a_large_download_is_shown(store: Store, tmp_path: Path) -> None:
     """Lines on stderr, which is no terminal here."""
     store.put("large.bin", bytes(1 << (26 if store.scheme == "az" else 24)))  # Azure's library fetches 32 MB at once
@@ -189,6 +198,7 @@ def test_a_download_that_is_cut_off_leaves_nothing(store: Store, tmp_path: Path)
     assert copies(tmp_path) == []
 
 
+@downloads
 def test_a_download_that_is_killed_leaves_nothing_that_is_taken_for_a_model(store: Store, tmp_path: Path) -> None:
     """kill -9 half-way. The next one removes what is left, and fetches the whole file."""
     store.put(KEY, DIGITS * 20)

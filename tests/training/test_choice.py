@@ -270,6 +270,7 @@ def test_quick_ends_with_a_model_that_answers(tmp_path: Path, monkeypatch: pytes
     assert [line for line in lines if re.match(r"measuring: \d+%, .* left$", line)]
 
 
+@pytest.mark.slow
 def test_a_posterior_starts_from_weights(tmp_path: Path) -> None:
     """The weights' network says which size its pictures have, and is measured beside the posterior."""
     source, out, file = (

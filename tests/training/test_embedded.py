@@ -241,6 +241,7 @@ def test_doubt_about_the_weights_rises_on_what_is_no_garment(clothes: Model, exa
     assert foreign >= 5 * float(doubt_about_weights(clothes, examples).mean())
 
 
+@pytest.mark.slow
 def test_held_out_clothes(clothes: Model, foreign: float) -> None:
     """Of the test part 40 images: doubt about the weights, errors and flags are as the card says."""
     if not (REAL / "FashionMNIST").is_dir():

@@ -46,7 +46,7 @@ def run(folder: Path, *words: str) -> forked.Ended:
     return forked.begin(forked.FEW, words, folder, folder).end()
 
 
-@pytest.mark.parametrize("name", ["Mine", "Odd"])
+@pytest.mark.parametrize("name", ["Mine", pytest.param("Odd", marks=pytest.mark.slow)])
 def test_train_takes_a_factory(folder: Path, name: str) -> None:
     """One that can be traced needs its code no more; the other is refused without it."""
     of = ["--network", f"nets_of_mine:{name}"]

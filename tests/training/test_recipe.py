@@ -85,7 +85,7 @@ def test_a_fresh_run_that_was_stopped_goes_on_without_fresh(tmp_path: Path) -> N
     assert "The same command without --fresh goes on from there." in str(stopped.value)
 
 
-@pytest.mark.parametrize("method", ["ffg-u", "ensemble-w"])
+@pytest.mark.parametrize("method", ["ffg-u", pytest.param("ensemble-w", marks=pytest.mark.slow)])
 def test_an_estimate_changes_nothing(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It times steps of copies, and puts the random numbers back; what follows is the same to the bit."""
     short = ["fit.pretrain_epochs=2", "fit.epochs=3", "fit.likelihood_epochs=0", "fit.warmup_epochs=1"]
