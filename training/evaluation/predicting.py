@@ -19,6 +19,7 @@ from dubito.training.seeds import stream
 
 REQUESTS = 20  # with draws of their own, since calibration is about the fresh draws of a request
 GRID = (1, 2, 4, 8, 16, 20, 32, 64)  # numbers of draws K that are calibrated and measured
+ROWS = 1024  # inputs at a time, at most: they may be large pictures
 OUTPUTS = 1 << 16  # rows of outputs held at a time
 
 Summary = Classified | Regressed
@@ -59,7 +60,7 @@ class ChosenPredictive:
 def predict_probit(model: Model, x: Tensor, advance: Callable[[int], None] = lambda rows: None) -> Summary:
     """Predictions in closed form."""
     parts = []
-    for piece in x.split(1024):
+    for piece in x.split(ROWS):
         parts.append(model.predict(enter(piece, declared_by(model)), method="probit").summary)
         advance(len(piece))
     return _joined(parts, torch.arange(len(x)))
@@ -81,7 +82,7 @@ def predict_grid(
     rows = _rows_by_request(len(x), requests if model.factors.random and max(grid) > 0 else 1)
     parts: dict[int, list[Summary]] = {K: [] for K in grid}
     for i, request in enumerate(rows):
-        for piece in request.split(max(1, OUTPUTS // max(1, *grid))):
+        for piece in request.split(min(ROWS, max(1, OUTPUTS // max(1, *grid)))):
             inputs = enter(x[piece], declared_by(model))
             for K, summary in _nested(model, inputs, grid, stream(seed, "request", i)).items():
                 parts[K].append(summary)
