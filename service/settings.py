@@ -316,11 +316,15 @@ def read_settings(file: Path | None = None, **flags: object) -> Settings:
     if file is not None and not file.is_file():
         raise SettingError(f"there is no file {file}; expected settings in TOML.")
 
-    class WithFile(Settings):
-        model_config = SettingsConfigDict(toml_file=file)
+    kind = Settings
+    if file is not None:
 
+        class WithFile(Settings):
+            model_config = SettingsConfigDict(toml_file=file)
+
+        kind = WithFile
     try:
-        settings = WithFile(**flags)  # type: ignore[arg-type]
+        settings = kind(**flags)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
