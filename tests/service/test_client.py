@@ -147,9 +147,9 @@ def test_what_is_no_number_is_refused_here(client: Client) -> None:
         client.predict("digits", ["a"])
 
 
-def test_keys_and_the_wait_after_too_many_requests(serve: Serve, x: NDArray[np.float32]) -> None:
+def test_keys_and_the_wait_after_too_many_requests(serve: Serve, x: NDArray[np.float32], small_digits: Path) -> None:
     flags = (f"api_keys=me={hash_key('secret')}", "rate_per_second=0.01", "burst=2")
-    url = serve(embedded("digits"), *(word for flag in flags for word in ("--set", flag))).url
+    url = serve(small_digits, *(word for flag in flags for word in ("--set", flag))).url
     with Client(url) as client, pytest.raises(ServiceError, match="no API key") as caught:
         client.models()
     assert caught.value.status == 401

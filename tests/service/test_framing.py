@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dubito.models.embedded import embedded
 from tests.examples import at_most
 from tests.service.conftest import Live, Serve
 
@@ -605,9 +604,9 @@ def test_odd_names(http: httpx.Client, name: str) -> None:
         answered(reply)
 
 
-def test_bodies_over_the_limit(serve: Serve) -> None:
+def test_bodies_over_the_limit(serve: Serve, small_digits: Path) -> None:
     limits = {"body_bytes": 8000, "max_rows": 20, "max_samples": 50, "image_pixels": 1000, "buckets": 1}
-    server = serve(embedded("digits"), *(word for key, value in limits.items() for word in ("--set", f"{key}={value}")))
+    server = serve(small_digits, *(word for key, value in limits.items() for word in ("--set", f"{key}={value}")))
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for path in (V1, V2, "/v2/repository/index", "/v2/repository/models/digits/load"):
             for content in (bytes(8001), iter([bytes(6000), bytes(6000)])):

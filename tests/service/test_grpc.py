@@ -29,7 +29,6 @@ from grpc_tools import protoc
 from tritonclient.utils import InferenceServerException
 
 from dubito import __version__
-from dubito.models.embedded import embedded
 from dubito.service.grpc.messages import CONTENTS, INPUTS, fields_of, framed, integers
 from dubito.service.grpc.protocol import FILE, SERVICE, described, message_class
 from dubito.service.web.oip import DRAWS, DTYPES
@@ -54,10 +53,10 @@ KINDS = ["BOOL", "INT8", "INT16", "INT32", "INT64", "UINT16", "UINT32", "UINT64"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """One server of the embedded digits for all tests that leave it as it is."""
+def served(tmp_path_factory: pytest.TempPathFactory, small_digits: Path) -> Iterator[Live]:
+    """One server of digits for all tests that leave it as it is."""
     starter = Starter(tmp_path_factory.mktemp("grpc"))
-    yield starter(embedded("digits"), "--grpc-port", "0")
+    yield starter(small_digits, "--grpc-port", "0")
     starter.close()
 
 
@@ -324,10 +323,10 @@ def too_large() -> Any:
     return request(np.zeros((160_000, 1, 8, 8), np.float32))
 
 
-def test_compression_where_it_is_asked_for(serve: Serve, client: Any, x: Array) -> None:
+def test_compression_where_it_is_asked_for(serve: Serve, client: Any, x: Array, small_digits: Path) -> None:
     given: dict[str, Any] = {"parameters": {"samples": 20, "seed": 5}}
     plain = client.infer("digits", [input_of(x)], **given)
-    other = serve(embedded("digits"), "--grpc-port", "0", "--set", "grpc_compression=true")
+    other = serve(small_digits, "--grpc-port", "0", "--set", "grpc_compression=true")
     with triton.InferenceServerClient(other.grpc) as asked:
         for coding in ("gzip", "deflate"):
             packed = asked.infer("digits", [input_of(x)], compression_algorithm=coding, **given)
@@ -620,9 +619,9 @@ def test_so_many_at_once_and_no_more(serve: Serve, fragile: tuple[Path, dict[str
         assert dict(refused.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
 
 
-def test_a_message_that_does_not_come(serve: Serve) -> None:
+def test_a_message_that_does_not_come(serve: Serve, small_digits: Path) -> None:
     """Half calls are ended; those of one address beyond a few at once, and none keeps others from an answer."""
-    server = serve(embedded("digits"), "--grpc-port", "0", "--set", "body_seconds=1.5")
+    server = serve(small_digits, "--grpc-port", "0", "--set", "body_seconds=1.5")
     done = threading.Event()
 
     def nothing() -> Iterator[bytes]:
@@ -651,9 +650,9 @@ def call_over_http2(stream: int, message: bytes) -> bytes:
     return frame(1, 4, stream, literal) + frame(0, 1, stream, b"\0" + len(message).to_bytes(4, "big") + message)
 
 
-def test_who_does_not_take_replies_gets_no_more(serve: Serve) -> None:
+def test_who_does_not_take_replies_gets_no_more(serve: Serve, small_digits: Path) -> None:
     """A client of HTTP/2 with a window of nothing: its replies pile up to a bound, and go when it goes."""
-    server = serve(embedded("digits"), "--grpc-port", "0", "--set", "body_bytes=100000", "--set", "max_rows=64")
+    server = serve(small_digits, "--grpc-port", "0", "--set", "body_bytes=100000", "--set", "max_rows=64")
     told = request(np.zeros((20, 1, 8, 8), np.float32), samples=0)  # 5 kB, answered by 2 kB
     size = len(told.SerializeToString())
     host, port = server.grpc.split(":")
@@ -682,9 +681,9 @@ def is_refused(bare: Bare, told: Any) -> bool:
 # keys, TLS, health, reflection
 
 
-def test_keys_are_those_of_http(serve: Serve, x: Array) -> None:
+def test_keys_are_those_of_http(serve: Serve, x: Array, small_digits: Path) -> None:
     keys = json.dumps({"alice": hash_key("secret of alice")})
-    server = serve(embedded("digits"), "--grpc-port", "0", DUBITO_API_KEYS=keys)
+    server = serve(small_digits, "--grpc-port", "0", DUBITO_API_KEYS=keys)
     wrong: list[tuple[str, str]] = [("authorization", "Bearer wrong"), ("authorization", hash_key("secret of alice"))]
     for metadata in ([], *([one] for one in wrong)):
         with Bare(server.grpc, metadata) as bare:
@@ -714,10 +713,10 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return chain, key
 
 
-def test_tls(serve: Serve, certificate: tuple[Path, Path], x: Array) -> None:
+def test_tls(serve: Serve, certificate: tuple[Path, Path], x: Array, small_digits: Path) -> None:
     chain, key = certificate
     files = ("--set", f"grpc_certificate={chain}", "--set", f"grpc_key={key}")
-    server = serve(embedded("digits"), "--grpc-port", "0", *files)
+    server = serve(small_digits, "--grpc-port", "0", *files)
     trusting = grpc.ssl_channel_credentials(chain.read_bytes())
     with Bare("", channel=grpc.secure_channel(server.grpc, trusting)) as bare:
         assert len(bare.infer(request(x)).outputs) > 3
@@ -816,8 +815,8 @@ def test_repository(serve: Serve, make_artifact: Callable[..., Path], tmp_path: 
         assert {row.name for row in bare.call("RepositoryIndex", index).models} == {"plants", "prices"}
 
 
-def test_a_repository_that_may_not_be_changed(serve: Serve) -> None:
-    server = serve(embedded("digits"), "--grpc-port", "0", "--set", "repository_api=false", "--set", "buckets=1")
+def test_a_repository_that_may_not_be_changed(serve: Serve, small_digits: Path) -> None:
+    server = serve(small_digits, "--grpc-port", "0", "--set", "repository_api=false", "--set", "buckets=1")
     with triton.InferenceServerClient(server.grpc) as client:
         for change in (client.load_model, client.unload_model):
             with pytest.raises(InferenceServerException, match="repository_api"):

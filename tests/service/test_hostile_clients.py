@@ -23,7 +23,6 @@ import psutil
 import pytest
 from fastapi.responses import Response
 
-from dubito.models.embedded import embedded
 from dubito.service.web.routes import Assets
 from dubito.service.web.security import hash_key
 from tests import forked
@@ -59,9 +58,11 @@ def flags(**settings: object) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def server(serve: Serve, make_artifact: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Live:
+def server(
+    serve: Serve, make_artifact: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, small_digits: Path
+) -> Live:
     plants = make_artifact(tmp_path_factory.mktemp("m") / "plants.safetensors")
-    return serve(embedded("digits"), plants, *flags(**SMALL), **TWO_DECODERS)
+    return serve(small_digits, plants, *flags(**SMALL), **TWO_DECODERS)
 
 
 @contextmanager
@@ -392,14 +393,14 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
     starter.close()
 
 
-def test_models_are_changed_only_where_that_is_asked_for_or_keyed(usual: Starter) -> None:
-    bare = usual(embedded("digits"), "--set", "buckets=1")
+def test_models_are_changed_only_where_that_is_asked_for_or_keyed(usual: Starter, small_digits: Path) -> None:
+    bare = usual(small_digits, "--set", "buckets=1")
     reply = httpx.post(bare.url + UNLOAD)
     assert reply.status_code == 503
     assert "repository_api" in reply.json()["error"]
     assert httpx.post(f"{bare.url}/v2/repository/index").status_code == 200
     keys = json.dumps({"alice": hash_key("secret")})
-    keyed = usual(embedded("digits"), *flags(buckets=1, allowed_hosts="models.example"), DUBITO_API_KEYS=keys)
+    keyed = usual(small_digits, *flags(buckets=1, allowed_hosts="models.example"), DUBITO_API_KEYS=keys)
     assert httpx.post(keyed.url + UNLOAD).status_code == 401
     for scheme in ("bearer", "Bearer", "BEARER"):
         key = {"Authorization": f"{scheme} secret"}
@@ -410,9 +411,9 @@ def test_models_are_changed_only_where_that_is_asked_for_or_keyed(usual: Starter
     assert httpx.post(keyed.url + UNLOAD, headers=named).status_code == 200
 
 
-def test_allowed_hosts_and_origins_are_named(serve: Serve) -> None:
+def test_allowed_hosts_and_origins_are_named(serve: Serve, small_digits: Path) -> None:
     settings = {"buckets": 1, "allowed_hosts": "Models.example", "cors_origins": "https://good.example"}
-    server = serve(embedded("digits"), *flags(**settings))
+    server = serve(small_digits, *flags(**settings))
     load = f"{server.url}/v2/repository/models/digits/load"
     assert httpx.post(load, headers={"Host": "models.example:80"}).status_code == 200
     assert httpx.post(load, headers={"Host": "other.example"}).status_code == 403
@@ -421,8 +422,8 @@ def test_allowed_hosts_and_origins_are_named(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("proxies", ["", "127.0.0.0/8", "192.0.2.1"])
-def test_only_a_trusted_proxy_says_who_the_client_is(serve: Serve, proxies: str) -> None:
-    server = serve(embedded("digits"), *flags(buckets=1, rate_per_second=0.001, burst=2, trusted_proxies=proxies))
+def test_only_a_trusted_proxy_says_who_the_client_is(serve: Serve, proxies: str, small_digits: Path) -> None:
+    server = serve(small_digits, *flags(buckets=1, rate_per_second=0.001, burst=2, trusted_proxies=proxies))
 
     def status(forwarded: str) -> int:
         return httpx.get(f"{server.url}/v1/models", headers={"X-Forwarded-For": forwarded}).status_code
@@ -442,12 +443,12 @@ def test_a_trusted_proxy_must_be_an_address() -> None:
 # logs
 
 
-def test_a_log_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
+def test_a_log_that_nobody_reads_stops_nothing(tmp_path: Path, small_digits: Path) -> None:
     """Lines that find no room are dropped and counted; later lines say so. SIGTERM ends the server as ever."""
     reader, writer = os.pipe()
     out_reader, out_writer = os.pipe()
     with os.fdopen(writer, "w") as stderr, os.fdopen(out_writer, "w") as stdout, os.fdopen(out_reader) as greeting:
-        words: list[str | Path] = ["serve", embedded("digits"), "--port", "0", *flags(buckets=1, log_bytes=20_000)]
+        words: list[str | Path] = ["serve", small_digits, "--port", "0", *flags(buckets=1, log_bytes=20_000)]
         process = forked.start(forked.DUBITO, words, stdout=stdout, stderr=stderr, folder=tmp_path)
         stdout.close()
         stderr.close()
@@ -510,9 +511,11 @@ def test_a_model_that_is_being_loaded_is_not_missing(tmp_path: Path, make_artifa
 
 
 @pytest.mark.parametrize("sent", ["before", "after"])
-def test_connections_that_were_accepted_are_answered_when_the_server_stops(serve: Serve, sent: str) -> None:
+def test_connections_that_were_accepted_are_answered_when_the_server_stops(
+    serve: Serve, sent: str, small_digits: Path
+) -> None:
     """Whether the request was sent before the signal or just after: none is reset. Fifty in the backlog, too."""
-    server = serve(embedded("digits"), *flags(buckets=1, linger_seconds=0))
+    server = serve(small_digits, *flags(buckets=1, linger_seconds=0))
     request = post(ZEROS)
     with ExitStack() as stack:
         os.kill(server.pid, signal.SIGSTOP)  # so that nothing is read, nor accepted, before the signal
@@ -549,8 +552,8 @@ def test_the_exit_code_says_that_a_request_was_cancelled(serve: Serve, fragile: 
 
 
 @pytest.mark.parametrize("sent", [HOLDERS["half a body"], BEHIND], ids=["alone", "behind another request"])
-def test_half_a_request_is_not_one_that_was_accepted(serve: Serve, sent: bytes) -> None:
-    server = serve(embedded("digits"), *flags(buckets=1, linger_seconds=0, drain_seconds=0.2))
+def test_half_a_request_is_not_one_that_was_accepted(serve: Serve, sent: bytes, small_digits: Path) -> None:
+    server = serve(small_digits, *flags(buckets=1, linger_seconds=0, drain_seconds=0.2))
     with connected(server) as plain:
         plain.sendall(sent)
         if sent == BEHIND:

@@ -4,13 +4,13 @@ import base64
 import struct
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from benchmarks import _hostile as hostile
-from dubito.models.embedded import embedded
 from dubito.service.web.pictures import MOST_METADATA, MOST_WALKED, beside_pixels, plain
 from tests.service.conftest import TWO_DECODERS
 
@@ -21,8 +21,8 @@ JPEG, PNG = hostile.picture(8, "JPEG"), hostile.picture(8)
 
 
 @pytest.fixture(scope="module")
-def http(serve: Fixture) -> Iterator[httpx.Client]:
-    server = serve(embedded("digits"), "--set", "buckets=1,2", **TWO_DECODERS)
+def http(serve: Fixture, small_digits: Path) -> Iterator[httpx.Client]:
+    server = serve(small_digits, "--set", "buckets=1,2", **TWO_DECODERS)
     with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 

@@ -234,7 +234,7 @@ def test_ctrl_c_and_no_orphans(serve: Fixture, small: Path) -> None:
     assert not any(child.is_running() for child in children)
 
 
-def test_loading_and_unloading_leaves_memory_as_it_was(tmp_path: Path, serve: Fixture) -> None:
+def test_loading_and_unloading_leaves_memory_as_it_was(tmp_path: Path, serve: Fixture, small_digits: Path) -> None:
     """Twelve times, beside a model that stays. One that is large, so that what is kept of it shows.
 
     With every model kept, memory grew by a model's 10 MB each time. Without, it does not grow at most times: on a quiet
@@ -242,7 +242,7 @@ def test_loading_and_unloading_leaves_memory_as_it_was(tmp_path: Path, serve: Fi
     """
     for name in ("stays", "comes"):
         (tmp_path / name / "1").mkdir(parents=True)
-    shutil.copy(embedded("digits"), tmp_path / "stays" / "1" / "model.safetensors")
+    shutil.copy(small_digits, tmp_path / "stays" / "1" / "model.safetensors")
     network = bayesian_mlp((64, 1500, 1500, 10), "deterministic")
     save(network, tmp_path / "comes" / "1" / "model.safetensors", card=Card(input=Input(shape=(64,))))
     size = 4 * count(network)

@@ -100,9 +100,9 @@ def test_sizes_are_those_of_the_model(server: Fixture) -> None:
     assert value(found, "process_resident_memory_bytes") == pytest.approx(resident, rel=0.1)
 
 
-def test_refusals_are_counted_by_reason(serve: Fixture) -> None:
+def test_refusals_are_counted_by_reason(serve: Fixture, small_digits: Path) -> None:
     settings = ("buckets=1", "body_bytes=1000", "rate_per_second=0.0001", "burst=6")
-    server = serve(embedded("digits"), *(word for setting in settings for word in ("--set", setting)))
+    server = serve(small_digits, *(word for setting in settings for word in ("--set", setting)))
     before = scrape(server.url)
     assert predict(server.url, 1, samples=1, timeout_ms=1).status_code in (200, 504)
     assert predict(server.url, 64).status_code == 413
@@ -144,8 +144,8 @@ def test_junk_names_add_no_series(server: Fixture) -> None:
     assert scrape(server.url).keys() == before
 
 
-def test_an_unloaded_model_leaves_no_series(serve: Fixture) -> None:
-    server = serve(embedded("digits"), "--set", "buckets=1")
+def test_an_unloaded_model_leaves_no_series(serve: Fixture, small_digits: Path) -> None:
+    server = serve(small_digits, "--set", "buckets=1")
     predict(server.url, 1)
     assert httpx.post(f"{server.url}/v2/repository/models/digits/unload").status_code == 200
     assert not [key for key in scrape(server.url) if ("model", "digits") in key[1]]

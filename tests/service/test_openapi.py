@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
-from dubito.models.embedded import embedded
 from dubito.service.settings import Settings
 from dubito.service.web.predict import V1, V2
 from dubito.service.web.routes import routes
@@ -27,10 +26,12 @@ Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def server(serve: Serve, make_artifact: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Live:
+def server(
+    serve: Serve, make_artifact: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, small_digits: Path
+) -> Live:
     """One of its own, whose second model may be unloaded; quick to start, and to answer whatever is asked for."""
     second = make_artifact(tmp_path_factory.mktemp("openapi") / "prices.safetensors", kind="regression")
-    return serve(embedded("digits"), second, "--set", "buckets=1,2", "--set", "max_samples=64")
+    return serve(small_digits, second, "--set", "buckets=1,2", "--set", "max_samples=64")
 
 
 @pytest.fixture(scope="module")

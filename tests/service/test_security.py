@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from dubito.models.embedded import embedded
 from dubito.models.errors import ArtifactError
 from dubito.service.rates import OwnRates
 from dubito.service.settings import Settings
@@ -26,9 +25,9 @@ ZEROS = {"inputs": [[[0.0] * 8] * 8]}
 
 
 @pytest.fixture(scope="module")
-def guarded(serve: Fixture) -> Fixture:
+def guarded(serve: Fixture, small_digits: Path) -> Fixture:
     keys = json.dumps({"alice": hash_key("secret of alice"), "bob": hash_key("secret of bob")})
-    return serve(embedded("digits"), "--set", "rate_per_second=0.001", "--set", "burst=8", DUBITO_API_KEYS=keys)
+    return serve(small_digits, "--set", "rate_per_second=0.001", "--set", "burst=8", DUBITO_API_KEYS=keys)
 
 
 def test_keys_are_asked_for(guarded: Fixture) -> None:
@@ -186,12 +185,12 @@ def test_a_taken_port_is_one_line(live: Fixture) -> None:
     assert f"port {port}" in answer.stderr
 
 
-def test_other_pages_may_ask_only_where_settings_say_so(live: Fixture, serve: Fixture) -> None:
+def test_other_pages_may_ask_only_where_settings_say_so(live: Fixture, serve: Fixture, small_digits: Path) -> None:
     asked = {"Origin": "https://good.example", "Access-Control-Request-Method": "POST"}
     for method in ("GET", "OPTIONS"):
         reply = httpx.request(method, f"{live.url}/v1/models", headers=asked)
         assert not any(name.startswith("access-control") for name in reply.headers)
-    server = serve(embedded("digits"), "--set", "cors_origins=https://good.example")
+    server = serve(small_digits, "--set", "cors_origins=https://good.example")
     assert (
         httpx.options(f"{server.url}/v1/models/digits/predict", headers=asked).headers["access-control-allow-origin"]
         == "https://good.example"
@@ -200,8 +199,8 @@ def test_other_pages_may_ask_only_where_settings_say_so(live: Fixture, serve: Fi
     assert "access-control-allow-origin" not in httpx.get(f"{server.url}/v1/models", headers=asked).headers
 
 
-def test_models_change_over_http_only_where_settings_say_so(serve: Fixture) -> None:
-    server = serve(embedded("digits"), "--set", "repository_api=false")
+def test_models_change_over_http_only_where_settings_say_so(serve: Fixture, small_digits: Path) -> None:
+    server = serve(small_digits, "--set", "repository_api=false")
     for verb in ("load", "unload"):
         reply = httpx.post(f"{server.url}/v2/repository/models/digits/{verb}")
         assert reply.status_code == 503

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,7 +18,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
 from opentelemetry.trace import SpanKind, StatusCode
 
-from dubito.models.embedded import embedded
 from dubito.models.errors import DubitoError
 from dubito.service.settings import Settings
 from dubito.service.traces import Tracer, from_environment
@@ -51,32 +51,40 @@ class Seen:
         return sorted(mine, key=lambda span: span.start_time or 0)
 
 
+Traced = Callable[..., Seen]
+
+
 def number(span: ReadableSpan, name: str) -> int:
     value = (span.attributes or {})[name]
     assert isinstance(value, int)
     return value
 
 
-def traced(ask: Ask, sampler: Sampler = ALWAYS_ON, **settings: Any) -> Seen:
-    """What the real application, with the embedded digits, exports while it is asked."""
-    memory = InMemorySpanExporter()
+@pytest.fixture
+def traced(small_digits: Path) -> Traced:
+    """What the real application, with digits, exports while it is asked."""
 
-    async def inside() -> None:
-        state = State(Settings(models=(embedded("digits"),), device="cpu", buckets=(1, 4), plan_seconds=0, **settings))
-        state.tracer = Tracer(memory, sampler)
-        await state.start()
-        try:
-            transport = httpx.ASGITransport(app=Server(state))
-            async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-                await ask(client)
-        finally:
-            await state.stop(60)
+    def go(ask: Ask, sampler: Sampler = ALWAYS_ON, **settings: Any) -> Seen:
+        memory = InMemorySpanExporter()
 
-    asyncio.run(inside())
-    return Seen(memory.get_finished_spans())
+        async def inside() -> None:
+            state = State(Settings(models=(small_digits,), device="cpu", buckets=(1, 4), plan_seconds=0, **settings))
+            state.tracer = Tracer(memory, sampler)
+            await state.start()
+            try:
+                transport = httpx.ASGITransport(app=Server(state))
+                async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+                    await ask(client)
+            finally:
+                await state.stop(60)
+
+        asyncio.run(inside())
+        return Seen(memory.get_finished_spans())
+
+    return go
 
 
-def test_a_span_for_each_stage_with_the_clients_context() -> None:
+def test_a_span_for_each_stage_with_the_clients_context(traced: Traced) -> None:
     replies: list[httpx.Response] = []
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -109,7 +117,7 @@ def test_a_span_for_each_stage_with_the_clients_context() -> None:
     assert about["http.response.status_code"] == 200
 
 
-def test_a_batch_links_to_its_requests_and_they_to_it() -> None:
+def test_a_batch_links_to_its_requests_and_they_to_it(traced: Traced) -> None:
     async def ask(client: httpx.AsyncClient) -> None:
         await asyncio.gather(*(client.post(PREDICT, json={"inputs": X}) for _ in range(12)))
 
@@ -129,7 +137,7 @@ def test_a_batch_links_to_its_requests_and_they_to_it() -> None:
         assert batch.parent is None
 
 
-def test_a_large_request_has_a_compute_span_for_each_part() -> None:
+def test_a_large_request_has_a_compute_span_for_each_part(traced: Traced) -> None:
     async def ask(client: httpx.AsyncClient) -> None:
         await client.post(PREDICT, json={"inputs": X * 64, "samples": 20})
 
@@ -140,7 +148,7 @@ def test_a_large_request_has_a_compute_span_for_each_part() -> None:
     assert sum(number(span, "dubito.rows") for span in parts) == 64
 
 
-def test_sampling_follows_the_client_and_the_sampler() -> None:
+def test_sampling_follows_the_client_and_the_sampler(traced: Traced) -> None:
     """A batch is recorded if one of its requests is."""
     replies: list[httpx.Response] = []
 
@@ -156,7 +164,7 @@ def test_sampling_follows_the_client_and_the_sampler() -> None:
     assert [reply.headers["traceresponse"][3:35] == TRACE for reply in replies] == [True, False, True]
 
 
-def test_refused_requests_end_their_spans() -> None:
+def test_refused_requests_end_their_spans(traced: Traced) -> None:
     cases: list[tuple[dict[str, Any], int, list[str]]] = [
         ({"inputs": [[1.0]]}, 400, ["receive", "decode"]),
         ({"inputs": X, "samples": -1}, 400, ["receive", "decode"]),
@@ -174,7 +182,7 @@ def test_refused_requests_end_their_spans() -> None:
         assert request.status.status_code is (StatusCode.ERROR if status >= 500 else StatusCode.UNSET)
 
 
-def test_a_wrong_context_begins_a_trace_of_its_own() -> None:
+def test_a_wrong_context_begins_a_trace_of_its_own(traced: Traced) -> None:
     headers = ["", "00", f"00-{'0' * 32}-{PARENT}-01", "ff-" + SAMPLED[3:], "x" * 5000, "é"]
 
     async def ask(client: httpx.AsyncClient) -> None:
@@ -199,12 +207,12 @@ def documents(text: str) -> Iterator[dict[str, Any]]:
         text = text[end:]
 
 
-def test_a_server_exports_by_the_standard_variables(serve: Serve) -> None:
+def test_a_server_exports_by_the_standard_variables(serve: Serve, small_digits: Path) -> None:
     """By the console exporter to standard output, over HTTP and gRPC; the log names the trace, too."""
     from tests.service.grpc_clients import Bare, request
 
     environment = {"DUBITO_TRACES": "true", "OTEL_TRACES_EXPORTER": "console", "OTEL_SERVICE_NAME": "mine"}
-    live = serve(embedded("digits"), "--grpc-port", "0", **environment)
+    live = serve(small_digits, "--grpc-port", "0", **environment)
     x, other = np.zeros((1, 1, 8, 8), np.float32), f"{TRACE[:-1]}d"
     body = {"inputs": [{"name": "input", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.0] * 64}]}
     reply = httpx.post(f"{live.url}{INFER}", json=body, headers={"traceparent": SAMPLED})
@@ -232,7 +240,7 @@ def test_a_server_exports_by_the_standard_variables(serve: Serve) -> None:
         assert root["context"]["span_id"] in linked
 
 
-def test_otlp_arrives_at_a_collector(serve: Serve) -> None:
+def test_otlp_arrives_at_a_collector(serve: Serve, small_digits: Path) -> None:
     """As protobuf over HTTP, which the extra's exporter speaks."""
     pytest.importorskip(
         "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -242,7 +250,7 @@ def test_otlp_arrives_at_a_collector(serve: Serve) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as collector:
         address = f"http://127.0.0.1:{collector.getsockname()[1]}"
-        live = serve(embedded("digits"), DUBITO_TRACES="true", OTEL_EXPORTER_OTLP_ENDPOINT=address)
+        live = serve(small_digits, DUBITO_TRACES="true", OTEL_EXPORTER_OTLP_ENDPOINT=address)
         assert httpx.post(f"{live.url}{PREDICT}", json={"inputs": X}).status_code == 200
         collector.settimeout(60)
         connection, _ = collector.accept()
@@ -257,14 +265,14 @@ def test_otlp_arrives_at_a_collector(serve: Serve) -> None:
     assert {"POST /v1/models/{name}/predict", "compute", "batch"} <= names
 
 
-def test_a_collector_that_does_not_answer_keeps_no_server_from_ending(serve: Serve) -> None:
+def test_a_collector_that_does_not_answer_keeps_no_server_from_ending(serve: Serve, small_digits: Path) -> None:
     pytest.importorskip(
         "opentelemetry.exporter.otlp.proto.http.trace_exporter",
         reason="NOT CHECKED: a stuck collector, for the OTLP exporter is not installed (pip install 'dubito[otel]')",
     )
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        live = serve(embedded("digits"), DUBITO_TRACES="true", OTEL_EXPORTER_OTLP_ENDPOINT=address)
+        live = serve(small_digits, DUBITO_TRACES="true", OTEL_EXPORTER_OTLP_ENDPOINT=address)
         assert httpx.post(f"{live.url}{PREDICT}", json={"inputs": X}).status_code == 200
         assert live.stop() == 0
 

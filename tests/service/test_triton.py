@@ -358,8 +358,8 @@ def _check_regression(client: Any, path: Path, x: Array) -> None:
         np.testing.assert_allclose(interval.mean(-1), expected.summary.mean.numpy(), atol=1e-5)
 
 
-def test_a_repository_that_may_not_be_changed(serve: Serve) -> None:
-    server = serve(embedded("digits"), "--set", "repository_api=false", "--set", "buckets=1")
+def test_a_repository_that_may_not_be_changed(serve: Serve, small_digits: Path) -> None:
+    server = serve(small_digits, "--set", "repository_api=false", "--set", "buckets=1")
     with triton.InferenceServerClient(server.address) as client:
         for change in (client.load_model, client.unload_model):
             with pytest.raises(InferenceServerException, match=r"\[503\] .*repository_api is off"):
