@@ -100,3 +100,16 @@ def quick_exports() -> Iterator[None]:
 
     with exports.quick_exports():
         yield
+
+
+@pytest.fixture(scope="session")
+def small_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Takes and answers what the embedded digits do, by a network so small that a server of it starts in half the time:
+    for tests that ask nothing about its predictions."""
+    from dubito.models import load
+    from dubito.models.embedded import embedded
+    from tests.small_models import bayesian_mlp, stored
+
+    path = tmp_path_factory.mktemp("small") / "digits.safetensors"
+    stored(bayesian_mlp((64, 8, 10), "ffg-u", inducing=4), path, **dict(load(embedded("digits")).card))
+    return path

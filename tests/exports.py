@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def quick_exports() -> Iterator[None]:
-    """Networks of the same layers are traced once; torch's exporter reads its library of operators once."""
+    """Networks of the same layers are traced once; torch's exporter reads its library of operators once. Sessions have
+    one thread: to start the others takes half as long again as to read a small graph."""
+    import onnxruntime
     from torch._export import utils
     from torch._ops import OperatorBase
     from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -35,6 +37,7 @@ def quick_exports() -> Iterator[None]:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib)))
         patch.setattr(utils, "_materialize_cpp_cia_ops", cache(utils._materialize_cpp_cia_ops))
         patch.setattr(OperatorBase, "py_impl", without_annotations(OperatorBase.py_impl))
+        patch.setattr(onnxruntime, "InferenceSession", with_one_thread(onnxruntime.InferenceSession))
         yield
 
 
@@ -57,6 +60,18 @@ def traced_once(by_torch: Callable[..., "ModelProto"]) -> Callable[..., "ModelPr
         return copy.deepcopy(found[key])
 
     return by_torch_once
+
+
+def with_one_thread(session: Callable[..., Any]) -> Callable[..., Any]:
+    """Where no number of threads is asked for."""
+    from onnxruntime import SessionOptions
+
+    def opened(content: object, options: SessionOptions | None = None, **more: Any) -> Any:
+        options = SessionOptions() if options is None else options
+        options.intra_op_num_threads = options.intra_op_num_threads or 1
+        return session(content, options, **more)
+
+    return opened
 
 
 def without_annotations(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,10 +31,10 @@ WITHOUT_TORCH = "import sys; sys.modules.update(torch=None, onnx=None, dubito=No
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model as a graph that takes pictures."""
+def digits(small_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of digits as a graph that takes pictures."""
     path = tmp_path_factory.mktemp("edge") / "digits.onnx"
-    save(export(load(embedded("digits")), samples=20, take="image"), path)
+    save(export(load(small_digits), samples=20, take="image"), path)
     return path
 
 
@@ -145,7 +145,9 @@ def test_the_commands_export_and_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["check-onnx", "runtime"])
-def test_files_that_are_not_ours_are_refused_in_one_line(command: str, digits: Path, tmp_path: Path) -> None:
+def test_files_that_are_not_ours_are_refused_in_one_line(
+    command: str, digits: Path, small_digits: Path, tmp_path: Path
+) -> None:
     cut, foreign, noise, none = (tmp_path / name for name in ("cut.onnx", "foreign.onnx", "noise.onnx", "none.onnx"))
     content = digits.read_bytes()
     cut.write_bytes(content[: len(content) // 2])
@@ -159,7 +161,7 @@ def test_files_that_are_not_ours_are_refused_in_one_line(command: str, digits: P
                 EdgeModel(path)
         else:
             with pytest.raises(OnnxError, match=words):
-                dubito("check-onnx", path, "--against", embedded("digits"))
+                dubito("check-onnx", path, "--against", small_digits)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_files_that_are_not_ours_are_refused_in_one_line(command: str, digits: P
     ],
 )
 def test_facts_that_do_not_fit_the_graph_are_refused(
-    changes: dict[str, object], words: str, digits: Path, tmp_path: Path
+    changes: dict[str, object], words: str, digits: Path, small_digits: Path, tmp_path: Path
 ) -> None:
     changed = onnx.load(digits)
     (facts,) = changed.metadata_props
@@ -182,10 +184,10 @@ def test_facts_that_do_not_fit_the_graph_are_refused(
     with pytest.raises(EdgeError, match=words):
         EdgeModel(path)
     with pytest.raises(OnnxError, match=words):
-        dubito("check-onnx", path, "--against", embedded("digits"))
+        dubito("check-onnx", path, "--against", small_digits)
 
 
-def test_data_that_do_not_fit_are_refused(digits: Path, tmp_path: Path) -> None:
+def test_data_that_do_not_fit_are_refused(digits: Path, small_digits: Path, tmp_path: Path) -> None:
     good, path = np.zeros((5, 1, 8, 8), np.float32), tmp_path / "data.npz"
     cases: list[tuple[dict[str, NDArray[Any]], str]] = [
         ({"x": good}, "lacks x or y"),
@@ -199,14 +201,14 @@ def test_data_that_do_not_fit_are_refused(digits: Path, tmp_path: Path) -> None:
     for arrays, words in cases:
         np.savez(path, **arrays)  # type: ignore[arg-type]
         with pytest.raises(InputError, match=words):
-            dubito("check-onnx", digits, "--against", embedded("digits"), "--data", f"npz:{path}")
+            dubito("check-onnx", digits, "--against", small_digits, "--data", f"npz:{path}")
     np.savez(path, x=good, y=np.zeros(5))
     path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(InputError, match="cut or damaged"):
-        dubito("check-onnx", digits, "--against", embedded("digits"), "--data", path)
+        dubito("check-onnx", digits, "--against", small_digits, "--data", path)
     path.write_bytes(b"text")
     with pytest.raises(InputError, match=r"is no \.npz file"):
-        dubito("check-onnx", digits, "--against", embedded("digits"), "--data", path)
+        dubito("check-onnx", digits, "--against", small_digits, "--data", path)
 
 
 def test_a_file_of_another_artifact_is_refused(digits: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import IO, Any
 import pytest
 import torch
 
-from dubito.models import bayesianize, build, load, save
+from dubito.models import bayesianize, build, save
 from dubito.models.embedded import embedded
 from dubito.models.manifest import Calibration, Card, Image, Input, Regression
 from dubito.models.names import Measure
@@ -150,16 +150,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     starter = Starter(tmp_path_factory.mktemp("live"))
     yield starter(embedded("digits"), *WHOLE)
     starter.close()
-
-
-@pytest.fixture(scope="session")
-def small_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Takes and answers what the embedded digits do, by a network so small that a server of it starts in half the time:
-    for tests that ask nothing about its predictions."""
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("small") / "digits.safetensors"
-    save(bayesianize(mlp(64, 8, 10), "ffg-u", inducing=4), path, card=load(embedded("digits")).card)
-    return path
 
 
 @pytest.fixture(scope="session")
