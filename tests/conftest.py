@@ -106,10 +106,24 @@ def quick_exports() -> Iterator[None]:
 def small_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Takes and answers what the embedded digits do, by a network so small that a server of it starts in half the time:
     for tests that ask nothing about its predictions."""
-    from dubito.models import load
-    from dubito.models.embedded import embedded
-    from tests.small_models import bayesian_mlp, stored
+    return _digits(tmp_path_factory, "mlp", inputs=64, hidden=[8], outputs=10)
 
-    path = tmp_path_factory.mktemp("small") / "digits.safetensors"
-    stored(bayesian_mlp((64, 8, 10), "ffg-u", inducing=4), path, **dict(load(embedded("digits")).card))
+
+@pytest.fixture(scope="session")
+def convolved_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `small_digits`, with a convolution among its layers."""
+    return _digits(tmp_path_factory, "convnet", size=8, stages=[4], hidden=8)
+
+
+def _digits(folders: pytest.TempPathFactory, architecture: str, **arguments: object) -> Path:
+    import torch
+
+    from dubito.models import bayesianize, build, load, save
+    from dubito.models.embedded import embedded
+
+    path = folders.mktemp(architecture) / "digits.safetensors"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = bayesianize(build(architecture, **arguments), "ffg-u", inducing=4)
+    save(network, path, card=load(embedded("digits")).card)
     return path

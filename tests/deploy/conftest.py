@@ -8,7 +8,6 @@ from types import ModuleType
 
 import pytest
 
-from dubito.models.embedded import embedded
 from tests.service.conftest import Starter
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -22,10 +21,10 @@ def where_needed(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of `dubito serve` with the embedded digits."""
+def url(small_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of `dubito serve` with digits."""
     starter = Starter(tmp_path_factory.mktemp("served"))
-    yield starter(embedded("digits")).url
+    yield starter(small_digits).url
     starter.close()
 
 

@@ -20,7 +20,6 @@ import yaml
 from typer.testing import CliRunner
 
 from dubito.cli import app
-from dubito.models.embedded import embedded
 from dubito.service.settings import NAMES_FILE, SettingError, Settings, read_settings
 from dubito.service.web.app import Server
 from dubito.service.web.security import OPEN
@@ -286,14 +285,14 @@ def test_probes_mean_what_kubernetes_takes_them_for(overlay: str, url: str) -> N
         assert httpx.get(f"{url}/nowhere").status_code == 404
 
 
-def test_a_pod_ends_in_the_order_that_the_settings_say(tmp_path: Path) -> None:
+def test_a_pod_ends_in_the_order_that_the_settings_say(tmp_path: Path, small_digits: Path) -> None:
     """With its settings, after SIGTERM: not ready, alive, and each reply closes its connection."""
     manifests = built("overlays/cpu")
     ((_, pod),) = pods_of(manifests)
     read(pod, manifests, tmp_path)  # writes the settings
     starter = Starter(tmp_path)
     try:
-        live = starter(embedded("digits"), "--settings", tmp_path / "settings.toml")
+        live = starter(small_digits, "--settings", tmp_path / "settings.toml")
         live.send(signal.SIGTERM)
         live.logged("draining")
         paths = probes(pod["containers"][0])
@@ -452,11 +451,11 @@ def test_the_autoscalers_metric_is_one_of_the_servers(url: str, tmp_path: Path) 
 
 
 @pytest.fixture(scope="module")
-def kserve(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def kserve(small_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The command line of the runtime, started on a repository as KServe downloads it, on free ports."""
     folder = tmp_path_factory.mktemp("kserve")
     (folder / "models/digits/1").mkdir(parents=True)
-    shutil.copy(embedded("digits"), folder / "models/digits/1/model.safetensors")
+    shutil.copy(small_digits, folder / "models/digits/1/model.safetensors")
     (*command, models, device), settings = kserves_command(folder / "models")
     assert command == ["dubito", "serve"]
     starter = Starter(folder, usual=SOON)  # plans that are measured may differ, and then sums by a rounding

@@ -115,8 +115,8 @@ def test_factored_layers_keep_what_their_samples_differ_in_only(digits: Model) -
     bank.close()
 
 
-def test_a_server_with_a_bank(serve: Any, tmp_path: Path) -> None:
-    server = serve(embedded("digits"), "--set", "sample_mode=bank", "--set", "bank_sets=2", "--set", "bank_samples=8")
+def test_a_server_with_a_bank(serve: Any, convolved_digits: Path) -> None:
+    server = serve(convolved_digits, "--set", "sample_mode=bank", "--set", "bank_sets=2", "--set", "bank_samples=8")
     inputs = X.tolist()
     ask = {"inputs": inputs, "samples": 8}
     replies = [httpx.post(f"{server.url}/v1/models/digits/predict", json=ask).json() for _ in range(12)]
@@ -128,4 +128,4 @@ def test_a_server_with_a_bank(serve: Any, tmp_path: Path) -> None:
     told = httpx.get(f"{server.url}/metrics").text
     assert 'dubito_model_bytes{kind="bank",model="digits"}' in told
     sizes = dict(re.findall(r'dubito_device_memory_bytes{kind="(\w+)"} (\S+)', told))
-    assert float(sizes["bank"]) == 2 * 8 * bytes_of_draws(drawn(load(embedded("digits")), 1, 0))
+    assert float(sizes["bank"]) == 2 * 8 * bytes_of_draws(drawn(load(convolved_digits), 1, 0))

@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,8 +29,8 @@ X = np.random.default_rng(0).normal(size=(70, 1, 8, 8)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return reside(load(embedded("digits")), CPU, torch.float32)
+def model(convolved_digits: Path) -> Model:
+    return reside(load(convolved_digits), CPU, torch.float32)
 
 
 def bounded(model: Model, limit: int) -> Engine:
@@ -90,8 +91,10 @@ def test_what_lives_at_the_same_time_is_counted() -> None:
         assert peak_of(lambda: layer(x).relu().sum(), CPU) == 2 * 4 * 500
 
 
-def test_batches_that_do_not_fit_go_in_parts_to_the_same_answer(model: Model, caplog: pytest.LogCaptureFixture) -> None:
-    whole, wide = Engine(reside(load(embedded("digits")), CPU, torch.float32), BUCKETS), bounded(model, 1 << 40)
+def test_batches_that_do_not_fit_go_in_parts_to_the_same_answer(
+    model: Model, convolved_digits: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, wide = Engine(reside(load(convolved_digits), CPU, torch.float32), BUCKETS), bounded(model, 1 << 40)
     wide.warm(20, nullcontext())
     assert wide.buckets == BUCKETS
     tight = bounded(model, int(wide.share.need(16, 2)))
@@ -114,7 +117,7 @@ def test_batches_that_do_not_fit_go_in_parts_to_the_same_answer(model: Model, ca
 
 def test_a_budget_for_nothing_is_an_error_in_one_line(model: Model) -> None:
     with pytest.raises(DubitoError, match="memory_bytes"):
-        bounded(model, 10_000).warm(4, nullcontext())
+        bounded(model, 1_000).warm(4, nullcontext())
     answer = forked.run("serve", embedded("digits"), "--port", "0", "--set", "memory_bytes=1000")
     assert answer.returncode == 2
     assert "the setting memory_bytes allows" in answer.stderr.splitlines()[-1]

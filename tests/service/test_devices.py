@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 from dubito.models import load
-from dubito.models.embedded import embedded
 from dubito.models.errors import InputError
 from dubito.models.predictions.model import Model
 from dubito.service.engine.batcher import Batcher
@@ -29,8 +29,8 @@ DIGITS = np.random.default_rng(0).normal(size=(24, 1, 8, 8)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return load(embedded("digits"))
+def model(convolved_digits: Path) -> Model:
+    return load(convolved_digits)
 
 
 def asked(rows: int = 1, seed: int | None = 7, samples: int = 4) -> PredictRequest:
@@ -130,11 +130,11 @@ def test_devices_are_of_one_kind_and_there() -> None:
         devices_of(["cpu", "cuda:77"], "devices")
 
 
-def test_a_server_with_two_devices_answers_as_one_with_one(serve: Serve) -> None:
+def test_a_server_with_two_devices_answers_as_one_with_one(serve: Serve, convolved_digits: Path) -> None:
     asking = {"inputs": DIGITS[:3].tolist(), "samples": 8, "seed": 3}
     answers = []
     for devices in ([], ["--devices", "cpu,cpu"]):
-        server = serve(embedded("digits"), *devices, "--set", "plan_seconds=0", "--set", "buckets=[1,4]")
+        server = serve(convolved_digits, *devices, "--set", "plan_seconds=0", "--set", "buckets=[1,4]")
         answers.append(httpx.post(f"{server.url}/v1/models/digits/predict", json=asking).json()["predictions"])
         text = httpx.get(f"{server.url}/metrics").text
         proven = [line for line in text.splitlines() if line.startswith("dubito_device_proven{")]
@@ -143,10 +143,10 @@ def test_a_server_with_two_devices_answers_as_one_with_one(serve: Serve) -> None
     assert answers[0] == answers[1]
 
 
-def test_models_are_placed_on_some_of_the_devices() -> None:
+def test_models_are_placed_on_some_of_the_devices(small_digits: Path) -> None:
     async def body(placement: dict[str, tuple[str, ...]]) -> list[int]:
         names = ("one", "other")
-        settings = Settings(models=(embedded("digits"),), placement=placement, buckets=(1,), plan_seconds=0)
+        settings = Settings(models=(small_digits,), placement=placement, buckets=(1,), plan_seconds=0)
         devices = [Device(name, torch.device("cpu"), torch.float32, Budget(None)) for name in names]
         repository = Repository(settings, devices, Metrics())
         await repository.load("digits")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, load
-from dubito.models.embedded import embedded
 from dubito.models.errors import NumericsError
 from dubito.models.manifest import Card, Input, Manifest
 from dubito.models.network.geometry import Conv, Execution, Linear, apply
@@ -32,8 +31,8 @@ BUCKETS = (1, 4)
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return load(embedded("digits"))
+def model(convolved_digits: Path) -> Model:
+    return load(convolved_digits)
 
 
 def warmed(model: Model, memory: PlanCache, seconds: float = 60.0) -> Engine:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from dubito.models import load, save
-from dubito.models.embedded import embedded
 from dubito.models.images import prepare
 from dubito.models.manifest import Card, Input
 from dubito.models.predictions.answers import answers
@@ -70,11 +69,11 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(
-    serve: Serve, make_artifact: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    serve: Serve, convolved_digits: Path, make_artifact: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("artifacts")
     files = {
-        "digits": embedded("digits"),
+        "digits": convolved_digits,
         "plants": make_artifact(folder / "plants.safetensors"),
         "photos": make_artifact(folder / "photos.safetensors", kind="image"),
         "prices": make_artifact(folder / "prices.safetensors", kind="regression"),

@@ -36,9 +36,9 @@ def nothing_collected() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", ["fresh", "bank"])
-def test_what_is_unloaded_or_switched_is_gone_at_once(tmp_path: Path, mode: str) -> None:
+def test_what_is_unloaded_or_switched_is_gone_at_once(tmp_path: Path, mode: str, convolved_digits: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
-    shutil.copy(embedded("digits"), tmp_path / "m" / "1" / "model.safetensors")
+    shutil.copy(convolved_digits, tmp_path / "m" / "1" / "model.safetensors")
 
     async def asked(served: ServedModel) -> None:
         """Two of whom get no answer: what they raise knows where it was raised."""

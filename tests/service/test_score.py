@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from dubito.cli import app
 from dubito.models.artifact.artifact import load
-from dubito.models.embedded import embedded
 from dubito.models.errors import DubitoError, InputError
 from dubito.models.manifest import Calibration, Input, Regression
 from dubito.models.predictions.answers import Rulebook, answers, columns_of, rows_of
@@ -232,20 +231,20 @@ def test_values_have_the_fields_of_a_reply(targets: tuple[str, ...] | None, tmp_
     assert [{name: made[name][i].as_py() for name in names} for i in range(7)] == expected
 
 
-def test_pictures_go_by_their_names(tmp_path: Path) -> None:
+def test_pictures_go_by_their_names(tmp_path: Path, small_digits: Path) -> None:
     folder = tmp_path / "pictures"
     (folder / "b").mkdir(parents=True)
     rng = np.random.default_rng(2)
     for name in ("b/2.png", "a.png", "10.jpg"):
         Image.fromarray(rng.integers(0, 255, (8, 8), np.uint8)).save(folder / name)
     (folder / "notes.txt").write_text("no picture")
-    rows = scored(embedded("digits"), folder, tmp_path / "o.parquet", samples=2, seed=1)
+    rows = scored(small_digits, folder, tmp_path / "o.parquet", samples=2, seed=1)
     assert [row["file"] for row in rows] == ["10.jpg", "a.png", "b/2.png"]
     said = CliRunner().invoke(
         app,
         [
             "predict",
-            str(embedded("digits")),
+            str(small_digits),
             *(str(folder / row["file"]) for row in rows),
             "--samples",
             "2",
@@ -258,8 +257,8 @@ def test_pictures_go_by_their_names(tmp_path: Path) -> None:
     assert [row["probabilities"] for row in rows] == [pytest.approx(one["probabilities"], abs=1e-5) for one in expected]
     (folder / "c.png").write_bytes(b"no picture")
     with pytest.raises(InputError, match=r"row 3: cannot read c.png: no picture"):
-        scored(embedded("digits"), folder, tmp_path / "p.parquet", samples=2)
-    rows = scored(embedded("digits"), folder, tmp_path / "q.parquet", samples=2, seed=1, on_bad="null")
+        scored(small_digits, folder, tmp_path / "p.parquet", samples=2)
+    rows = scored(small_digits, folder, tmp_path / "q.parquet", samples=2, seed=1, on_bad="null")
     assert [row["label"] is None for row in rows] == [False, False, False, True]
     assert rows[3]["error"].startswith("cannot read c.png")
     assert (rows[3]["ood"], rows[0]["error"]) == (None, None)
