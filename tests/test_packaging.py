@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -133,12 +135,21 @@ def imports() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for folder in PACKAGE_DIR.values():
         for file in (REPO / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in statements(ast.parse(file.read_text()).body):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 for name in {name.partition(".")[0] for name in names} - {"dubito", "__future__"} - STANDARD:
                     found.setdefault(name, set()).add(file.relative_to(REPO).as_posix())
     return found
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """With those inside of them; `ast.walk` looks at every expression as well."""
+    for node in body:
+        yield node
+        inside = [node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())]
+        for part, name in product(inside, ("body", "orelse", "finalbody")):
+            yield from statements(getattr(part, name, []))
 
 
 def tops(name: str) -> set[str]:

@@ -83,6 +83,7 @@ def test_readme_runs_with_a_short_training(tmp_path: Path) -> None:
     commands = script(readme, tmp_path)
     shorter = {
         "dubito train digits --out": f"dubito train digits {SHORT} --out",
+        "--keep 0.5 --epochs 2": "--keep 0.5 --epochs 1",
         "do sleep 1;": "do sleep 0.1;",
         "--rate 20 --seconds 3": "--rate 20 --seconds 1",
     }

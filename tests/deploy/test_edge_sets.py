@@ -89,6 +89,7 @@ def test_a_graph_decides_as_python_does(name: str, tmp_path: Path) -> None:
     assert (found == expected(p, rule)).all()
 
 
+@pytest.mark.slow
 def test_webassembly_decides_as_python_does(tmp_path: Path) -> None:
     """The runtime of the console's page /edge, in node: no browser is needed to compute."""
     node = shutil.which("node")

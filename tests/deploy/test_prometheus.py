@@ -137,6 +137,7 @@ def test_configuration_and_rules_are_valid() -> None:
     assert complaint_about(FOLDER) == ""
 
 
+@pytest.mark.slow
 @promtool
 def test_rules_record_and_alerts_fire_as_they_should() -> None:
     done = run("test", "rules", "tests.yml")

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Coroutine
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -111,11 +112,14 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
         return runner.run(coroutine)
 
 
+settings_of = cache(Settings)  # which looks through the environment: here a thousand times for few different ones
+
+
 @asynccontextmanager
 async def served(ours: bool, **limits: Any) -> Any:
     """A port of our protocol or of uvicorn's, the state of the server behind it, and the limits."""
     RELEASED["/held"] = asyncio.Event()
-    held = ConnectionLimits(Settings(**limits))
+    held = ConnectionLimits(settings_of(**limits))
     kind: Any = protocol(held) if ours else HttpToolsProtocol
     config = uvicorn.Config(app, http=kind, ws="none", log_config=None, access_log=False, lifespan="off")
     config.load()
@@ -161,7 +165,7 @@ class Recorder(asyncio.Transport):
 
 def made(ours: bool, transport: Recorder, **limits: Any) -> tuple[Any, ServerState]:
     """A connection of our protocol or of uvicorn's, and the state of its server."""
-    kind: Any = protocol(ConnectionLimits(Settings(**limits))) if ours else HttpToolsProtocol
+    kind: Any = protocol(ConnectionLimits(settings_of(**limits))) if ours else HttpToolsProtocol
     config = uvicorn.Config(app, http=kind, ws="none", log_config=None, access_log=False, lifespan="off")
     config.load()
     state = ServerState()

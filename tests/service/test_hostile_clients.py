@@ -492,7 +492,7 @@ def test_a_model_that_is_being_loaded_is_not_missing(tmp_path: Path, make_artifa
     make_artifact(tmp_path / "b" / "1" / "model.safetensors", kind="image")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words: list[str | Path] = ["serve", tmp_path, *flags(expected="a", port=port)]
+    words: list[str | Path] = ["serve", tmp_path, *flags(expected="a", port=port, buckets="1,4", decode_processes=1)]
     with (tmp_path / "out").open("w") as out, (tmp_path / "log").open("w") as log:
         process = forked.start(forked.DUBITO, words, stdout=out, stderr=log, folder=tmp_path)
     seen, ready = set[int](), threading.Event()

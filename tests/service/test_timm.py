@@ -18,6 +18,7 @@ MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.2
 NOTHING = ["--prior-precision", "1e12", "--no-temperature"]  # the posterior has no width, and the logits stay
 
 
+@pytest.mark.slow
 def test_the_answer_is_the_networks_own(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the posterior adds nothing, to all five digits that float32 gives after a pass in another order."""
     timm = pytest.importorskip("timm", reason="NOT RUN: timm is not installed (pip install 'dubito[timm]')")
