@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -115,7 +116,7 @@ def convolved_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _digits(tmp_path_factory, "convnet", size=8, stages=[4], hidden=8)
 
 
-def _digits(folders: pytest.TempPathFactory, architecture: str, **arguments: object) -> Path:
+def _digits(folders: pytest.TempPathFactory, architecture: str, **arguments: Any) -> Path:
     import torch
 
     from dubito.models import bayesianize, build, load, save

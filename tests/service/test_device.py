@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -120,9 +121,11 @@ def test_what_would_be_served_gives_right_answers(asked: torch.dtype, method: st
         assert error < 16 * max(torch.finfo(dtype).eps, 1e-5)
 
 
-def test_a_server_on_a_faulty_cpu_says_so_once_and_computes_in_float32(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_on_a_faulty_cpu_says_so_once_and_computes_in_float32(
+    caplog: pytest.LogCaptureFixture, small_digits: Path
+) -> None:
     settings = Settings.model_validate(
-        {"models": [embedded("digits")], "dtype": "bfloat16", "buckets": (1, 4), "plan_seconds": 0.1, "device": "cpu"}
+        {"models": [small_digits], "dtype": "bfloat16", "buckets": (1, 4), "plan_seconds": 0.1, "device": "cpu"}
     )
 
     async def body() -> tuple[State, torch.dtype]:
@@ -159,7 +162,7 @@ from dubito.models.embedded import embedded
 from dubito.models.predictions.resident import reside
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.engine import Engine, PredictRequest
-model = reside(load(embedded("digits")), torch.device("cpu"), torch.float32)
+model = reside(load(small_digits), torch.device("cpu"), torch.float32)
 engine = Engine(model, (1, 4), share=Budget(1 << 30).share())
 engine.warm(4, nullcontext())
 (found,) = engine.answer([PredictRequest(np.zeros((2, 1, 8, 8), np.float32), 4, 0, 4, 0.5)])

@@ -10,7 +10,6 @@ import httpx
 import numpy as np
 import pytest
 
-from dubito.models.embedded import embedded
 from tests import forked, stores
 from tests.hub import hub
 
@@ -111,9 +110,9 @@ def test_servers_share_a_cache(serve: Fixture, make_artifact: Make, bucket: tupl
     assert len(list((tmp_path / "cache" / "files").iterdir())) == 1
 
 
-def test_a_model_of_the_hub_is_named_after_its_repository(serve: Fixture, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_is_named_after_its_repository(serve: Fixture, tmp_path: Path, small_digits: Path) -> None:
     with hub() as state:
-        state.repositories["owner/handwriting"] = {"model.safetensors": embedded("digits").read_bytes()}
+        state.repositories["owner/handwriting"] = {"model.safetensors": small_digits.read_bytes()}
         known = state.environment() | {"DUBITO_CACHE": str(tmp_path / "cache")}
         server = serve("hf://owner/handwriting", *QUICK, **known)
         body = {"inputs": np.zeros((1, 1, 8, 8)).tolist(), "seed": 0}

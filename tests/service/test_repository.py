@@ -72,10 +72,10 @@ def test_what_is_unloaded_or_switched_is_gone_at_once(tmp_path: Path, mode: str,
     asyncio.run(body())
 
 
-def test_a_stuck_device_does_not_keep_who_unloads(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stuck_device_does_not_keep_who_unloads(caplog: pytest.LogCaptureFixture, small_digits: Path) -> None:
     async def body() -> None:
         settings = Settings.model_validate(
-            {"models": [embedded("digits")], "buckets": (1,), "plan_seconds": 0, "stuck_seconds": 0.1}
+            {"models": [small_digits], "buckets": (1,), "plan_seconds": 0, "stuck_seconds": 0.1}
         )
         repository = repository_on(torch.device("cpu"), torch.float32, settings)
         (name,) = {name for name, _ in repository.sources}
