@@ -123,7 +123,7 @@ def _digits(folders: pytest.TempPathFactory, architecture: str, **arguments: Any
     from dubito.models.embedded import embedded
 
     path = folders.mktemp(architecture) / "digits.safetensors"
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = bayesianize(build(architecture, **arguments), "ffg-u", inducing=4)
     save(network, path, card=load(embedded("digits")).card)

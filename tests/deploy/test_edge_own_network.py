@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from dubito.deploy.edge.check import parity
@@ -14,12 +15,12 @@ from tests.models.test_tracing import OWN
 CLOSE = 1e-4  # of every output, in float32
 
 
-def test_a_traced_network_is_exported_as_its_class_would_be(tmp_path: Path) -> None:
-    for name in ("own", "attention", "causal"):
-        torch.manual_seed(0)
-        make, shape = OWN[name]
-        network = bayesianize(make().eval(), "ffg-u", inducing=2, unsupported="leave")
-        save(network, tmp_path / "m", card=Card(input=Input(shape=shape)))
-        model = load(tmp_path / "m")
-        path = written(export(model, samples=3), tmp_path)
-        assert parity(path, model, inputs_for(model)).largest < CLOSE
+@pytest.mark.parametrize("name", ["own", pytest.param("attention", marks=pytest.mark.slow), "causal"])
+def test_a_traced_network_is_exported_as_its_class_would_be(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make, shape = OWN[name]
+    network = bayesianize(make().eval(), "ffg-u", inducing=2, unsupported="leave")
+    save(network, tmp_path / "m", card=Card(input=Input(shape=shape)))
+    model = load(tmp_path / "m")
+    path = written(export(model, samples=3), tmp_path)
+    assert parity(path, model, inputs_for(model)).largest < CLOSE

@@ -221,7 +221,7 @@ def digits() -> Model:
 @cache
 def small() -> Model:
     """Takes what the digits take; in a process of its own it has the same weights."""
-    with TemporaryDirectory() as folder, torch.random.fork_rng():
+    with TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return resident(bayesianize(classifier(1), "ffg-u", inducing=4), (1, 8, 8), Path(folder))
 

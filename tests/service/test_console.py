@@ -202,7 +202,9 @@ def test_doubt_about_clothes(demo: Any, visit: Visit) -> None:
         assert console.text("#why").startswith("Unlike what" if flagged else "By this score, like"), example["name"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "clothes" else name for name in NAMES]
+)
 def test_every_example_is_what_it_is_offered_as(demo: Any, name: str) -> None:
     """The embedded model itself calls them so, whatever the draws."""
     known = EXAMPLES[name]

@@ -16,6 +16,7 @@ from tests.few import few
 Fixture = Any  # the types of conftest.py
 
 
+@pytest.mark.slow
 def test_a_model_of_the_recipe_learns_and_answers_over_http(
     serve: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
