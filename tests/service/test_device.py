@@ -162,7 +162,7 @@ from dubito.models.embedded import embedded
 from dubito.models.predictions.resident import reside
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.engine import Engine, PredictRequest
-model = reside(load(small_digits), torch.device("cpu"), torch.float32)
+model = reside(load(embedded("digits")), torch.device("cpu"), torch.float32)
 engine = Engine(model, (1, 4), share=Budget(1 << 30).share())
 engine.warm(4, nullcontext())
 (found,) = engine.answer([PredictRequest(np.zeros((2, 1, 8, 8), np.float32), 4, 0, 4, 0.5)])

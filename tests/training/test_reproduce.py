@@ -28,15 +28,19 @@ def test_every_method_of_a_table_has_a_recipe_that_can_be_read() -> None:
 
 
 def test_a_broken_promise_is_seen() -> None:
-    """400 examples: a coverage of 0.9 has a standard error of 0.015, false alarms of 0.05 one of 0.011."""
+    """400 examples: a coverage of 0.9 has a standard error of 0.015, false alarms of 0.05 one of 0.011. Calibrated on as
+    many, the threshold has the same."""
 
-    def row(coverage: float, alarms: float) -> dict[str, Any]:
+    def row(coverage: float, alarms: float, calibrated: int = 10**6) -> dict[str, Any]:
         of_K = {"samples": 20, "coverage": coverage, "coverage_se": 0.001, "ood_rate": alarms, "ood_rate_se": 0.001}
-        return {"name": "m", "examples": 400, "coverage": 0.9, "false_positive_rate": 0.05, "by_K": [of_K]}
+        sizes = {"examples": 400, "calibrated_on": calibrated}
+        return {"name": "m", **sizes, "coverage": 0.9, "false_positive_rate": 0.05, "by_K": [of_K]}
 
     assert promises.broken(row(0.9, 0.05)) == []
     assert promises.broken(row(0.99, 0.07)) == []  # more than promised, and within three standard errors
     assert promises.broken(row(0.84, 0.05)) == ["coverage 0.840 at K = 20"]
+    assert promises.broken(row(0.84, 0.05, 400)) == []
+    assert promises.broken(row(0.83, 0.05, 400)) == ["coverage 0.830 at K = 20"]
     assert promises.broken(row(0.9, 0.1)) == ["false alarms 0.100 at K = 20"]
     assert promises.broken(row(0.9, 0.01)) == ["false alarms 0.010 at K = 20"]
 
