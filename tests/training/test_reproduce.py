@@ -28,8 +28,8 @@ def test_every_method_of_a_table_has_a_recipe_that_can_be_read() -> None:
 
 
 def test_a_broken_promise_is_seen() -> None:
-    """400 examples: a coverage of 0.9 has a standard error of 0.015, false alarms of 0.05 one of 0.011. Calibrated on as
-    many, the threshold has the same."""
+    """400 examples: a coverage of 0.9 has a standard error of 0.015, false alarms of 0.05 one of 0.011.
+    Calibrated on as many, the threshold has the same."""
 
     def row(coverage: float, alarms: float, calibrated: int = 10**6) -> dict[str, Any]:
         of_K = {"samples": 20, "coverage": coverage, "coverage_se": 0.001, "ood_rate": alarms, "ood_rate_se": 0.001}
