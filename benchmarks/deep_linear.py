@@ -107,17 +107,19 @@ def _bound(sampled: tuple[Tensor, Tensor], y: Tensor) -> float:
     return -squares / 2 - N * math.log(2 * math.pi * VARIANCE) / 2 - float(ratio)
 
 
-def draw(found: Mapping[tuple[str, int, int], float], data: Examples, out: Path) -> None:
+def draw(found: Mapping[tuple[str, int, int], float], truth: Mapping[tuple[int, int], float], out: Path) -> None:
+    """The bounds by method, width and depth, and the evidence by width and depth."""
     widths = sorted({width for _, width, _ in found})
     figure = Figure(figsize=(3.6 * len(widths), 3), layout="constrained")
     panels: list[Axes] = list(figure.subplots(1, len(widths), sharey=True, squeeze=False)[0])
     for axes, width in zip(panels, widths, strict=True):
-        for method, name in METHODS.items():
-            depths = sorted(d for m, w, d in found if (m, w) == (method, width))
-            axes.plot(depths, [found[method, width, d] for d in depths], marker="o", markersize=3, label=name)
-        depths = sorted({d for _, w, d in found if w == width})
-        truth = [evidence(data, width, d) for d in depths]
-        axes.plot(depths, truth, color="black", linestyle="--", linewidth=1, label="evidence")
+        for i, (method, name) in enumerate(METHODS.items()):  # each has its colour, whether or not the others are there
+            if depths := sorted(d for m, w, d in found if (m, w) == (method, width)):
+                bounds = [found[method, width, d] for d in depths]
+                axes.plot(depths, bounds, color=f"C{i}", marker="o", markersize=3, label=name)
+        depths = sorted(d for w, d in truth if w == width)
+        line = [truth[width, d] for d in depths]
+        axes.plot(depths, line, color="black", linestyle="--", linewidth=1, label="evidence")
         axes.set_ylim(bottom=LOWEST, top=0)
         axes.set(title=f"width {width}", xlabel="depth")
         axes.spines[["top", "right"]].set_visible(False)
@@ -155,14 +157,15 @@ def main() -> None:
     args = parser.parse_args()
     found = bounds(args)
     data, console = examples(args.seed), Console()
+    truth = {(w, d): evidence(data, w, d) for w in args.widths for d in args.depths}
     for width in args.widths:
         table = Table(f"width {width}", *(f"depth {d}" for d in args.depths))
         for method in args.methods:
             table.add_row(METHODS[method], *(f"{found[method, width, d]:.3f}" for d in args.depths))
-        table.add_row("evidence", *(f"{evidence(data, width, d):.4f}" for d in args.depths))
+        table.add_row("evidence", *(f"{truth[width, d]:.4f}" for d in args.depths))
         console.print(table)
     console.print(machine())
-    draw(found, data, args.out)
+    draw(found, truth, args.out)
 
 
 if __name__ == "__main__":

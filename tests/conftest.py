@@ -28,13 +28,19 @@ pytest.MonkeyPatch().setattr(typer.main, "get_command", cache(typer.main.get_com
 pytest.MonkeyPatch().setattr("httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context))
 
 FIRST = ("test_readme.py", "service", "training", "deploy", "models")  # longest first: none is left with one at the end
+LONGEST = ("deploy/test_image.py", "deploy/test_ray.py")  # of the slow ones: minutes each
 EXPORT = ("/test_edge", "service/test_pictures.py", "models/test_contract.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers take file after file in this order."""
     ranks = {name: rank for rank, name in enumerate(FIRST)}
-    items.sort(key=lambda item: ranks.get(item.nodeid.split("/")[1].partition("::")[0], len(FIRST)))
+
+    def rank(item: pytest.Item) -> tuple[bool, int]:
+        late = not (item.get_closest_marker("slow") and any(name in item.nodeid for name in LONGEST))
+        return late, ranks.get(item.nodeid.split("/")[1].partition("::")[0], len(FIRST))
+
+    items.sort(key=rank)
 
 
 @pytest.hookimpl(optionalhook=True)
