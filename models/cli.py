@@ -393,7 +393,7 @@ def _inputs(path: Path, name: str, model: "Model") -> list[tuple[str, "Tensor"]]
     import torch
 
     from dubito.models.errors import InputError
-    from dubito.models.images import pictures_in, prepare, prepare_all
+    from dubito.models.images import pictures_in, prepare, prepare_array
 
     declared = model.card.input
     if declared is None:
@@ -413,7 +413,7 @@ def _inputs(path: Path, name: str, model: "Model") -> list[tuple[str, "Tensor"]]
         )
     names = [name] if single else [f"{name}[{i}]" for i in range(len(batch))]
     if pictures:
-        return list(zip(names, prepare_all(torch.from_numpy(np.array(batch)), declared), strict=True))
+        return list(zip(names, prepare_array(batch, declared), strict=True))
     with np.errstate(over="ignore"):  # a number too large for float32 becomes infinite, which has an error of its own
         rows = torch.from_numpy(np.array(batch, dtype=np.float32))
     if tuple(rows.shape[1:]) != declared.shape:

@@ -1,5 +1,6 @@
 """Converts pictures to the input that a model declares."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -16,6 +17,7 @@ from dubito.models.pixels import pixels_of
 
 LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 LARGEST_RESIZED = 1 << 25  # pixels, before the middle is cut out
+AT_ONCE = 1 << 24  # numbers of pictures that are prepared at a time: in float32 they take four times the bytes
 
 
 def read_pixels(file: str | Path | IO[bytes], fitting: Fitting | None = None) -> NDArray[np.uint8]:
@@ -52,8 +54,7 @@ def prepare(pixels: Tensor, declared: Input) -> Tensor:
 
 
 def prepare_all(pixels: Tensor, declared: Input) -> Tensor:
-    """The model's inputs (B, channels, height, width) from pictures of one size, uint8 (B, H, W) or (B, H, W,
-    channels)."""
+    """The model's inputs (B, channels, height, width) from pictures of one size: uint8, (B, H, W) or with channels."""
     if declared.image is None:
         raise InputError(
             f"this model takes tensors of shape {declared.shape}, not pictures: give a .npy file of that shape."
@@ -62,10 +63,23 @@ def prepare_all(pixels: Tensor, declared: Input) -> Tensor:
         raise _no_picture(pixels.shape[1:], pixels.dtype)
     if pixels.dim() == 3:
         pixels = pixels[..., None]
-    x = pixels.permute(0, 3, 1, 2).float().div_(255)
-    x = fitted(x, declared.shape, declared.image.fitting or Fitting())
     mean, std = (torch.tensor(v)[:, None, None] for v in (declared.image.mean, declared.image.std))
-    return (x - mean) / std
+    parts = []
+    for part in pixels.split(_rows_at_once(pixels.shape)):
+        x = fitted(part.permute(0, 3, 1, 2).float().div_(255), declared.shape, declared.image.fitting or Fitting())
+        parts.append((x - mean) / std)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def prepare_array(pictures: NDArray[np.uint8], declared: Input) -> Tensor:
+    """The same of an array, which may be a mapped file, and read-only: a part of it is copied at a time."""
+    rows = _rows_at_once(pictures.shape)
+    parts = [pictures[i : i + rows] for i in range(0, max(1, len(pictures)), rows)]
+    return torch.cat([prepare_all(torch.from_numpy(np.array(part)), declared) for part in parts])
+
+
+def _rows_at_once(shape: Sequence[int]) -> int:
+    return max(1, AT_ONCE // max(1, math.prod(shape[1:])))
 
 
 def _no_picture(shape: Sequence[int], dtype: torch.dtype) -> InputError:

@@ -21,7 +21,7 @@ from dubito.deploy.edge.inducing import with_law
 from dubito.deploy.edge.linear import NOISE
 from dubito.deploy.edge.runtime import ROWS, EdgeError, EdgeModel, facts_of
 from dubito.deploy.edge.writers import HIERARCHY, normals_in_order
-from dubito.models.images import prepare_all
+from dubito.models.images import prepare_array
 from dubito.models.network.network import Draws
 from dubito.models.predictions.answers import columns_of, rule_for
 from dubito.models.predictions.model import Model
@@ -89,7 +89,7 @@ def _tensors(model: Model, x: NDArray[Any]) -> Tensor:
     if x.dtype != np.uint8:
         return torch.from_numpy(x)
     assert model.card.input is not None
-    return prepare_all(torch.from_numpy(np.array(x)), model.card.input)  # a copy: theirs may be read-only
+    return prepare_array(x, model.card.input)
 
 
 def parity(path: Path, model: Model, x: NDArray[Any]) -> OutputDifference:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.errors import InputError
-from dubito.models.images import pictures_in, prepare_all
+from dubito.models.images import pictures_in, prepare_array
 from dubito.models.predictions.model import Model
 from dubito.models.remote.cache import local_copy
 
@@ -28,7 +28,7 @@ class LabelledData:
             return torch.from_numpy(self.x.astype(np.float32))
         assert model.card.input is not None
         batch, _ = pictures_in(self.x, model.card.input)
-        return prepare_all(torch.from_numpy(np.array(batch)), model.card.input)
+        return prepare_array(batch, model.card.input)
 
     def graph_inputs(self, model: Model, image: bool) -> NDArray[Any]:
         """Inputs of the graph: uint8 pictures, channels last, if the graph prepares them itself."""

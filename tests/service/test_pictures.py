@@ -21,9 +21,9 @@ from torchvision.transforms import v2
 from dubito.deploy.edge.export import export
 from dubito.deploy.edge.export import save as write_onnx
 from dubito.deploy.edge.runtime import EdgeError, EdgeModel
-from dubito.models import bayesianize, load, save
+from dubito.models import bayesianize, images, load, save
 from dubito.models.errors import InputError
-from dubito.models.images import fitted, prepare, prepare_all, read_pixels
+from dubito.models.images import fitted, prepare, prepare_all, prepare_array, read_pixels
 from dubito.models.manifest import Card, Fitting, Input, Interpolation, Regression, format_of
 from dubito.models.manifest import Image as ImageInput
 from dubito.service.client import Client
@@ -173,6 +173,17 @@ def test_pictures_of_one_size_are_fitted_together_as_they_are_one_by_one(channel
             pixels = torch.from_numpy(rng.integers(0, 256, (6, height, width, channels), dtype=np.uint8))
             alone = torch.stack([prepare(one, declared) for one in pixels])
             torch.testing.assert_close(prepare_all(pixels, declared), alone, rtol=0, atol=1e-6)
+
+
+def test_large_pictures_are_prepared_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a file that is mapped, and may not be written to."""
+    pictures = np.random.default_rng(5).integers(0, 256, (7, 20, 13, 3), dtype=np.uint8)
+    pictures.flags.writeable = False
+    declared = Input(shape=(3, 8, 7), image=ImageInput(mean=MEAN, std=STD))
+    whole = prepare_array(pictures, declared)
+    monkeypatch.setattr(images, "AT_ONCE", 3 * 20 * 13 * 3)
+    for again in (prepare_array(pictures, declared), prepare_all(torch.from_numpy(np.array(pictures)), declared)):
+        torch.testing.assert_close(again, whole, rtol=0, atol=1e-6)
 
 
 def test_a_picture_of_absurd_proportions_is_refused_before_it_fills_the_memory() -> None:
