@@ -49,6 +49,7 @@ Run = Callable[..., Answer]
 def dubito(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """The script's entry point, in this process: torch takes seconds to import."""
     monkeypatch.setenv("COLUMNS", "200")  # rich cuts tables to the width of the terminal
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # else `python -m pytest` names the program
 
     def run(*arguments: str | Path) -> Answer:
         monkeypatch.setattr(sys, "argv", ["dubito", *map(str, arguments)])
