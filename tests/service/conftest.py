@@ -32,7 +32,7 @@ from tests.small_models import mlp
 LIMIT = 90.0  # seconds to start or to stop on a busy machine
 # a server starts sooner by seconds
 SOON = {"DUBITO_PLAN_SECONDS": "0", "DUBITO_BUCKETS": "1,4", "DUBITO_DECODE_PROCESSES": "1"}
-TWO_DECODERS = {"DUBITO_DECODE_PROCESSES": "2"}  # as usual: what takes long does not keep what does not
+TWO_DECODERS = {"DUBITO_DECODE_PROCESSES": "2"}  # the server's default: long bodies do not keep short ones waiting
 # a server that was timed on a busy machine would answer in many small parts, which takes ten times as long
 WHOLE = ("--set", "slice_ms=60000")
 
