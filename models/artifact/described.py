@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,8 @@ from dubito.models.tracing.trace import TraceError, trace
 
 OURS = "dubito."
 COPY = re.compile(r"\.copies\.\d+")  # the place of one member's own module in a name
+ANSWERS: dict[str, tuple[int, ...]] = {}  # their shapes, by name, arguments and the input's shape as JSON
+MOST_ANSWERS = 64
 
 
 def bare_by(manifest: Manifest) -> nn.Module:
@@ -50,19 +51,20 @@ def check_input(bare: nn.Module, manifest: Manifest) -> None:
     if manifest.traced is not None and manifest.traced.input not in (None, declared.shape):
         came = f"takes inputs of shape {manifest.traced.input}, but it declares {declared.shape}"
         raise ArtifactError(f"its network {came}.")
+    check_width(_answer_of(bare, manifest, declared.shape), manifest)
+
+
+def _answer_of(bare: nn.Module, manifest: Manifest, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the network's answer to one input; one that has a name here is tried out once for its arguments."""
     if manifest.traced is not None:
-        answer = try_out(bare, declared.shape)
-    else:
-        arguments = json.dumps(manifest.architecture.arguments, sort_keys=True)
-        answer = _answer_of(manifest.architecture.name, arguments, declared.shape)
-    check_width(answer, manifest)
-
-
-@lru_cache(maxsize=64)
-def _answer_of(name: str, arguments: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the answer of a network that has a name here, to one input; its arguments are JSON."""
-    with torch.device("meta"):
-        return try_out(build(name, **json.loads(arguments)), shape)
+        return try_out(bare, shape)
+    named = json.dumps([manifest.architecture.name, manifest.architecture.arguments, shape], sort_keys=True)
+    if (answer := ANSWERS.get(named)) is None:
+        answer = try_out(bare, shape)
+        if len(ANSWERS) >= MOST_ANSWERS:
+            ANSWERS.clear()
+        ANSWERS[named] = answer
+    return answer
 
 
 def skeleton_of(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
