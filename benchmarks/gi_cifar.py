@@ -7,9 +7,9 @@
 Follows the shipped recipe `cifar10-gi` on all 50,000 training pictures; no part is held out, for nothing is chosen by
 one. `ffg-w` is factorised, `fac-gi` factorised below a global top layer, both with the same prior. After each epoch the
 ELBO of an example (of that epoch's steps), and accuracy and log-likelihood on 2,500 test pictures (K = 8) are kept; at
-the end those of all test pictures (K = 20). Checkpoints are kept in FOLDER: stopped by Ctrl-C or SIGTERM, the same
-command goes on. `--pace` times a step of each method, without a CUDA graph and with one, and trains nothing. A GPU is
-needed.
+the end those of all test pictures (K = 20). With `--set fit.pretrain_epochs=N` the posterior starts from a plain network
+of N epochs. Checkpoints are kept in FOLDER: stopped by Ctrl-C or SIGTERM, the same command goes on. `--pace` times a
+step of each method, without a CUDA graph and with one, and trains nothing. A GPU is needed.
 """
 
 import argparse
@@ -20,19 +20,20 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks._measure import keep_row, kept_rows, machine
+from dubito.models import bayesianize
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.numerics.parameters import count
 from dubito.training.config import Data, Recipe, read_recipe
 from dubito.training.data.data import Parts, enter, input_of
 from dubito.training.fit.fit import FitRun
-from dubito.training.recipe import Phases, TrainingStopped, build_network, make_bayesian, read_parts
+from dubito.training.recipe import Phases, TrainingStopped, build_network, make_bayesian, read_parts, task_of
 
 RECIPE = "cifar10-gi"
 FACTORISED = "{prior='spatial-iw', sigma_max=10.0, spread=0.005}"
@@ -75,9 +76,15 @@ class Bench:
         """Phases of the recipe on the whole training part, and its posterior at the start."""
         parts = self.parts(recipe)
         declared = input_of(parts.train, recipe.data)
+        phases = Phases(recipe, parts, declared, out, self.device)
         torch.manual_seed(recipe.seed)
-        network = make_bayesian(build_network(recipe, parts, declared), recipe, parts, declared, "prior")
-        return Phases(recipe, parts, declared, out, self.device), network
+        net = build_network(recipe, parts, declared)
+        start: Literal["network", "prior"] = "prior"
+        if recipe.fit.pretrain_epochs:
+            plain = bayesianize(net, "deterministic", task=task_of(parts, recipe))
+            net, start = phases.fit(plain, recipe.pretraining, "plain").finish().cpu().net, "network"
+            torch.manual_seed(recipe.seed)
+        return phases, make_bayesian(net, recipe, parts, declared, start)
 
     def parts(self, recipe: Recipe) -> Parts:
         """All training pictures train; the curve's test pictures stand where validation would."""
@@ -145,7 +152,7 @@ def told() -> str:
 def curves(keep: Path) -> list[Row]:
     """A row for each epoch of each run in the folder, from the logs of the training code."""
     rows: list[Row] = []
-    for log in sorted(keep.glob("*.log.csv")):
+    for log in sorted(keep.glob("*-[0-9].log.csv")):  # not the plain networks'
         method, _, seed = log.name.removesuffix(".log.csv").rpartition("-")
         with log.open() as file:
             for e in csv.DictReader(file):
