@@ -38,13 +38,8 @@ lint: $(READY) ## ruff and strict mypy
 	$(BIN)/ruff format --check
 	$(MYPY)
 
-# mypy has one core to itself for a minute: beside the tests it costs half of that
-test: $(READY) wasm ## lint and every test that takes seconds; mypy runs beside the tests
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	@said=$$(mktemp); $(MYPY) >$$said 2>&1 & types=$$!; \
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -rs; tests=$$?; \
-	wait $$types; types=$$?; echo "$(MYPY)"; cat $$said; rm -f $$said; exit $$((tests + types))
+test: $(READY) wasm ## every test that takes seconds
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -rs
 
 test-slow: $(READY) ## the tests that take minutes, and more draws and examples of those that are made at random
 	$(BIN)/python -m pip install --quiet --editable '.[ray]'

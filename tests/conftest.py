@@ -1,5 +1,6 @@
 """Runs before any test imports torch."""
 
+import atexit
 import gc
 import importlib
 import logging
@@ -77,14 +78,10 @@ def pytest_collection_finish() -> None:
     for logger in [*logging.root.manager.loggerDict.values()]:
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
             logger.propagate = True
-    gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # nanobind counts what is left then
     gc.set_threshold(100_000, 50, 100)
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -86,11 +86,11 @@ def example(name: str) -> bytes:
 
 
 def test_the_same_file_predicts_offline_as_native_code_and_server_do(page: "Page", digits: Path, live: Any) -> None:
-    """Digits and a letter: to rounding as onnxruntime outside the browser, within the draws' spread as the server."""
+    """A digit and a letter: to rounding as onnxruntime outside the browser, within the draws' spread as the server."""
     page.context.set_offline(True)
     page.locator("#model").set_input_files(digits)
     session = onnxruntime.InferenceSession(digits, providers=["CPUExecutionProvider"])
-    for name in ("digit 3", "digit 7", "letter K"):
+    for name in ("digit 3", "letter K"):
         picture = example(name)
         page.locator("#picture").set_input_files({"name": "x.png", "mimeType": "image/png", "buffer": picture})
         page.locator("#seed").fill(str(SEED))
