@@ -7,7 +7,7 @@
 Follows the shipped recipe `cifar10-gi` on all 50,000 training pictures; no part is held out, for nothing is chosen by
 one. `ffg-w` is factorised, `fac-gi` factorised below a global top layer, both with the same prior. After each epoch the
 ELBO of an example (of that epoch's steps), and accuracy and log-likelihood on 2,500 test pictures (K = 8) are kept; at
-the end those of all test pictures (K = 20). With `--set fit.pretrain_epochs=N` the posterior starts from a plain network
+the end those of all test pictures (K = 20). With `--set fit.pretrain_epochs=N` the posterior starts at a plain network
 of N epochs. Checkpoints are kept in FOLDER: stopped by Ctrl-C or SIGTERM, the same command goes on. `--pace` times a
 step of each method, without a CUDA graph and with one, and trains nothing. A GPU is needed.
 """
