@@ -1,5 +1,6 @@
 """The pages say what is so: commands parse, names exist, and tables list all that there is and nothing else."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -300,3 +301,23 @@ def test_serving_lists_every_option_field_and_status() -> None:
     assert statuses == {*STATUSES, 405}
     of_v2 = set(inline_code(page.partition("## Open Inference Protocol")[2].partition("\n## ")[0]))
     assert set(PARAMETERS) <= of_v2
+
+
+def required(file: Path) -> set[str]:
+    """Arguments that a benchmark cannot do without."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            name, options = ast.literal_eval(node.args[0]), {word.arg: ast.unparse(word.value) for word in node.keywords}
+            optional = options.get("nargs") == "'*'" if not name.startswith("-") else "required" not in options
+            found |= set() if optional else {name}
+    return found
+
+
+def test_make_bench_runs_what_needs_nothing_else() -> None:
+    lists = dict(re.findall(r"^(NEED_\w+) := (.*)$", (REPO / "Makefile").read_text(), re.M))
+    with_data, others = lists["NEED_DATA"].split(), {*lists["NEED_FILES"].split(), *lists["NEED_EXTRAS"].split()}
+    files = {file.stem: file for file in (REPO / "benchmarks").glob("[a-z]*.py")}
+    assert {*with_data, *others} <= files.keys()
+    for name in files.keys() - others:
+        assert required(files[name]) <= ({"--data-root"} if name in with_data else set()), name
