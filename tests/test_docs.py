@@ -308,7 +308,8 @@ def required(file: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
-            name, options = ast.literal_eval(node.args[0]), {word.arg: ast.unparse(word.value) for word in node.keywords}
+            name = ast.literal_eval(node.args[0])
+            options = {word.arg: ast.unparse(word.value) for word in node.keywords}
             optional = options.get("nargs") == "'*'" if not name.startswith("-") else "required" not in options
             found |= set() if optional else {name}
     return found
