@@ -40,13 +40,14 @@ from dubito.service.engine.bank import Bank
 from dubito.service.engine.budget import TRIED, Budget, MemoryShare, peak_of
 from dubito.service.engine.compiled import CompiledPasses, PassCache
 from dubito.service.engine.graphs import PassGraph, PassGraphs, for_gpu
-from dubito.service.engine.pace import Pace
+from dubito.service.engine.pace import Pace, least_seconds
 from dubito.service.engine.plans import PlanCache, Plans
 
 log = logging.getLogger("dubito")
 UNFIT = "input {} holds NaN, infinity or a number too large for float32; expected none."
 USUAL = 2 * CHUNK  # draws of "auto"
-TIMED, QUICK = 2, 0.5  # answers that are timed at the start, of batches that take less than so many seconds
+QUICK = 0.5  # seconds: batches that take longer are not timed at the start
+PACED = 16  # inputs of the largest batch that is timed, at least: what a row takes beside others shows there
 NEARLY = 1.5  # times as slow as a pass by torch a compiled one may be, for each draw
 FURTHER = 4  # times the usual draws: what a draw takes is measured by them
 PROVEN = 2  # inputs of the passes in which every product is checked
@@ -271,6 +272,10 @@ class Engine:
                         self.whole[rows] = self.timed[-1][1]
         self.plans.cache.save()
         if slices is not None:
+            if self.timed and self.timed[-1][1] * PACED < QUICK * self.buckets[-1] < QUICK * PACED:
+                with device:
+                    self._time(PredictRequest(self._zeros(PACED), samples, None, max(1, samples), 0.5))
+                by_torch.append(self.timed[-1])
             pace = Pace(self.timed)
             fine, short, long = slices
             least = max(1, samples)  # one input is always short
@@ -297,7 +302,7 @@ class Engine:
 
     def _first_draw(self, pace: Pace, samples: int) -> float:
         """By what further rows of one draw take."""
-        few, many = self.buckets[0], max(2 * self.buckets[0], self.buckets[-1])
+        few, many = self.buckets[0], max(2 * self.buckets[0], self.buckets[-1], PACED)
         if not pace.b:
             return 1.0
         times = [self._seconds(PredictRequest(self._zeros(rows), 1, None, 1, 0.5)) for rows in (few, many)]
@@ -317,12 +322,7 @@ class Engine:
         self.timed = [one for one in self.timed if one[0] != request.work] + [(request.work, seconds)]
 
     def _seconds(self, request: PredictRequest) -> float:
-        times = []
-        for _ in range(TIMED):
-            began = time.monotonic()
-            self.answer([request])
-            times.append(time.monotonic() - began)
-        return min(times)
+        return least_seconds(lambda: self.answer([request]))
 
     def _zeros(self, rows: int) -> NDArray[np.float32]:
         declared = self.model.card.input

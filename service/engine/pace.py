@@ -1,10 +1,25 @@
-"""Estimates queueing time from recent batches: seconds of a batch = a + b · work, by least squares."""
+"""How long batches take, and queued ones will: seconds of a batch = a + b · work, by least squares of recent ones."""
 
 import copy
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 MEMORY = 0.95  # weight of a batch relative to the next one
+MOST_RUNS = 10  # of what is timed, where no two agree
+NEAR = 1.2  # times as long: two runs that agree
+LONG = 0.5  # seconds after which what was timed twice is not run again
+
+
+def least_seconds(run: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> float:
+    """Seconds of the fastest run, once the two fastest agree: a machine may be busy, or stand still for a while."""
+    times: list[float] = []
+    while len(times) < 2 or (times[1] > NEAR * times[0] and len(times) < MOST_RUNS and sum(times) < LONG):
+        began = clock()
+        run()
+        times.append(clock() - began)
+        times.sort()
+    return times[0]
 
 
 class Pace:

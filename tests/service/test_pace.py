@@ -1,8 +1,14 @@
 """How long queued work is expected to take."""
 
+import math
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 
-from dubito.service.engine.pace import Pace
+from dubito.models import load
+from dubito.service.engine.engine import PACED, Engine
+from dubito.service.engine.pace import MOST_RUNS, Pace, least_seconds
 
 
 def test_nothing_is_known_at_first() -> None:
@@ -49,3 +55,35 @@ def test_what_a_draw_takes_beside_its_rows() -> None:
     assert (apart.a, apart.b) == pytest.approx((3, 0.1))
     assert apart.work_in(13) == pytest.approx(100)  # of which a draw of one row is 6
     assert Pace().rows_of_a_draw(1.0, 1) == 0.0  # nothing is known
+
+
+@pytest.mark.parametrize(
+    ("took", "least", "runs"),
+    [
+        ([5.0, 5.5], 5.0, 2),
+        ([60.0, 5.0, 5.0], 5.0, 3),  # the machine stood still
+        ([60.0, 55.0], 55.0, 2),  # twice: nobody can know
+        ([9.0, 40.0, 5.0, 30.0, 5.2], 5.0, 5),
+        ([1.5**-i for i in range(MOST_RUNS)], 1.5 ** (1 - MOST_RUNS), MOST_RUNS),  # no two agree
+        ([400.0, 300.0], 300.0, 2),  # takes long: two are enough
+    ],
+)
+def test_what_is_timed_is_the_least_of_runs_that_agree(took: list[float], least: float, runs: int) -> None:
+    now, made = 0.0, 0
+
+    def run() -> None:
+        nonlocal now, made
+        now += took[made] / 1000
+        made += 1
+
+    assert least_seconds(run, lambda: now) == pytest.approx(least / 1000)
+    assert made == runs
+
+
+@pytest.mark.parametrize("buckets", [(1,), (1, 4)])
+def test_few_buckets_are_enough_to_know_the_pace(small_digits: Path, buckets: tuple[int, ...]) -> None:
+    """What a row takes beside others does not show in one of them."""
+    engine = Engine(load(small_digits), buckets)
+    engine.warm(20, nullcontext(), (0.005, 0.02, 0.1))
+    assert max(work for work, _ in engine.timed) == 20 * PACED
+    assert all(map(math.isfinite, (*engine.slices, *engine.long_passes, engine.finest)))
