@@ -205,6 +205,12 @@ async def thousands_of_tiny_pictures(target: Target) -> None:
     await send_all(target, V2, head + bytes(20480), f"Inference-Header-Content-Length: {len(head)}")
 
 
+@attack(1)
+async def replies_that_list_many_draws(target: Target) -> None:
+    """A variant: what is written, not what is read: 320,000 numbers each, whose draws are soon made."""
+    await send_all(target, V1, rows(2000, samples=16, **{"return": ["samples"]}), JSON, number=2)
+
+
 @attack(2)
 async def headers_of_pictures_without_end(target: Target) -> None:
     await send_all(target, V1, b"\xff\xd8" + b"\xff\x01" * 131_000, JPEG, number=2)

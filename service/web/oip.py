@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dubito.service.problems import Problem
 from dubito.service.web.arrays import array_of
+from dubito.service.web.replies import numbers
 
 if TYPE_CHECKING:  # processes that decode start sooner without what it imports
     from dubito.service.web.http import Pairs
@@ -264,7 +265,7 @@ def _decoded(data: list[Any], name: str, count: int) -> list[bytes]:
     return elements
 
 
-def write(
+async def write(
     name: str, version: str, header: Header, outputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, Any]
 ) -> "tuple[bytes, Pairs]":
     """Body and headers of the reply."""
@@ -275,7 +276,7 @@ def write(
     else:
         binary = dict.fromkeys(outputs, False) if header.outputs is None else header.outputs
         blobs = [outputs[output].tobytes() for output, packed in binary.items() if packed]
-        described = [_entry(output, outputs[output], packed) for output, packed in binary.items()]
+        described = [await _entry(output, outputs[output], packed) for output, packed in binary.items()]
     reply: dict[str, Any] = {
         "model_name": name,
         "model_version": version,
@@ -296,11 +297,12 @@ def _all_binary(outputs: tuple[tuple[str, str, tuple[int, ...]], ...]) -> orjson
     return orjson.Fragment(orjson.dumps([_binary_entry(*output) for output in outputs]))
 
 
-def _entry(name: str, array: NDArray[Any], binary: bool) -> dict[str, Any]:
+async def _entry(name: str, array: NDArray[Any], binary: bool) -> dict[str, Any]:
     kind = KINDS[array.dtype]
     if binary:
         return _binary_entry(name, kind, array.shape)
-    return {"name": name, "shape": array.shape, "datatype": kind, "data": np.ascontiguousarray(array).reshape(-1)}
+    data = await numbers(np.ascontiguousarray(array).reshape(-1))
+    return {"name": name, "shape": array.shape, "datatype": kind, "data": data}
 
 
 def _binary_entry(name: str, kind: str, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from dubito.service.web.http import (
 from dubito.service.web.oip import DRAWS, PARAMETERS
 from dubito.service.web.options import PredictOptions, read_options, shown
 from dubito.service.web.pictures import light, plain
+from dubito.service.web.replies import listed, rows_at_once
 
 if TYPE_CHECKING:
     from dubito.service.traces import RequestTrace
@@ -161,22 +162,40 @@ class Predictor:
             if options.version is not None:
                 self.repository.get(name, options.version)
         result = await self._answer(context, served, x, options, "samples" in options.returns)
-        drawn = result.columns["samples"].tolist() if result.settled else None
-        rows = rows_of(result.columns, result.rules, served.model.card, drawn)
-        if result.outputs is not None:
-            rows = [row | {"samples": mine} for row, mine in zip(rows, _draws(result, served).tolist(), strict=True)]
-        if "probabilities" not in options.returns:
-            rows = [{key: value for key, value in row.items() if key != "probabilities"} for row in rows]
         reply = {
             "model": served.name,
             "version": served.version,
             "samples": result.samples,
             "seed": result.seed,
             "method": result.predictive,
-            "predictions": rows,
+            "predictions": await self._rows(result, served, options),
             "timing_ms": context.milliseconds(),
         }
         return await self._packed(context, served, result, orjson.dumps(reply), [oip.AS_JSON])
+
+    async def _rows(
+        self, result: PredictResult, served: ServedModel, options: PredictOptions
+    ) -> list[dict[str, Any]] | orjson.Fragment:
+        """The predictions of a v1 reply."""
+        columns, rows, draws = result.columns, len(result.rules), None
+        if result.outputs is not None:
+            draws = await asyncio.to_thread(_draws, result, served) if heavy(result.outputs) else _draws(result, served)
+
+        def part(start: int, stop: int) -> list[dict[str, Any]]:
+            few = {name: column[start:stop] for name, column in columns.items()}
+            drawn = few["samples"].tolist() if result.settled else None
+            made = rows_of(few, result.rules[start:stop], served.model.card, drawn)
+            if draws is not None:
+                made = [row | {"samples": own} for row, own in zip(made, draws[start:stop].tolist(), strict=True)]
+            if "probabilities" not in options.returns:
+                made = [{key: value for key, value in row.items() if key != "probabilities"} for row in made]
+            return made
+
+        of_a_row = sum(column.size for column in columns.values()) + (0 if draws is None else draws.numel())
+        step = rows_at_once(of_a_row // max(1, rows))
+        if rows <= step:
+            return part(0, rows)
+        return await listed(orjson.dumps(part(i, i + step)) for i in range(0, rows, step))
 
     def _v1_inputs(
         self, body: bytes, coding: str, kind: str, content_type: str, limits: RequestLimits
@@ -239,7 +258,7 @@ class Predictor:
         if parsed is None:
             parsed = self._parse(rest)
         result, outputs = await self._outputs(context, served, x, parsed)
-        content, headers = oip.write(served.name, served.version, parsed.header, outputs, parameters_of(result))
+        content, headers = await oip.write(served.name, served.version, parsed.header, outputs, parameters_of(result))
         return await self._packed(context, served, result, content, headers)
 
     async def infer(
@@ -280,7 +299,8 @@ class Predictor:
             if output not in declared:
                 raise Problem(400, f"this model has no output {output[:40]!r}; it has {', '.join(declared)}.")
         result = await self._answer(context, served, x, parsed.options, parsed.keep)
-        columns = columns_of(result, served)
+        large = result.outputs is not None and heavy(result.outputs)
+        columns = await asyncio.to_thread(columns_of, result, served) if large else columns_of(result, served)
         outputs = {output: columns[output] for output in declared if output in columns}
         for output in wanted:
             if output not in outputs:
@@ -497,6 +517,11 @@ def soon_read(values: NDArray[Any], size: int, limits: RequestLimits) -> bool:
     if values.dtype == np.uint8 and limits.pictures and values.ndim:
         return size <= HEAVY and len(values) * math.prod(limits.shape) <= HEAVY
     return size <= HEAVY or values.dtype == np.float32
+
+
+def heavy(outputs: Tensor) -> bool:
+    """Whether draws are so many that their probabilities take a while."""
+    return outputs.numel() * 4 > HEAVY
 
 
 def _milliseconds(microseconds: object) -> int:
