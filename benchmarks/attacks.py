@@ -208,7 +208,7 @@ async def thousands_of_tiny_pictures(target: Target) -> None:
 @attack(1)
 async def replies_that_list_many_draws(target: Target) -> None:
     """A variant: what is written, not what is read: 320,000 numbers each, whose draws are soon made."""
-    await send_all(target, V1, rows(2000, samples=16, **{"return": ["samples"]}), JSON, number=2)
+    await send_all(target, f"{V1}?return=samples", rows(2000, samples=16), JSON, number=2)
 
 
 @attack(2)

@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 import orjson
 import pytest
+from numpy.typing import NDArray
 
 from dubito.service.metrics import FEW, HistogramSeries
 from dubito.service.web.replies import AT_ONCE, listed, numbers, rows_at_once
@@ -39,7 +40,7 @@ def turns_of(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, int]:
 @pytest.mark.parametrize("kind", [np.float32, np.int64, np.bool_])
 @pytest.mark.parametrize("size", [0, 1, AT_ONCE, AT_ONCE + 1, 3 * AT_ONCE, 3 * AT_ONCE + 7])
 def test_numbers_are_those_of_one_list(size: int, kind: type) -> None:
-    array = (np.random.default_rng(0).normal(size=size) * 9).astype(kind)
+    array: NDArray[Any] = (np.random.default_rng(0).normal(size=size) * 9).astype(kind)
     data, turns = turns_of(numbers(array))
     told = orjson.loads(orjson.dumps({"data": data}, option=orjson.OPT_SERIALIZE_NUMPY))["data"]
     np.testing.assert_array_equal(np.array(told, kind), array)
