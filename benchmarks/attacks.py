@@ -5,8 +5,9 @@ second one on a connection of its own, first alone and then beside the attack. T
 latency before and during the attack, honest requests that were not answered with 200, connections of the attackers that
 are open in the last second, the memory of the server's processes (before, at its highest, and some seconds after), the
 time from the end of the attack until honest requests take no longer than three times the quiet percentile, and how long
-SIGTERM then takes, with the exit code. Attackers run on the last core, everything else on the others. `--python` names
-the interpreter of another installation, to measure what was before.
+SIGTERM then takes, with the exit code. Attackers run on the last core, everything else on the others; they have the
+honest client's address, by which nobody can tell them apart, or `--source`. `--python` names the interpreter of another
+installation, to measure what was before.
 
 A virtual machine stands still now and then, whatever runs on it, and a percentile of a few hundred requests is then the
 machine's. So a process of real-time priority, which nothing of ours can delay, wakes every two milliseconds: where it
@@ -735,7 +736,7 @@ class Row:
     code: int
 
 
-def measure(attack: Attack, python: str, folder: Path) -> Row:
+def measure(attack: Attack, python: str, folder: Path, source: str | None = None) -> Row:
     cores = sorted(os.sched_getaffinity(0))
     own, theirs = set(cores[:-1]) or set(cores), {cores[-1]}
     digits = repository(folder) if attack.repository else embedded("digits")
@@ -749,7 +750,7 @@ def measure(attack: Attack, python: str, folder: Path) -> Row:
         honest, watch = HonestClient("127.0.0.1", port, own), Watch(own)
         time.sleep(QUIET)
         before, begin = resident(server.pid), time.monotonic()
-        target = Target("127.0.0.1", port, server.pid)
+        target = Target("127.0.0.1", port, server.pid, source)
         hostile = FORKS.Process(target=be_hostile, args=(attack.name, target, theirs, attack.seconds))
         hostile.start()
         peak, connections, files = before, [0], psutil.Process(server.pid).num_fds()
@@ -828,6 +829,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="attacks whose name contains this")
     parser.add_argument("--point", type=int, help="attacks of this point")
     parser.add_argument("--python", default=sys.executable, help="whose dubito is attacked")
+    parser.add_argument("--source", help="the attackers' address, such as 127.0.0.2; without it, the honest client's")
     args = parser.parse_args()
     chosen = [one for one in ATTACKS.values() if args.only in one.name and args.point in (None, one.point)]
     if not chosen:
@@ -839,7 +841,7 @@ def main() -> None:
     prepare_attackers()
     for one in chosen:
         with tempfile.TemporaryDirectory() as folder:
-            row = measure(one, args.python, Path(folder))
+            row = measure(one, args.python, Path(folder), args.source)
         memory = f"{row.before:.0f}, {row.peak:.0f}, {row.after:.0f}"
         stopped = f"{row.stopped:.1f} ({row.code})"
         both = (row.quiet, row.during)

@@ -121,7 +121,7 @@ class HttpConnection(asyncio.Protocol):
         if limit := self.limits.enter(self):
             self._refuse((503, f"Too many connections: the limit is {limit}.", limit))
         if self.first:
-            self.openings.put(self.loop, self, len(self.first))
+            self.openings.put(self.loop, self.address, self, len(self.first))
 
     def open(self) -> None:
         """Read what the client sent before the connection was made, and since."""
@@ -383,7 +383,7 @@ class HttpConnection(asyncio.Protocol):
             self.begin(exchange)
         elif not exchange.asked and (not exchange.more or exchange.expects or len(exchange.body) > PIECE):
             exchange.asked = True
-            self.starts.put(self.loop, self.answered + PER_BYTE * self.at_once, self, exchange)
+            self.starts.put(self.loop, self.address, self.answered + PER_BYTE * self.at_once, self, exchange)
 
     def begin(self, exchange: "Exchange") -> None:
         """Now it is its turn."""

@@ -4,12 +4,39 @@ import asyncio
 import time
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 LEAST, MOST = 1, 16  # requests that begin in one turn of the event loop
 LONG = 0.0005  # seconds of a turn, after which fewer begin in the next
 OPENING = 0.002  # seconds of a turn in which first bytes are read
 PER_BYTE = 1e-6  # seconds by which a client comes later for each byte that it sent at once: they may be many requests
+
+
+T = TypeVar("T")
+
+
+class InTurns(Generic[T]):
+    """What waits, by the address of its client: addresses take turns, so that one with many connections does not keep
+    another waiting for all of them."""
+
+    def __init__(self) -> None:
+        self.heaps: dict[str, list[tuple[float, int, T]]] = {}  # in the order of their turns
+        self.numbers = count()
+
+    def __bool__(self) -> bool:
+        return bool(self.heaps)
+
+    def put(self, address: str, rank: float, one: T) -> None:
+        """Of one address, the least rank comes first."""
+        heappush(self.heaps.setdefault(address, []), (rank, next(self.numbers), one))
+
+    def pop(self) -> T:
+        address = next(iter(self.heaps))
+        heap = self.heaps.pop(address)
+        *_, one = heappop(heap)
+        if heap:
+            self.heaps[address] = heap
+        return one
 
 
 class Begins(Protocol):
@@ -28,23 +55,23 @@ class Opens(Protocol):
 
 class Openings:
     """New connections whose first bytes are read for some milliseconds in each turn of the event loop: a few bytes may
-    hold many requests, and a flood of connections comes at once. Those that sent little come first."""
+    hold many requests, and a flood of connections comes at once. Of an address, those that sent little come first."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[float, int, Opens]] = []  # a heap
+        self.waiting: InTurns[Opens] = InTurns()
         self.spent = 0.0  # seconds, in this turn
         self.turning = False  # the next turn is announced
-        self.numbers = count()
 
-    def put(self, loop: asyncio.AbstractEventLoop, connection: Opens, size: int) -> None:
-        heappush(self.waiting, (time.monotonic() + PER_BYTE * size, next(self.numbers), connection))
-        if len(self.waiting) == 1:
+    def put(self, loop: asyncio.AbstractEventLoop, address: str, connection: Opens, size: int) -> None:
+        alone = not self.waiting
+        self.waiting.put(address, time.monotonic() + PER_BYTE * size, connection)
+        if alone:
             self._open(loop)
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> None:
         while self.waiting and self.spent < OPENING:
             began = time.monotonic()
-            heappop(self.waiting)[2].open()
+            self.waiting.pop().open()
             self.spent += time.monotonic() - began
         if not self.turning:
             self.turning = True
@@ -57,7 +84,7 @@ class Openings:
 
 
 class Starts:
-    """Requests that wait for their turn: first those whose connection has had no answer for longest.
+    """Requests that wait for their turn: of an address, first those whose connection has had no answer for longest.
 
     An answer takes some turns of the event loop. Where each of sixty connections began a request in every turn, each of
     these turns would be sixty requests long. Connections that always have the next request ready come after one that
@@ -65,13 +92,14 @@ class Starts:
     """
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[float, int, Begins, object]] = []  # a heap
+        self.waiting: InTurns[tuple[Begins, object]] = InTurns()
         self.begun = 0  # in this turn
         self.few = MOST  # that may begin in a turn
         self.since = 0.0  # time at which the turn began
-        self.numbers = count()
 
-    def put(self, loop: asyncio.AbstractEventLoop, answered: float, connection: Begins, exchange: object) -> None:
+    def put(
+        self, loop: asyncio.AbstractEventLoop, address: str, answered: float, connection: Begins, exchange: object
+    ) -> None:
         """`answered`: when the connection had its last answer."""
         if not self.begun:
             self.since = loop.time()
@@ -80,14 +108,14 @@ class Starts:
             self.begun += 1
             connection.begin(exchange)
         else:
-            heappush(self.waiting, (answered, next(self.numbers), connection, exchange))
+            self.waiting.put(address, answered, (connection, exchange))
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
         self.few = max(LEAST, self.few // 2) if now - self.since > LONG else min(MOST, self.few + 1)
         self.begun, self.since = 0, now
         while self.waiting and self.begun < self.few:
-            *_, connection, exchange = heappop(self.waiting)
+            connection, exchange = self.waiting.pop()
             connection.begin(exchange)
             self.begun += 1
         if self.begun:

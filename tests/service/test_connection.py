@@ -675,8 +675,8 @@ def test_a_connection_that_asks_now_and_then_begins_before_those_that_always_ask
     async def go() -> None:
         starts, loop = Starts(), asyncio.get_running_loop()
         for i in range(60):
-            starts.put(loop, 10.0 - i / 100, Connection(), str(i))
-        starts.put(loop, 1.0, Connection(), "seldom")
+            starts.put(loop, "a", 10.0 - i / 100, Connection(), str(i))
+        starts.put(loop, "a", 1.0, Connection(), "seldom")
         assert begun == [str(i) for i in range(MOST)]  # nobody waited for longer
         await asyncio.sleep(0)
         assert begun[MOST] == "seldom"
@@ -685,7 +685,7 @@ def test_a_connection_that_asks_now_and_then_begins_before_those_that_always_ask
         assert begun[MOST + 1 :] == [
             str(i) for i in range(59, MOST - 1, -1)
         ]  # who was answered longest ago comes first
-        starts.put(loop, 11.0, Connection(), "last")  # nobody waits: at once
+        starts.put(loop, "a", 11.0, Connection(), "last")  # nobody waits: at once
         assert begun[-1] == "last"
 
     run(go())

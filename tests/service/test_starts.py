@@ -4,7 +4,7 @@ import asyncio
 import time
 from itertools import pairwise
 
-from dubito.service.web.starts import OPENING, Openings
+from dubito.service.web.starts import MOST, OPENING, InTurns, Openings, Starts
 
 
 class Opened:
@@ -23,9 +23,9 @@ def test_one_that_sent_little_does_not_wait_for_all_that_sent_much() -> None:
     async def body() -> None:
         loop, openings = asyncio.get_running_loop(), Openings()
         for i in range(6):
-            openings.put(loop, Opened(f"large {i}", 2 * OPENING, order), 100_000_000)
+            openings.put(loop, "a", Opened(f"large {i}", 2 * OPENING, order), 100_000_000)
         assert order == ["large 0"]  # at once, since nobody waited; the others have their turns
-        openings.put(loop, Opened("small", 0.0, order), 100)
+        openings.put(loop, "a", Opened("small", 0.0, order), 100)
         while len(order) < 7:
             turns.append(len(order))
             await asyncio.sleep(0)
@@ -42,9 +42,56 @@ def test_all_are_read_in_the_order_in_which_they_came() -> None:
     async def body() -> None:
         openings = Openings()
         for i in range(3):
-            openings.put(asyncio.get_running_loop(), Opened(str(i), 0.0, order), 10)
+            openings.put(asyncio.get_running_loop(), "a", Opened(str(i), 0.0, order), 10)
         while len(order) < 3:  # at once, unless the machine stands still
             await asyncio.sleep(0)
 
     asyncio.run(body())
     assert order == ["0", "1", "2"]
+
+
+def test_addresses_take_turns() -> None:
+    """Ranks are compared among what one address sent."""
+    waiting: InTurns[str] = InTurns()
+    for rank, name in ((3.0, "a3"), (1.0, "a1"), (2.0, "a2")):
+        waiting.put("a", rank, name)
+    waiting.put("b", 9.0, "b9")
+    waiting.put("c", 5.0, "c5")
+    assert [waiting.pop() for _ in range(2)] == ["a1", "b9"]
+    waiting.put("b", 0.0, "b0")
+    assert [waiting.pop() for _ in range(4)] == ["c5", "a2", "b0", "a3"]
+    assert not waiting
+
+
+def test_one_address_with_many_requests_does_not_keep_another_waiting() -> None:
+    begun: list[str] = []
+
+    class Connection:
+        def begin(self, exchange: str) -> None:
+            begun.append(exchange)
+
+    async def body() -> None:
+        loop, starts = asyncio.get_running_loop(), Starts()
+        for i in range(700):
+            starts.put(loop, "flood", 0.0, Connection(), f"flood {i}")
+        starts.put(loop, "honest", 1e9, Connection(), "honest")
+        while "honest" not in begun:
+            await asyncio.sleep(0)
+
+    asyncio.run(body())
+    assert begun.index("honest") <= MOST + 1
+
+
+def test_a_flood_of_connections_of_one_address_does_not_keep_another_waiting() -> None:
+    order: list[str] = []
+
+    async def body() -> None:
+        loop, openings = asyncio.get_running_loop(), Openings()
+        for i in range(50):
+            openings.put(loop, "flood", Opened(f"flood {i}", OPENING, order), 10)
+        openings.put(loop, "honest", Opened("honest", 0.0, order), 1_000_000)
+        while "honest" not in order:
+            await asyncio.sleep(0)
+
+    asyncio.run(body())
+    assert order.index("honest") <= 2
