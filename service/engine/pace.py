@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 
 MEMORY = 0.95  # weight of a batch relative to the next one
-MOST_RUNS = 10  # of what is timed, where no two agree
-NEAR = 1.2  # times as long: two runs that agree
+MOST_RUNS = 4  # of what is timed, where no two agree
+NEAR = 1.5  # times as long: two runs that agree
 LONG = 0.5  # seconds after which what was timed twice is not run again
 
 
