@@ -48,9 +48,11 @@ class Pace:
         return self.a * math.ceil(work / batch) + self.b * work
 
     def work_in(self, seconds: float) -> float:
-        """Work of a batch of about so many seconds, or of twice its fixed cost where that is more; infinite where the
-        cost of work is not known."""
-        return max(seconds - self.a, self.a) / self.b if self.b > 0 else math.inf
+        """Work of a batch of about so many seconds, or of twice its fixed cost where that is more; infinite before any
+        batch was seen. Where batches took the same time whatever their work, as much more as fits the seconds."""
+        if self.b > 0:
+            return max(seconds - self.a, self.a) / self.b
+        return max(1.0, seconds * self.n / self.seconds) * self.work / self.n if self.seconds > 0 else math.inf
 
     def rows_of_a_draw(self, seconds: float, rows: int) -> float:
         """Rows that take as long as a draw does beside its rows; `seconds` is that of a draw with `rows` of them."""

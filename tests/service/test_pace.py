@@ -44,6 +44,14 @@ def test_larger_batches_that_took_less_give_no_negative_cost() -> None:
     assert pace.of(1000, 1000) == pytest.approx(0.2, rel=0.05)
 
 
+def test_where_work_seems_to_cost_nothing_a_batch_has_what_was_seen_or_what_fits_the_seconds() -> None:
+    assert Pace().work_in(1.0) == math.inf
+    slow, flat = Pace([(20, 3.0)]), Pace([(20, 0.002), (80, 0.002)])
+    assert slow.work_in(0.005) == pytest.approx(20)
+    assert flat.work_in(0.02) == pytest.approx(10 * flat.work / flat.n)
+    assert 20 < flat.work / flat.n < 80
+
+
 def test_what_a_draw_takes_beside_its_rows() -> None:
     """Seconds of a batch of K draws: 3 + K (0.5 + 0.1 rows)."""
     K = 20
