@@ -51,7 +51,7 @@ from dubito.service.web.http import (
 from dubito.service.web.oip import DRAWS, PARAMETERS
 from dubito.service.web.options import PredictOptions, read_options, shown
 from dubito.service.web.pictures import light, plain
-from dubito.service.web.replies import listed, rows_at_once
+from dubito.service.web.replies import AT_ONCE, listed, rows_at_once
 
 if TYPE_CHECKING:
     from dubito.service.traces import RequestTrace
@@ -181,18 +181,24 @@ class Predictor:
         if result.outputs is not None:
             draws = await asyncio.to_thread(_draws, result, served) if heavy(result.outputs) else _draws(result, served)
 
+        of_a_row = 0 if draws is None else draws[0].numel()
+        wide = of_a_row > AT_ONCE  # one row's draws are a list in parts
+
         def part(start: int, stop: int) -> list[dict[str, Any]]:
             few = {name: column[start:stop] for name, column in columns.items()}
             drawn = few["samples"].tolist() if result.settled else None
             made = rows_of(few, result.rules[start:stop], served.model.card, drawn)
-            if draws is not None:
+            if draws is not None and not wide:
                 made = [row | {"samples": own} for row, own in zip(made, draws[start:stop].tolist(), strict=True)]
             if "probabilities" not in options.returns:
                 made = [{key: value for key, value in row.items() if key != "probabilities"} for row in made]
             return made
 
-        of_a_row = sum(column.size for column in columns.values()) + (0 if draws is None else draws.numel())
-        step = rows_at_once(of_a_row // max(1, rows))
+        if draws is not None and wide:
+            few = rows_at_once(draws.shape[-1])
+            each = [await listed(orjson.dumps(draw.tolist()) for draw in row.split(few)) for row in draws]
+            return await listed(orjson.dumps([part(i, i + 1)[0] | {"samples": own}]) for i, own in enumerate(each))
+        step = rows_at_once(of_a_row + sum(column.size for column in columns.values()) // rows)
         if rows <= step:
             return part(0, rows)
         return await listed(orjson.dumps(part(i, i + step)) for i in range(0, rows, step))

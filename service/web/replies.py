@@ -11,9 +11,9 @@ AT_ONCE = 1 << 12  # numbers of a part; a row counts as `ROW` more
 ROW = 32
 
 
-def rows_at_once(numbers: int) -> int:
+def rows_at_once(each: int) -> int:
     """Rows of a part, where each has so many numbers."""
-    return max(1, AT_ONCE // (numbers + ROW))
+    return max(1, AT_ONCE // (each + ROW))
 
 
 async def listed(parts: Iterable[bytes]) -> orjson.Fragment:

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from dubito.service.metrics import FEW, HistogramSeries
+from dubito.service.web.oip import DRAWS as DRAWS_NAME
 from dubito.service.web.replies import AT_ONCE, listed, numbers, rows_at_once
 from tests.service.conftest import Live, Serve, write_artifact
 
@@ -95,6 +96,21 @@ def test_both_protocols_give_the_same_numbers(table: Live) -> None:
     theirs = {one["name"]: np.array(one["data"]).reshape(one["shape"]) for one in reply["outputs"]}
     name = "probabilities" if "probabilities" in theirs else "mean"
     np.testing.assert_allclose([row[name] for row in mine], theirs[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("draws", [20, 1024])
+def test_draws_of_a_row_are_those_of_the_other_protocol(live: Live, draws: int) -> None:
+    """1,024 draws of ten classes are more than one part."""
+    x = np.random.default_rng(0).uniform(size=(2, 1, 8, 8))
+    own = {"samples": draws, "seed": 5, "return": ["samples"], "timeout_ms": 60_000}
+    mine = ask(live, "/v1/models/digits/predict", inputs=x.tolist(), **own)["predictions"]
+    spec = {"name": "input", "shape": list(x.shape), "datatype": "FP32", "data": x.reshape(-1).tolist()}
+    wanted = {"outputs": [{"name": DRAWS_NAME}], "parameters": {"samples": draws, "seed": "5", "timeout_ms": 60_000}}
+    (theirs,) = ask(live, "/v2/models/digits/infer", inputs=[spec], **wanted)["outputs"]
+    found = np.array([row["samples"] for row in mine])
+    assert found.shape == (2, draws, 10)
+    np.testing.assert_allclose(found, np.array(theirs["data"]).reshape(theirs["shape"]), rtol=1e-4, atol=1e-6)
+    assert list(mine[0])[-1] == "samples"
 
 
 def test_many_values_are_counted_as_they_are_one_by_one() -> None:
