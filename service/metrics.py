@@ -26,8 +26,6 @@ NATS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
 STAGES = ("parse", "queue", "sample", "forward", "summarise", "encode")
 OUTCOMES = ("ok", "refused", "failed", "gone")
 REASONS = ("queue_full", "deadline", "rate", "key", "body", "work", "bytes", "picture", "gone")
-
-
 FEW = 16  # values that are sooner counted one by one
 
 

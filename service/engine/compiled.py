@@ -32,6 +32,7 @@ from dubito.models.numerics.normals_native import prepare
 from dubito.models.predictions.prediction import Job, evaluating, seed_of, sums_of, tempered
 from dubito.models.predictions.uncertainty import Reals, on_host, value_sums_of_both
 from dubito.service.engine.budget import MemoryShare
+from dubito.service.engine.pace import seconds_of
 from dubito.service.engine.plans import plan_file
 from dubito.service.engine.recording import LARGEST as LARGEST_PASS
 from dubito.service.engine.recording import NotRecorded, record
@@ -321,16 +322,10 @@ def _plans(plan: Plan) -> list[Plan]:
 def _seconds(run: Callable[[], object], limit: float) -> float:
     """Seconds of the fastest of some runs; of the first two alone where these take long, or longer than the limit."""
     run()
-    first = _once(run)
+    first = seconds_of(run)
     if first > 2 * limit:
         return first
-    return min([first, *(_once(run) for _ in range(RUNS if first < SHORT else 1))])
-
-
-def _once(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+    return min([first, *(seconds_of(run) for _ in range(RUNS if first < SHORT else 1))])
 
 
 def _packed(threads: int, written: Sequence[Written]) -> bytes:

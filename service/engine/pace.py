@@ -11,14 +11,17 @@ NEAR = 1.5  # times as long: two runs that agree
 LONG = 0.5  # seconds after which what was timed twice is not run again
 
 
-def least_seconds(run: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> float:
+def seconds_of(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    began = clock()
+    run()
+    return clock() - began
+
+
+def least_seconds(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of the fastest run, once the two fastest agree: a machine may be busy, or stand still for a while."""
     times: list[float] = []
     while len(times) < 2 or (times[1] > NEAR * times[0] and len(times) < MOST_RUNS and sum(times) < LONG):
-        began = clock()
-        run()
-        times.append(clock() - began)
-        times.sort()
+        times = sorted([*times, seconds_of(run, clock)])
     return times[0]
 
 

@@ -27,6 +27,7 @@ from dubito.models.numerics.proof import name_of
 from dubito.models.predictions.prediction import Job, evaluating
 from dubito.service.engine.executions import LayerCall
 from dubito.service.engine.fusion import Unit
+from dubito.service.engine.pace import seconds_of
 
 log = logging.getLogger("dubito")
 RUNS = 3  # of each execution, unless the first run is too slow
@@ -149,8 +150,8 @@ def _seconds(run: Callable[[], object], device: torch.device, limit: float) -> f
     """Seconds of the fastest of a few runs; of the first one alone if it exceeds the limit."""
     if device.type == "cuda":
         return _as_graph(run, device)
-    first = _once(run)
-    return first if first > limit else min(first, *(_once(run) for _ in range(RUNS - 1)))
+    first = seconds_of(run)
+    return first if first > limit else min(first, *(seconds_of(run) for _ in range(RUNS - 1)))
 
 
 def _as_graph(run: Callable[[], object], device: torch.device) -> float:
@@ -176,12 +177,6 @@ def _as_graph(run: Callable[[], object], device: torch.device) -> float:
     except Exception as error:  # out of memory, or triton's error for a kernel that is too large for this GPU
         log.info("an execution is left out", extra={"why": str(error)[:200]})
         return math.inf
-
-
-def _once(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
 
 
 class PlanCache:

@@ -20,7 +20,6 @@ from dubito.service.settings import Settings
 from dubito.service.web.connection import protocol
 from dubito.service.web.http import Receive, Scope, Send
 from dubito.service.web.limits import ConnectionLimits
-from dubito.service.web.starts import LEAST, MOST, Starts
 from tests.examples import at_most
 
 LIMIT = 30.0  # seconds, on a busy machine
@@ -661,31 +660,5 @@ def test_the_rest_of_a_body_that_was_refused_is_read_slowly_and_the_next_request
         assert transport.written[1].endswith(b"POST /whole more")
         assert not pauses
         connection.connection_lost(None)
-
-    run(go())
-
-
-def test_a_connection_that_asks_now_and_then_begins_before_those_that_always_ask() -> None:
-    begun: list[str] = []
-
-    class Connection:
-        def begin(self, exchange: str) -> None:
-            begun.append(exchange)
-
-    async def go() -> None:
-        starts, loop = Starts(), asyncio.get_running_loop()
-        for i in range(60):
-            starts.put(loop, "a", 10.0 - i / 100, Connection(), str(i))
-        starts.put(loop, "a", 1.0, Connection(), "seldom")
-        assert begun == [str(i) for i in range(MOST)]  # nobody waited for longer
-        await asyncio.sleep(0)
-        assert begun[MOST] == "seldom"
-        assert LEAST <= len(begun) - MOST <= MOST
-        await until(lambda: len(begun) == 61)
-        assert begun[MOST + 1 :] == [
-            str(i) for i in range(59, MOST - 1, -1)
-        ]  # who was answered longest ago comes first
-        starts.put(loop, "a", 11.0, Connection(), "last")  # nobody waits: at once
-        assert begun[-1] == "last"
 
     run(go())

@@ -61,7 +61,7 @@ def test_every_bucket_has_its_plan_and_the_answers_are_the_same(model: Model) ->
 def test_the_fastest_way_is_taken(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is: the clock is the test's, and a layer's plan is the way that it says is quick."""
     for quick in get_args(Execution):
-        monkeypatch.setattr(plans, "_once", lambda run, quick=quick: 1.0 if run.args[-1] == quick else 2.0)
+        monkeypatch.setattr(plans, "seconds_of", lambda run, quick=quick: 1.0 if run.args[-1] == quick else 2.0)
         engine = warmed(model, PlanCache(None, CPU))
         for name, layer in model.network.layers.items():
             operand = model.factors.layers[name].draw(torch.zeros(4, model.factors.layers[name].normals), None)
@@ -71,7 +71,7 @@ def test_the_fastest_way_is_taken(model: Model, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_way_that_is_wrong_is_never_taken(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it is the quickest, though it is remembered, and though it is the usual one."""
-    monkeypatch.setattr(plans, "_once", lambda run: 1.0 if run.args[-1] == "batch" else 2.0)
+    monkeypatch.setattr(plans, "seconds_of", lambda run: 1.0 if run.args[-1] == "batch" else 2.0)
     first = warmed(model, PlanCache(None, CPU))
     quick = {name for name, way in first.plans.at(4, 4).items() if way == "batch"}
     convolutions = {name for name, layer in model.network.layers.items() if isinstance(layer.geometry, Conv)}
@@ -92,7 +92,7 @@ def test_a_way_that_is_wrong_is_never_taken(model: Model, monkeypatch: pytest.Mo
 
 
 def test_a_way_that_is_wrong_at_one_size_is_taken_at_none(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_once", lambda run: 1.0 if run.args[-1] == "batch" else 2.0)
+    monkeypatch.setattr(plans, "seconds_of", lambda run: 1.0 if run.args[-1] == "batch" else 2.0)
     engine = Engine(model, BUCKETS, PlanCache(None, CPU), 60.0)
     with Faulty(lambda told: grouped(told) and len(told["input"]) > 1, torch.float32):
         engine.plans.measure(engine._job(torch.randn(1, 1, 8, 8), 0, None), 4)
@@ -155,7 +155,7 @@ def test_what_was_measured_is_not_measured_again(
     (ways,) = json.loads(memory_file.read_text()).values()
     assert ways
     assert [file.name for file in memory_file.parent.iterdir()] == ["plans.json"]
-    monkeypatch.setattr(plans, "_once", lambda run: pytest.fail("measured again"))
+    monkeypatch.setattr(plans, "seconds_of", lambda run: pytest.fail("measured again"))
     again = warmed(model, PlanCache(memory_file, CPU), seconds=0.0)
     assert again.plans.known == first.plans.known
 

@@ -1,10 +1,10 @@
-"""New connections that come together: first bytes are read a little in each turn, of those that sent little first."""
+"""Connections and requests that come together: a little is read and few begin in each turn, by address and rank."""
 
 import asyncio
 import time
 from itertools import pairwise
 
-from dubito.service.web.starts import MOST, OPENING, InTurns, Openings, Starts
+from dubito.service.web.starts import LEAST, MOST, OPENING, InTurns, Openings, Starts
 
 
 class Opened:
@@ -14,6 +14,14 @@ class Opened:
     def open(self) -> None:
         time.sleep(self.seconds)
         self.order.append(self.name)
+
+
+class Begun:
+    def __init__(self, begun: list[str]) -> None:
+        self.begun = begun
+
+    def begin(self, exchange: str) -> None:
+        self.begun.append(exchange)
 
 
 def test_one_that_sent_little_does_not_wait_for_all_that_sent_much() -> None:
@@ -63,18 +71,38 @@ def test_addresses_take_turns() -> None:
     assert not waiting
 
 
+def test_a_connection_that_asks_now_and_then_begins_before_those_that_always_ask() -> None:
+    begun: list[str] = []
+    connection = Begun(begun)
+
+    async def body() -> None:
+        starts, loop = Starts(), asyncio.get_running_loop()
+        for i in range(60):
+            starts.put(loop, "a", 10.0 - i / 100, connection, str(i))
+        starts.put(loop, "a", 1.0, connection, "seldom")
+        assert begun == [str(i) for i in range(MOST)]  # nobody waited for longer
+        await asyncio.sleep(0)
+        assert begun[MOST] == "seldom"
+        assert LEAST <= len(begun) - MOST <= MOST
+        while len(begun) < 61:
+            await asyncio.sleep(0)
+        # who was answered longest ago comes first
+        assert begun[MOST + 1 :] == [str(i) for i in range(59, MOST - 1, -1)]
+        starts.put(loop, "a", 11.0, connection, "last")  # nobody waits: at once
+        assert begun[-1] == "last"
+
+    asyncio.run(body())
+
+
 def test_one_address_with_many_requests_does_not_keep_another_waiting() -> None:
     begun: list[str] = []
-
-    class Connection:
-        def begin(self, exchange: str) -> None:
-            begun.append(exchange)
+    connection = Begun(begun)
 
     async def body() -> None:
         loop, starts = asyncio.get_running_loop(), Starts()
         for i in range(700):
-            starts.put(loop, "flood", 0.0, Connection(), f"flood {i}")
-        starts.put(loop, "honest", 1e9, Connection(), "honest")
+            starts.put(loop, "flood", 0.0, connection, f"flood {i}")
+        starts.put(loop, "honest", 1e9, connection, "honest")
         while "honest" not in begun:
             await asyncio.sleep(0)
 
