@@ -145,12 +145,13 @@ def main() -> None:
     table = Table("trial", *COLUMNS, title=f"{args.architecture}, held-out training data, K = {SAMPLES}")
     chosen = list(FIGURE_4) if args.figure_4 else args.trials
     known = {r["trial"]: r for r in kept_rows(args.json) if r["set"] == changes}
-    if missing := [name for name in chosen if name not in known]:
+    same = {name: next(n for n in chosen if TRIALS[n] == TRIALS[name]) for name in chosen}  # under its first name
+    if missing := [name for name in chosen if same[name] == name and name not in known]:
         for row in rows(Setting(recipe, parts, device), missing):
             known[row["trial"]] = row
             keep_row(args.json, {**row, "seed": args.seed, "set": changes})
     for name in ("plain", *chosen):
-        table.add_row(name, *(f"{known[name][column]:.4f}" for column in COLUMNS))
+        table.add_row(name, *(f"{known[same.get(name, name)][column]:.4f}" for column in COLUMNS))
     Console(width=160).print(table)
     print(machine(), torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU", sep=", ")
 

@@ -64,7 +64,7 @@ def main() -> None:
 def one(file: Path, share: float, args: argparse.Namespace, device: torch.device) -> Row:
     """Figures of the artifact, pruned to this share of Z."""
     out = file if share == 1 else file.with_name(f"pruned-{share:g}-{file.name}")
-    pruned = load(file) if share == 1 else prune(file, out, share, data_root=args.data_root, device=device)
+    pruned = load(out) if out.exists() else prune(file, out, share, data_root=args.data_root, device=device)
     assert pruned is not None  # one process
     own = data_recipe(pruned.card)
     assert own is not None  # `train` always writes one

@@ -25,7 +25,8 @@ from dubito.models.network.layers import Structure, layer_by_layer
 from dubito.models.network.learned import Learned
 from dubito.models.numerics.parameters import owners
 
-AT_ONCE = 1 << 24  # numbers of one layer's gradients that are held at a time
+AT_ONCE = {"cuda": 1 << 28}  # numbers of one layer's gradients that are held at a time, by kind of device
+ELSEWHERE = 1 << 24
 SPARSE = 32  # an entry gathered alone costs as much as so many of a matrix product
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -240,13 +241,24 @@ def _squares(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]]) -> 
         return g.square().T @ x.square()
     total = torch.zeros_like(weight)
     for rows in _blocks(weight, pairs):
-        total += reduce(torch.add, (_dense(layer, own, x[rows], g[rows]) for x, g in pairs)).square().sum(0)
+        here = [(x[rows], g[rows]) for x, g in pairs]
+        if own == "weight" and type(layer) in (nn.Linear, *CONVOLUTIONS):  # one position of the kernel at a time
+            by_position = total.view(*total.shape[:2], -1)
+            for t, taps in enumerate(zip(*(_taps(layer, x, g) for x, g in here), strict=True)):
+                together = reduce(torch.add, taps).square_()
+                by_position[..., t] += together.view(len(here[0][0]), *total.shape[:2]).sum(0)
+        else:
+            total += reduce(torch.add, (_dense(layer, own, x, g) for x, g in here)).square().sum(0)
     return total
+
+
+def _at_once(like: Tensor) -> int:
+    return AT_ONCE.get(like.device.type, ELSEWHERE)
 
 
 def _blocks(weight: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[slice]:
     """Slices of the batch: in each, the gradients of all inputs hold at most `AT_ONCE` numbers, or it has one input."""
-    size = max(1, AT_ONCE // weight.numel())
+    size = max(1, _at_once(weight) // weight.numel())
     return (slice(start, start + size) for start in range(0, len(pairs[0][0]), size))
 
 
@@ -255,14 +267,19 @@ def _dense(layer: nn.Module, own: str, x: Tensor, g: Tensor) -> Tensor:
     if type(layer) not in (nn.Linear, *CONVOLUTIONS):
         gradients: Tensor = vmap(lambda x, g: _together(layer, own, x[None], g[None]))(x, g)
         return gradients  # of a normalisation, an embedding ...
-    columns = _columns(layer, g)
     if own == "bias":
-        return columns.sum(-1)
-    weight, G = layer._parameters[own], getattr(layer, "groups", 1)
+        return _columns(layer, g).sum(-1)
+    weight = layer._parameters[own]
     assert weight is not None
-    left = columns.unflatten(1, (G, -1)).flatten(0, 1).contiguous()  # (b·G, c_out/G, P)
-    taps = [torch.bmm(left, _by_place(plane, G)) for plane in _planes(layer, x)]
-    return torch.stack(taps, -1).view(len(x), *weight.shape)
+    return torch.stack(list(_taps(layer, x, g)), -1).view(len(x), *weight.shape)
+
+
+def _taps(layer: nn.Module, x: Tensor, g: Tensor) -> Iterator[Tensor]:
+    """Gradients of the weight at each position of the kernel, in the kernel's order: (b·G, c_out/G, c_in/G)."""
+    G = getattr(layer, "groups", 1)
+    left = _columns(layer, g).unflatten(1, (G, -1)).flatten(0, 1).contiguous()  # (b·G, c_out/G, P)
+    for plane in _planes(layer, x):
+        yield torch.bmm(left, _by_place(plane, G))
 
 
 def _by_place(plane: Tensor, G: int) -> Tensor:
@@ -281,7 +298,7 @@ def _gathered(layer: nn.Module, x: Tensor, g: Tensor, local: Tensor) -> Tensor:
     channel = out // (len(weight) // G) * inputs + local % (inputs * taps) // taps
     columns = _columns(layer, g)
     entries = columns.new_zeros(len(x), len(local))
-    most = max(1, AT_ONCE // (len(x) * columns.shape[2]))
+    most = max(1, _at_once(x) // (len(x) * columns.shape[2]))
     for t, plane in enumerate(_planes(layer, x)):
         for some in (tap == t).nonzero()[:, 0].split(most):
             entries[:, some] = (columns[:, out[some]] * plane[:, channel[some]].flatten(2)).sum(-1)
