@@ -1,5 +1,5 @@
-"""Accepts connections at little cost: a few in each turn of the event loop and, where many come, with a protocol only
-for those that speak.
+"""Accepts connections at little cost: some in each turn of the event loop and, where many come, with a protocol only
+for those that speak, and only for a few of them in a turn.
 
 The servers of event loops accept all connections that wait at once, with a transport and a protocol for each, so that a
 flood of them would keep requests waiting.
@@ -14,10 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from dubito.service.web.limits import ConnectionLimits
+from dubito.service.web.starts import InTurns
 
-ACCEPTS, READS = 16, 64  # connections that are accepted, and read from, in one turn of the event loop
+ACCEPTS, READS, BEGINS = 16, 16, 2  # connections that are accepted, read from, and get a protocol in a turn of the loop
 FEW, WINDOW = 4, 0.01  # connections that get a protocol at once, in so many seconds
 READ = 1 << 14  # bytes that are read before there is a protocol
+BEHIND = 0.1  # seconds by which a connection comes later whose client sent more than one request at once
 PAUSE = 0.05  # seconds without accepting, where the process has no more file descriptors
 LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -41,6 +43,7 @@ class Acceptor:
         self.loop = asyncio.get_running_loop()
         self.silent: list[tuple[socket.socket, str]] = []  # of this turn, with the hosts: their clients may have gone
         self.arrivals: set[Newcomer] = set()
+        self.ready: InTurns[Newcomer] = InTurns()  # to get a protocol; of an address, first those that sent one request
         self.selector = selectors.DefaultSelector()  # of those that wait: a fifth of what the event loop would take
         self.tasks: set[asyncio.Task[None]] = set()  # that make protocols
         self.until, self.came = 0.0, 0  # end of a window of time, and connections that came in it
@@ -114,6 +117,19 @@ class Acceptor:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
+    def begin_in_turn(self, arrival: "Newcomer") -> None:
+        if not self.ready:
+            self.loop.call_soon(self._begin_some)
+        later = BEHIND if _beyond(arrival.data) else 0.0
+        self.ready.put(arrival.address, self.loop.time() + later, arrival)
+
+    def _begin_some(self) -> None:
+        for _ in range(BEGINS):
+            if self.ready:
+                self.ready.pop().begin()
+        if self.ready:
+            self.loop.call_soon(self._begin_some)
+
     async def _begin(self, plain: socket.socket, first: bytes) -> None:
         try:
             await self.loop.connect_accepted_socket(lambda: self.make(first), plain)
@@ -128,6 +144,7 @@ class Acceptor:
         self._look_again()
         for arrival in list(self.arrivals):
             arrival.begin()
+        self.ready = InTurns()
         self.loop.remove_reader(self.selector)
         self.selector.close()
         if self.tasks:
@@ -156,7 +173,9 @@ class Newcomer:
         if not more:
             self._close()
         elif not self.acceptor.crowded(self.address) or len(self.data) >= READ or _whole(self.data):
-            self.begin()
+            self._stop_waiting()
+            self.deadline = math.inf  # from here on, its client waits for us
+            self.acceptor.begin_in_turn(self)
         else:
             if self.kind == "header_seconds" and b"\r\n\r\n" in self.data:
                 self.kind = "body_seconds"
@@ -168,10 +187,16 @@ class Newcomer:
             self.waiting = True
             self.acceptor.selector.register(self.plain, selectors.EVENT_READ, self)
 
+    def _stop_waiting(self) -> None:
+        if self.waiting:
+            self.waiting = False
+            self.acceptor.selector.unregister(self.plain)
+
     def begin(self) -> None:
-        """Hand the connection over to a protocol."""
-        self._leave()
-        self.acceptor.begin(self.plain, self.data)
+        """Hand the connection over to a protocol, unless it was closed."""
+        if self in self.acceptor.arrivals:
+            self._leave()
+            self.acceptor.begin(self.plain, self.data)
 
     def expire(self) -> None:
         self.acceptor.limits.closed[self.kind] += 1
@@ -190,9 +215,7 @@ class Newcomer:
 
     def _leave(self) -> None:
         self.deadline = math.inf
-        if self.waiting:
-            self.waiting = False
-            self.acceptor.selector.unregister(self.plain)
+        self._stop_waiting()
         self.acceptor.limits.leave(self)
         self.acceptor.arrivals.discard(self)
 
@@ -209,9 +232,23 @@ def _receive(plain: socket.socket) -> bytes | None:
 
 def _whole(data: bytes) -> bool:
     """Whether a request is there whole, or is one of which only a protocol can say so."""
+    size = _size(data)
+    return size is not None and len(data) >= size
+
+
+def _beyond(data: bytes) -> bool:
+    """Whether something comes after the first request."""
+    size = _size(data)
+    return size is not None and 0 < size < len(data)
+
+
+def _size(data: bytes) -> int | None:
+    """Bytes of the first request; 0 where only a protocol can say it, and None where its head has not come whole."""
     end = data.find(b"\r\n\r\n")
     if end < 0:
-        return False
+        return None
     head = data[: end + 2]
+    if OTHER.search(head) is not None:
+        return 0
     length = LENGTH.search(head)
-    return OTHER.search(head) is not None or length is None or len(data) >= end + 4 + int(length[1])
+    return end + 4 + (0 if length is None else int(length[1]))

@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 LEAST, MOST = 1, 16  # requests that begin in one turn of the event loop
 LONG = 0.0005  # seconds of a turn, after which fewer begin in the next
-OPENING = 0.002  # seconds of a turn in which first bytes are read
+OPENING = 0.0005  # seconds of a turn in which first bytes are read
 PER_BYTE = 1e-6  # seconds by which a client comes later for each byte that it sent at once: they may be many requests
 
 

@@ -1,9 +1,13 @@
 """Connections and requests that come together: a little is read and few begin in each turn, by address and rank."""
 
 import asyncio
+import socket
 import time
 from itertools import pairwise
 
+from dubito.service.settings import Settings
+from dubito.service.web.acceptor import BEGINS, Acceptor
+from dubito.service.web.limits import ConnectionLimits
 from dubito.service.web.starts import LEAST, MOST, OPENING, InTurns, Openings, Starts
 
 
@@ -123,3 +127,40 @@ def test_a_flood_of_connections_of_one_address_does_not_keep_another_waiting() -
 
     asyncio.run(body())
     assert order.index("honest") <= 2
+
+
+REQUEST = b"POST / HTTP/1.1\r\nContent-Length: 6\r\n\r\nhonest"
+TWO = b"GET / HTTP/1.1\r\n\r\nPOST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"
+
+
+def test_a_connection_with_one_request_does_not_wait_for_a_flood_with_several() -> None:
+    """All of one address: connections that are open already send a request and half of another, all at once."""
+    made: list[bytes] = []
+    turns: list[int] = []
+
+    def make(first: bytes) -> asyncio.Protocol:
+        made.append(first)
+        return asyncio.Protocol()
+
+    async def body() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        acceptor = Acceptor(listener, 512, ConnectionLimits(Settings()), make)
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(200)]
+        while len(made) + len(acceptor.arrivals) < 200:
+            await asyncio.sleep(0)
+        silent = len(acceptor.arrivals)  # the first ones got a protocol at once
+        for client in clients:
+            client.sendall(REQUEST if client is clients[100] else TWO)
+        while acceptor.arrivals or acceptor.tasks:
+            turns.append(len(made))
+            await asyncio.sleep(0)
+        assert silent > 150
+        assert len(made) == 200
+        before = made[200 - silent :].index(REQUEST)
+        assert before < silent / 4  # those that began while others were read
+        assert sum(1 for a, b in pairwise(turns) if b - a > 3 * BEGINS) == 0
+        await acceptor.close()
+        for client in clients:
+            client.close()
+
+    asyncio.run(body())
