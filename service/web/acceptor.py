@@ -7,23 +7,20 @@ flood of them would keep requests waiting.
 
 import asyncio
 import math
-import re
 import selectors
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 
+from dubito.service.web.first_bytes import is_whole, lateness
 from dubito.service.web.limits import ConnectionLimits
 from dubito.service.web.starts import InTurns
 
 ACCEPTS, READS, BEGINS = 16, 16, 2  # connections that are accepted, read from, and get a protocol in a turn of the loop
 FEW, WINDOW = 4, 0.01  # connections that get a protocol at once, in so many seconds
 READ = 1 << 14  # bytes that are read before there is a protocol
-BEHIND = 0.1  # seconds by which a connection comes later whose client sent more than one request at once
 PAUSE = 0.05  # seconds without accepting, where the process has no more file descriptors
-LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-OTHER = re.compile(rb"\r\n(?:transfer-encoding|expect|upgrade):", re.IGNORECASE)
 
 Make = Callable[[bytes], asyncio.Protocol]  # a protocol whose client has sent these bytes
 
@@ -120,8 +117,7 @@ class Acceptor:
     def begin_in_turn(self, arrival: "Newcomer") -> None:
         if not self.ready:
             self.loop.call_soon(self._begin_some)
-        later = BEHIND if _beyond(arrival.data) else 0.0
-        self.ready.put(arrival.address, self.loop.time() + later, arrival)
+        self.ready.put(arrival.address, self.loop.time() + lateness(arrival.data), arrival)
 
     def _begin_some(self) -> None:
         for _ in range(BEGINS):
@@ -172,7 +168,7 @@ class Newcomer:
         self.data += more
         if not more:
             self._close()
-        elif not self.acceptor.crowded(self.address) or len(self.data) >= READ or _whole(self.data):
+        elif not self.acceptor.crowded(self.address) or len(self.data) >= READ or is_whole(self.data):
             self._stop_waiting()
             self.deadline = math.inf  # from here on, its client waits for us
             self.acceptor.begin_in_turn(self)
@@ -228,27 +224,3 @@ def _receive(plain: socket.socket) -> bytes | None:
         return None
     except OSError:
         return b""
-
-
-def _whole(data: bytes) -> bool:
-    """Whether a request is there whole, or is one of which only a protocol can say so."""
-    size = _size(data)
-    return size is not None and len(data) >= size
-
-
-def _beyond(data: bytes) -> bool:
-    """Whether something comes after the first request."""
-    size = _size(data)
-    return size is not None and 0 < size < len(data)
-
-
-def _size(data: bytes) -> int | None:
-    """Bytes of the first request; 0 where only a protocol can say it, and None where its head has not come whole."""
-    end = data.find(b"\r\n\r\n")
-    if end < 0:
-        return None
-    head = data[: end + 2]
-    if OTHER.search(head) is not None:
-        return 0
-    length = LENGTH.search(head)
-    return end + 4 + (0 if length is None else int(length[1]))

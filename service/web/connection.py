@@ -19,9 +19,10 @@ from urllib.parse import unquote
 import httptools
 import uvicorn
 
+from dubito.service.web.first_bytes import PER_BYTE, lateness
 from dubito.service.web.http import Message, Pairs, Scope
 from dubito.service.web.limits import ConnectionLimits
-from dubito.service.web.starts import PER_BYTE, Openings, Starts
+from dubito.service.web.starts import Openings, Starts
 
 PIECE = 1 << 16  # bytes: of a body that are kept until the application takes them, and of a reply in one write
 LATER = 2.0  # seconds beyond `body_seconds`, so that the application's own answer to a slow body comes first
@@ -81,7 +82,7 @@ class HttpConnection(asyncio.Protocol):
         self.address = ""
         self.deadline, self.kind = math.inf, "header_seconds"  # and the limit that it comes from
         self.unsent = 0
-        self.at_once = 0  # bytes that came together, the last ones
+        self.later = 0.0  # seconds by which its next request comes later than others of its address
 
         # of the request that is being read
         self.in_head = True  # or between two requests
@@ -121,7 +122,7 @@ class HttpConnection(asyncio.Protocol):
         if limit := self.limits.enter(self):
             self._refuse((503, f"Too many connections: the limit is {limit}.", limit))
         if self.first:
-            self.openings.put(self.loop, self.address, self, len(self.first))
+            self.openings.put(self.loop, self.address, self, lateness(self.first))
 
     def open(self) -> None:
         """Read what the client sent before the connection was made, and since."""
@@ -150,7 +151,8 @@ class HttpConnection(asyncio.Protocol):
         if self.parser is None:  # what still comes is thrown away
             self._pause_throwing_away()
             return
-        in_head, before, rest, self.at_once = self.in_head, self.body_bytes, data, len(data)
+        in_head, before, rest = self.in_head, self.body_bytes, data
+        self.later = lateness(data) if in_head else PER_BYTE * len(data)
         self.crossed = False
         try:
             while rest:
@@ -383,7 +385,7 @@ class HttpConnection(asyncio.Protocol):
             self.begin(exchange)
         elif not exchange.asked and (not exchange.more or exchange.expects or len(exchange.body) > PIECE):
             exchange.asked = True
-            self.starts.put(self.loop, self.address, self.answered + PER_BYTE * self.at_once, self, exchange)
+            self.starts.put(self.loop, self.address, self.answered + self.later, self, exchange)
 
     def begin(self, exchange: "Exchange") -> None:
         """Now it is its turn."""

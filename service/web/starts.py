@@ -9,7 +9,6 @@ from typing import Any, Generic, Protocol, TypeVar
 LEAST, MOST = 1, 16  # requests that begin in one turn of the event loop
 LONG = 0.0005  # seconds of a turn, after which fewer begin in the next
 OPENING = 0.0005  # seconds of a turn in which first bytes are read
-PER_BYTE = 1e-6  # seconds by which a client comes later for each byte that it sent at once: they may be many requests
 
 
 T = TypeVar("T")
@@ -54,7 +53,7 @@ class Opens(Protocol):
 
 
 class Openings:
-    """New connections whose first bytes are read for some milliseconds in each turn of the event loop: a few bytes may
+    """New connections whose first bytes are read for a short time in each turn of the event loop: a few bytes may
     hold many requests, and a flood of connections comes at once. Of an address, those that sent little come first."""
 
     def __init__(self) -> None:
@@ -62,9 +61,10 @@ class Openings:
         self.spent = 0.0  # seconds, in this turn
         self.turning = False  # the next turn is announced
 
-    def put(self, loop: asyncio.AbstractEventLoop, address: str, connection: Opens, size: int) -> None:
+    def put(self, loop: asyncio.AbstractEventLoop, address: str, connection: Opens, later: float) -> None:
+        """`later`: seconds by which it comes later than others of its address."""
         alone = not self.waiting
-        self.waiting.put(address, time.monotonic() + PER_BYTE * size, connection)
+        self.waiting.put(address, time.monotonic() + later, connection)
         if alone:
             self._open(loop)
 

@@ -5,8 +5,11 @@ import socket
 import time
 from itertools import pairwise
 
+import pytest
+
 from dubito.service.settings import Settings
 from dubito.service.web.acceptor import BEGINS, Acceptor
+from dubito.service.web.first_bytes import SEVERAL, is_whole, lateness
 from dubito.service.web.limits import ConnectionLimits
 from dubito.service.web.starts import LEAST, MOST, OPENING, InTurns, Openings, Starts
 
@@ -35,9 +38,9 @@ def test_one_that_sent_little_does_not_wait_for_all_that_sent_much() -> None:
     async def body() -> None:
         loop, openings = asyncio.get_running_loop(), Openings()
         for i in range(6):
-            openings.put(loop, "a", Opened(f"large {i}", 2 * OPENING, order), 100_000_000)
+            openings.put(loop, "a", Opened(f"large {i}", 2 * OPENING, order), 100.0)
         assert order == ["large 0"]  # at once, since nobody waited; the others have their turns
-        openings.put(loop, "a", Opened("small", 0.0, order), 100)
+        openings.put(loop, "a", Opened("small", 0.0, order), 0.0001)
         while len(order) < 7:
             turns.append(len(order))
             await asyncio.sleep(0)
@@ -54,7 +57,7 @@ def test_all_are_read_in_the_order_in_which_they_came() -> None:
     async def body() -> None:
         openings = Openings()
         for i in range(3):
-            openings.put(asyncio.get_running_loop(), "a", Opened(str(i), 0.0, order), 10)
+            openings.put(asyncio.get_running_loop(), "a", Opened(str(i), 0.0, order), 0.0)
         while len(order) < 3:  # at once, unless the machine stands still
             await asyncio.sleep(0)
 
@@ -120,8 +123,8 @@ def test_a_flood_of_connections_of_one_address_does_not_keep_another_waiting() -
     async def body() -> None:
         loop, openings = asyncio.get_running_loop(), Openings()
         for i in range(50):
-            openings.put(loop, "flood", Opened(f"flood {i}", OPENING, order), 10)
-        openings.put(loop, "honest", Opened("honest", 0.0, order), 1_000_000)
+            openings.put(loop, "flood", Opened(f"flood {i}", OPENING, order), 0.0)
+        openings.put(loop, "honest", Opened("honest", 0.0, order), 1.0)
         while "honest" not in order:
             await asyncio.sleep(0)
 
@@ -164,3 +167,23 @@ def test_a_connection_with_one_request_does_not_wait_for_a_flood_with_several() 
             client.close()
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("data", "whole", "several"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", True, False),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\nG", True, True),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n", False, False),
+        (REQUEST, True, False),
+        (REQUEST[:-1], False, False),
+        (REQUEST + b"\r\n", True, True),
+        (REQUEST.replace(b"Content-Length:", b"content-length: \t"), True, False),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n", True, False),  # a parser must say
+        (b"POST / HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n", True, False),
+        (b"", False, False),
+    ],
+)
+def test_the_first_bytes_say_whether_they_are_one_request_or_several(data: bytes, whole: bool, several: bool) -> None:
+    assert is_whole(data) == whole
+    assert (lateness(data) >= SEVERAL) == several
