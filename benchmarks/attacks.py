@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -736,12 +736,12 @@ class Row:
     code: int
 
 
-def measure(attack: Attack, python: str, folder: Path, source: str | None = None) -> Row:
+def measure(attack: Attack, python: str, folder: Path, source: str | None = None, settings: Sequence[str] = ()) -> Row:
     cores = sorted(os.sched_getaffinity(0))
     own, theirs = set(cores[:-1]) or set(cores), {cores[-1]}
     digits = repository(folder) if attack.repository else embedded("digits")
     models = [digits, *(embedded(name) for name in attack.beside)]
-    words = [word for setting in attack.settings for word in ("--set", setting)]
+    words = [word for setting in (*attack.settings, *settings) for word in ("--set", setting)]
     reader, writer = os.pipe()
     log = writer if attack.stuck_log else os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     server, port = start([python, "-m", "dubito", "serve", *map(str, models), *words], own, log, folder)
@@ -830,6 +830,7 @@ def main() -> None:
     parser.add_argument("--point", type=int, help="attacks of this point")
     parser.add_argument("--python", default=sys.executable, help="whose dubito is attacked")
     parser.add_argument("--source", help="the attackers' address, such as 127.0.0.2; without it, the honest client's")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the server: workers=2")
     args = parser.parse_args()
     chosen = [one for one in ATTACKS.values() if args.only in one.name and args.point in (None, one.point)]
     if not chosen:
@@ -841,7 +842,7 @@ def main() -> None:
     prepare_attackers()
     for one in chosen:
         with tempfile.TemporaryDirectory() as folder:
-            row = measure(one, args.python, Path(folder), args.source)
+            row = measure(one, args.python, Path(folder), args.source, args.set)
         memory = f"{row.before:.0f}, {row.peak:.0f}, {row.after:.0f}"
         stopped = f"{row.stopped:.1f} ({row.code})"
         both = (row.quiet, row.during)
