@@ -124,6 +124,7 @@ class Bench:
             self.model("plain", seed, None)
             plain = self.keep / f"plain-{seed}.safetensors"
             where: dict[str, Any] = {"data_root": self.root, "device": self.device}
+            where["calibrate"] = self.read(seed, []).calibrate  # with a temperature, as the plain network has one
             return from_artifact(plain, "cifar10", out, LAPLACE[method], seed=seed, **where)
         start = [f"network.weights='{self.plain(seed)}'", "fit.pretrain_epochs=0"]
         if chosen is not None:

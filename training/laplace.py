@@ -33,6 +33,7 @@ JACOBIAN = 1 << 26  # numbers of a Jacobian held at a time
 VALIDATION = 1 << 28  # numbers of the Jacobian of validation examples, which is kept for the whole grid
 COARSE = tuple(10.0**n for n in range(-4, 5))
 FINE = 4  # steps to a factor of ten
+SAME = 1e-4  # a difference of log-likelihoods that is none
 
 
 class LaplaceError(DubitoError):
@@ -82,6 +83,11 @@ def describe(fitted: FittedLaplace) -> str:
         f"a posterior over {S:,} weights, with a prior precision of {precision:.4g}: validation log-likelihood "
         f"{fitted.scores[precision]:.4f}, from {min(fitted.scores.values()):.4f} elsewhere on the grid"
     )
+    if max(fitted.scores.values()) - min(fitted.scores.values()) < SAME:
+        return (
+            f"{text}. All of the grid are the same: the outputs hardly depend on these weights, and the posterior adds "
+            "next to no doubt. Choose others (--select last-layer, --select magnitude)."
+        )
     if precision < max(COARSE):
         return text
     return (
