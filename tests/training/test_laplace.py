@@ -16,11 +16,13 @@ from dubito.models.predictions.uncertainty import Classified, Regressed
 from dubito.training.config import Laplace
 from dubito.training.data.data import Examples
 from dubito.training.laplace import (
+    FittedLaplace,
     LaplaceError,
     best_precision,
     choose,
     closed_nll,
     curvature,
+    describe,
     diagonal,
     least_curved,
     linearise,
@@ -226,6 +228,15 @@ def test_scores_that_are_no_numbers_are_errors() -> None:
         curvature(made, held, INPUT, index, 10)
     with pytest.raises(LaplaceError, match="not positive definite"):
         linearise(made, data, data, INPUT, Laplace(size=300, prior_precision=1e-30))
+
+
+def test_weights_that_move_no_output_are_said_to() -> None:
+    """The same log-likelihood for the whole grid: what is behind a unit that is next to dead."""
+    made, data = network(), pictures(10)
+    fitted = linearise(made, data, data, INPUT, Laplace(size=5, prior_precision=1.0)).network
+    flat = FittedLaplace(fitted, {0.1: -0.50001, 1.0: -0.5, 10.0: -0.50002})
+    assert "the outputs hardly depend on these weights" in describe(flat)
+    assert "hardly" not in describe(FittedLaplace(fitted, {0.1: -0.7, 1.0: -0.5}))
 
 
 def test_regression_is_scored_in_the_targets_units() -> None:
