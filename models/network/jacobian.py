@@ -239,7 +239,7 @@ def _squares(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]]) -> 
     if type(layer) is nn.Linear and own == "weight" and len(pairs) == 1 and pairs[0][0].dim() == 2:
         x, g = pairs[0]
         return g.square().T @ x.square()
-    total = torch.zeros_like(weight)
+    total = torch.zeros_like(weight, memory_format=torch.contiguous_format)
     for rows in _blocks(weight, pairs):
         here = [(x[rows], g[rows]) for x, g in pairs]
         if own == "weight" and type(layer) in (nn.Linear, *CONVOLUTIONS):  # one position of the kernel at a time

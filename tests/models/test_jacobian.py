@@ -98,8 +98,9 @@ def test_every_weight_of_every_kind_of_layer(way: str) -> None:
     torch.testing.assert_close(Linearised(net, x, some).jacobian(), J[:, :, some])
 
 
-def test_squares_of_every_weight(way: str) -> None:
-    net, x = mixed(), torch.randn(5, 2, 9, 9).double()
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_squares_of_every_weight(way: str, order: torch.memory_format) -> None:
+    net, x = mixed().to(memory_format=order), torch.randn(5, 2, 9, 9).double()
     J, v = brute(net, x), torch.randn(2, 5, 3).double()
     total = torch.zeros(J.shape[2]).double()
     add_squares(net, x, lambda f: v, total)
