@@ -25,8 +25,8 @@ from dubito.models.network.layers import Structure, layer_by_layer
 from dubito.models.network.learned import Learned
 from dubito.models.numerics.parameters import owners
 
-AT_ONCE = {"cuda": 1 << 28}  # numbers of one layer's gradients that are held at a time, by kind of device
-ELSEWHERE = 1 << 24
+AT_ONCE = 1 << 24  # numbers of one layer's gradients that are held at a time
+SUMMED = 1 << 28  # of them on a GPU, where squares of all weights are summed: in training, not in predictions
 SPARSE = 32  # an entry gathered alone costs as much as so many of a matrix product
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -227,7 +227,7 @@ def _entries(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]], loc
         if SPARSE * len(local) < weight.numel():
             return reduce(torch.add, (_gathered(layer, x, g, local) for x, g in pairs))
     blocks = []
-    for rows in _blocks(weight, pairs):
+    for rows in _blocks(weight, pairs, AT_ONCE):
         blocks.append(reduce(torch.add, (_dense(layer, own, x[rows], g[rows]) for x, g in pairs)).flatten(1)[:, local])
     return torch.cat(blocks)
 
@@ -240,7 +240,7 @@ def _squares(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]]) -> 
         x, g = pairs[0]
         return g.square().T @ x.square()
     total = torch.zeros_like(weight, memory_format=torch.contiguous_format)
-    for rows in _blocks(weight, pairs):
+    for rows in _blocks(weight, pairs, SUMMED if weight.is_cuda else AT_ONCE):
         here = [(x[rows], g[rows]) for x, g in pairs]
         if own == "weight" and type(layer) in (nn.Linear, *CONVOLUTIONS):  # one position of the kernel at a time
             by_position = total.view(*total.shape[:2], -1)
@@ -252,13 +252,9 @@ def _squares(layer: nn.Module, own: str, pairs: list[tuple[Tensor, Tensor]]) -> 
     return total
 
 
-def _at_once(like: Tensor) -> int:
-    return AT_ONCE.get(like.device.type, ELSEWHERE)
-
-
-def _blocks(weight: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[slice]:
-    """Slices of the batch: in each, the gradients of all inputs hold at most `AT_ONCE` numbers, or it has one input."""
-    size = max(1, _at_once(weight) // weight.numel())
+def _blocks(weight: Tensor, pairs: list[tuple[Tensor, Tensor]], most: int) -> Iterator[slice]:
+    """Slices of the batch: in each, the gradients of all inputs hold at most so many numbers, or it has one input."""
+    size = max(1, most // weight.numel())
     return (slice(start, start + size) for start in range(0, len(pairs[0][0]), size))
 
 
@@ -298,7 +294,7 @@ def _gathered(layer: nn.Module, x: Tensor, g: Tensor, local: Tensor) -> Tensor:
     channel = out // (len(weight) // G) * inputs + local % (inputs * taps) // taps
     columns = _columns(layer, g)
     entries = columns.new_zeros(len(x), len(local))
-    most = max(1, _at_once(x) // (len(x) * columns.shape[2]))
+    most = max(1, AT_ONCE // (len(x) * columns.shape[2]))
     for t, plane in enumerate(_planes(layer, x)):
         for some in (tap == t).nonzero()[:, 0].split(most):
             entries[:, some] = (columns[:, out[some]] * plane[:, channel[some]].flatten(2)).sum(-1)

@@ -83,7 +83,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "by matrix":
         monkeypatch.setattr(jacobian, "SPARSE", 0)
     if request.param == "few at a time":
-        monkeypatch.setattr(jacobian, "ELSEWHERE", 50)
+        monkeypatch.setattr(jacobian, "AT_ONCE", 50)
     return str(request.param)
 
 
