@@ -25,9 +25,9 @@ from dubito.models.report import report
 from dubito.service.engine.bank import Bank, bytes_of_sample
 from dubito.service.engine.batcher import Batcher
 from dubito.service.engine.budget import Budget
-from dubito.service.engine.compiled import PassCache, pass_folder
 from dubito.service.engine.device import Device
 from dubito.service.engine.engine import Engine
+from dubito.service.engine.pass_cache import PassCache, pass_folder
 from dubito.service.engine.plans import PlanCache, plan_file
 from dubito.service.engine.worker import Batch
 from dubito.service.metrics import Metrics, Series, model_bytes

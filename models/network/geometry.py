@@ -5,7 +5,7 @@ bias and every input patch carries a last entry 1, at padded borders too.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,8 +19,8 @@ from dubito.models.posteriors.protocol import Dense, Dropped, Factored, Operand
 FEW, MANY = 8, 32  # up to so few filters, from so many channels on, folding beats a CPU's convolution
 
 # loop: dense weights, draw by draw; batch: all draws in one call; unfold: one product of all patches and weights;
-# factored: W is never formed. By GPU kernels that include the operators after the layer: fused and parted form no W, in
-# one kernel or two, grouped has dense weights
+# factored: without W, but for blocks that are faster with it. By GPU kernels that include the operators after the
+# layer: fused and parted form no W, in one kernel or two, grouped has dense weights
 Execution = Literal["loop", "batch", "unfold", "factored", "fused", "parted", "grouped"]
 
 
@@ -107,7 +107,7 @@ class Conv:
 
     def project(self, x: Tensor, B: Tensor) -> Tensor:
         """Bᵀ patch for every location and group, channels last: (n, c, ...) -> (n, ..., groups, r)."""
-        kernel, bias = self._kernel(B.T.repeat(self.groups, 1))
+        kernel, bias = self._kernel(B.T if self.groups == 1 else B.T.repeat(self.groups, 1))
         x = self._pad(x)
         if x.device.type == "cpu" and len(kernel) <= FEW and self._foldable():
             out = self._conv_by_folding(x, kernel, bias)
@@ -220,6 +220,31 @@ class Conv:
 Geometry = Linear | Conv
 
 
+@dataclass(frozen=True)
+class Affine:
+    """A scale and a shift of each output, as of a BatchNorm after the layer, which cost less within its weights."""
+
+    scale: Tensor  # (d_out,)
+    shift: Tensor  # (d_out,)
+
+    def absorbed(self, geometry: Geometry, W: Tensor) -> tuple[Geometry, Tensor]:
+        """The layer with a bias, and its weights (K, d_out, d_in)."""
+        W = W * self.scale[:, None]
+        shift = self.shift.expand(len(W), -1)[..., None]
+        if geometry.bias:
+            return geometry, torch.cat([W[..., :-1], W[..., -1:] + shift], -1)
+        return replace(geometry, bias=True), torch.cat([W, shift], -1)
+
+    def absorbed_by_factors(self, f: Factored) -> Factored:
+        """Without the shift."""
+        return Factored(f.B, f.G * self.scale[:, None], None if f.e is None else f.e * self.scale)
+
+
+def absorbs(geometry: Geometry, x: Tensor, operand: Operand) -> bool:
+    """Whether `apply` takes a scale and a shift: those of a linear layer's tokens may be by place."""
+    return isinstance(operand, Dense | Factored) and (geometry.dims > 0 or x.dim() == 2)
+
+
 def _apart(W: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and bias. Split, not sliced: the gradient of a slice is filled with zeros first."""
     weight, bias = W.split([W.shape[1] - 1, 1], dim=1)
@@ -238,31 +263,46 @@ def squared_norm(x: Tensor, axis: int) -> Tensor:
 
 
 def apply(
-    geometry: Geometry, x: Tensor, operand: Operand, K: int, execution: Execution, channels_last: bool = False
+    geometry: Geometry,
+    x: Tensor,
+    operand: Operand,
+    K: int,
+    execution: Execution,
+    channels_last: bool = False,
+    affine: Affine | None = None,
 ) -> Tensor:
     """The K draws of one layer on activations (K·B, ...), whose rows k·B … (k+1)·B − 1 belong to draw k.
 
     What comes out lies in memory as torch's own layers would leave it, so that a later `view` works; with
-    `channels_last` it may keep the faster layout.
+    `channels_last` it may keep the faster layout. `affine` follows the layer, where it `absorbs` one.
     """
+    bare = geometry
     if isinstance(operand, Dropped):
         return geometry.dense(geometry.drop(x, operand.rate), operand.W[0])
     if isinstance(operand, Functions):
         return operand(x.reshape(K, -1, x.shape[-1])).view(*x.shape[:-1], geometry.outputs)
     if isinstance(operand, Dense):
-        out = _dense(geometry, x, operand.W, K, execution)
+        W = operand.W
+        if affine is not None:
+            geometry, W = affine.absorbed(geometry, W)
+        out = _dense(geometry, x, W, K, execution)
     elif isinstance(operand, Blocks):
-        if execution == "factored" and geometry.groups == 1:
+        vectors = x.numel() // (K * x.shape[1 if geometry.dims else -1])  # of each draw, about: strides leave fewer
+        if execution == "factored" and geometry.groups == 1 and not operand.formed_is_faster(vectors, x.device):
             out = _by_blocks(geometry, x, operand, K)
         else:
             out = _dense(geometry, x, operand.dense(), K, execution)
     elif execution == "factored":
-        out = _factored(geometry, x, operand, K)
+        out = _factored(geometry, x, operand, K, affine)
     else:
-        out = _dense(geometry, x, operand.dense(), K, execution)
+        W = operand.dense()
+        if affine is not None:
+            geometry, W = affine.absorbed(geometry, W)
+            operand = affine.absorbed_by_factors(operand)
+        out = _dense(geometry, x, W, K, execution)
         if operand.e is not None:
-            length = _outside(geometry, x, [geometry.project(x, operand.B.to(x.dtype))])
-            out = out + geometry.restore(_mix(length[..., None], operand.e[..., None], K, geometry.groups))
+            length = _outside(bare, x, [bare.project(x, operand.B.to(x.dtype))])
+            out = out + bare.restore(_mix(length[..., None], operand.e[..., None], K, bare.groups))
     return out if channels_last else out.contiguous()
 
 
@@ -293,15 +333,16 @@ def _by_blocks(geometry: Geometry, x: Tensor, operand: Blocks, K: int) -> Tensor
     return geometry.restore(out.view(*patches.shape[:-1], geometry.outputs))
 
 
-def _factored(geometry: Geometry, x: Tensor, f: Factored, K: int) -> Tensor:
-    B = f.B.to(x.dtype)
+def _factored(geometry: Geometry, x: Tensor, f: Factored, K: int, affine: Affine | None) -> Tensor:
+    B, f = f.B.to(x.dtype), f if affine is None else affine.absorbed_by_factors(f)
     # a CPU's convolution is at its best with 64 filters: 69 of them take as long as 96
     parts = [geometry.project(x, some) for some in B.split(64 if x.device.type == "cpu" else B.shape[1], dim=1)]
     G = f.G
     if f.e is not None:
         parts.append(_outside(geometry, x, parts)[..., None])
         G = torch.cat([f.G, f.e[..., None]], 2)
-    return geometry.restore(_mix(parts[0] if len(parts) == 1 else torch.cat(parts, -1), G, K, geometry.groups))
+    shift = None if affine is None else affine.shift
+    return geometry.restore(_mix(parts[0] if len(parts) == 1 else torch.cat(parts, -1), G, K, geometry.groups, shift))
 
 
 def _outside(geometry: Geometry, x: Tensor, parts: list[Tensor]) -> Tensor:
@@ -312,12 +353,15 @@ def _outside(geometry: Geometry, x: Tensor, parts: list[Tensor]) -> Tensor:
     return left.clamp(min=0).sqrt().to(x.dtype)
 
 
-def _mix(c: Tensor, G: Tensor, K: int, groups: int) -> Tensor:
+def _mix(c: Tensor, G: Tensor, K: int, groups: int, shift: Tensor | None = None) -> Tensor:
     """Draw k's matrix on its rows of c: (K·B, ..., g, r) and (K, d_out, r) -> (K·B, ..., g, d_out/g), g groups."""
     G = G.to(c.dtype)
+    shift = None if shift is None else shift.to(c.dtype)
     if groups == 1:
-        out = c.reshape(K, -1, c.shape[-1]) @ upright(G.mT)
+        rows, weights = c.reshape(K, -1, c.shape[-1]), upright(G.mT)
+        out = rows @ weights if shift is None else torch.baddbmm(shift, rows, weights)
         return out.view(*c.shape[:-1], G.shape[1])
     by_group = c.reshape(K, -1, groups, c.shape[-1]).transpose(1, 2)
     out = by_group @ upright(G.view(len(G), groups, -1, G.shape[2]).mT)  # (K, g, places, d_out/g)
-    return out.transpose(1, 2).reshape(*c.shape[:-1], -1)
+    out = out.transpose(1, 2).reshape(*c.shape[:-1], -1)
+    return out if shift is None else out + shift.view(groups, -1)

@@ -237,3 +237,8 @@ class Structure:
         convolves = any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in modules.values())
         convolves = convolves or any(isinstance(layer.geometry, Conv) for layer in layers.values())
         return cls(layers, names, attends, convolves)
+
+
+def layers_in(net: nn.Module) -> dict[str, BayesianLayer]:
+    """By name; `Structure.of` has more, and takes longer."""
+    return {name: m for name, m in net.named_modules() if isinstance(m, BayesianLayer)}

@@ -26,6 +26,7 @@ from dubito.models.network.layers import (
     Run,
     Structure,
     layer_by_layer,
+    layers_in,
     running,
 )
 from dubito.models.network.learned import Learned
@@ -278,7 +279,7 @@ class BayesianNetwork(nn.Module):
 
     @property
     def layers(self) -> dict[str, BayesianLayer]:
-        return dict(Structure.of(self.net).layers)
+        return layers_in(self.net)
 
     @property
     def joint(self) -> JointPosterior | None:

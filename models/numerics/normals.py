@@ -1,6 +1,5 @@
 """Standard normals from a seed: one row per draw, the same rows however many are generated at a time."""
 
-from collections.abc import Sequence
 from functools import cache, cached_property
 from importlib.util import find_spec
 
@@ -71,33 +70,6 @@ class Normals:
                 for view, n, end in zip(views, sizes, ends, strict=True):
                     view[k] = row[end - n : end]
         return noise
-
-
-class NormalsAhead(Normals):
-    """The normals of one seed on a CPU, of which the first were asked for before they are needed."""
-
-    def __init__(self, seed: int, first: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
-        """`first`: rows and sizes of the parts of the first calls."""
-        super().__init__(seed, torch.device("cpu"))
-        self._first, self._ready = list(first), list[Tensor]()
-        self._rows = 0  # that were handed out
-
-    def make(self) -> None:
-        """Make the normals of the first calls; to be called once, before any of them."""
-        self._ready = [super(NormalsAhead, self).parts(K, sizes) for K, sizes in self._first]
-
-    def parts(self, K: int, sizes: NDArray[np.int64]) -> Tensor:
-        n, rows = int(sizes.sum()), self._rows
-        self._rows += K
-        if self._ready:
-            (k, expected), noise = self._first.pop(0), self._ready.pop(0)
-            if k == K and np.array_equal(expected, sizes):
-                return noise
-            self._ready = []  # another pass than was expected: back to where it begins
-            for generator in ("_numpy", "_native"):
-                self.__dict__.pop(generator, None)
-            super().parts(rows, np.array([n]))
-        return super().parts(K, sizes)
 
 
 @cache

@@ -38,9 +38,11 @@ from dubito.models.predictions.stopwatch import Stopwatch
 from dubito.models.predictions.uncertainty import Reals
 from dubito.service.engine.bank import Bank
 from dubito.service.engine.budget import TRIED, Budget, MemoryShare, peak_of
-from dubito.service.engine.compiled import CompiledPasses, PassCache
+from dubito.service.engine.compiled import CompiledPasses
+from dubito.service.engine.fusion import with_units
 from dubito.service.engine.graphs import PassGraph, PassGraphs, for_gpu
 from dubito.service.engine.pace import Pace, least_seconds
+from dubito.service.engine.pass_cache import PassCache
 from dubito.service.engine.plans import PlanCache, Plans
 
 log = logging.getLogger("dubito")
@@ -127,8 +129,10 @@ class Engine:
         if model.device.type == "cuda":
             model = for_gpu(model)
             self.graphs = PassGraphs(model.network, model.factors, buckets[-1])
-        elif pass_cache is not None:
-            self.compiled = CompiledPasses(model.network, model.factors, pass_cache, plan_seconds)
+        else:
+            model = with_units(model)
+            if pass_cache is not None:
+                self.compiled = CompiledPasses(model.network, model.factors, pass_cache, plan_seconds)
         self.share = Budget(None).share() if share is None else share
         self.draws = 0  # of the largest pass so far
         self.timed: list[tuple[int, float]] = []  # work (rows × draws) and seconds of batches, at the start
@@ -412,10 +416,8 @@ class Engine:
         most = max(request.most for request in requests)
         ahead = self.bank.take(most) if self.bank is not None and first.seed is None else None
         if ahead is None:
-            results = self.conclude(requests, self._job(x, first.seed, watch, most))
-            if self.compiled is not None and first.seed is None:
-                self.compiled.make_ahead(bucket_of(self.buckets, len(x)), most)
-            return results
+            draws = min(CHUNK if request.samples == "auto" else request.most for request in requests)
+            return self.conclude(requests, self._job(x, first.seed, watch, most, draws=draws))
         return self.conclude(requests, self._job(x, ahead.seed, watch, most, ahead.stock))
 
     def conclude(self, requests: Sequence[PredictRequest], job: Job) -> list[PredictResult]:
@@ -478,15 +480,22 @@ class Engine:
         return results
 
     def _job(
-        self, x: Tensor, seed: int | None, watch: Stopwatch | None, most: int = 1, stock: Stock | None = None
+        self,
+        x: Tensor,
+        seed: int | None,
+        watch: Stopwatch | None,
+        most: int = 1,
+        stock: Stock | None = None,
+        draws: int | None = None,
     ) -> Job:
+        """`draws` of the first pass, where others made ahead may take their place."""
         graphs = self.compiled if self.graphs is None else self.graphs
         graph_for = None if graphs is None else graphs.at
         more = self._passes(watch, seed, len(x) * most)
         network, factors = self.model.network, self.model.factors
         normals = None
-        if self.compiled is not None and seed is None and stock is None:
-            normals = self.compiled.ahead(bucket_of(self.buckets, len(x)), most)
+        if self.compiled is not None and seed is None and draws is not None:
+            normals = self.compiled.unseeded(bucket_of(self.buckets, len(x)), draws)
             seed = None if normals is None else normals.seed
         job = Job.of(
             network,

@@ -9,6 +9,7 @@ import copy
 import logging
 import math
 import operator
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor, fx, nn
 
 from dubito.models.network.attention import Attention
 from dubito.models.network.features import watched
-from dubito.models.network.geometry import Execution, apply
+from dubito.models.network.geometry import Affine, Execution, absorbs, apply
 from dubito.models.network.layers import BayesianLayer, MemberLayer, current
 from dubito.models.network.normalisation import FOLDABLE, ScaleShift, folded
 from dubito.models.posteriors.protocol import Dense, Factored, Operand
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import evaluating
 
 log = logging.getLogger("dubito")
 ADDED = (operator.add, operator.iadd, torch.add)
@@ -56,8 +59,10 @@ class Unit(nn.Module):
     ) -> Tensor:
         if execution in ("fused", "parted", "grouped"):
             return self._by_kernel(x, residual, operand, K, execution)
-        out = apply(self.geometry, x, operand, K, execution, channels_last)
-        if self.norm is not None:
+        within = self.norm is not None and absorbs(self.geometry, x, operand)
+        affine = Affine(self.scale, self.shift) if within else None
+        out = apply(self.geometry, x, operand, K, execution, channels_last, affine)
+        if self.norm is not None and affine is None:
             out = self.norm(out)
         if residual is not None:
             out = out + residual
@@ -80,6 +85,15 @@ class Unit(nn.Module):
             case Dense(W):
                 return kernels.dense(geometry, x, kernels.tap_by_tap(geometry, W.mT.to(x.dtype)), after)
         raise AssertionError(f"{execution} of {type(operand).__name__}")
+
+
+def with_units(model: Model) -> Model:
+    """The same model, whose Bayesian layers are units."""
+    if not model.factors.structure.layers:
+        return model
+    with evaluating(model.network):
+        form = fuse(model.network.net, model.device)
+    return replace(model, made=replace(model.factors, form=form))
 
 
 class _Tracer(fx.Tracer):

@@ -20,7 +20,7 @@ from dubito.models.numerics.streams import stream
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import Job, evaluating, sums_of, tempered
 from dubito.models.predictions.uncertainty import Reals, on_host
-from dubito.service.engine.fusion import Unit, fuse
+from dubito.service.engine.fusion import Unit, with_units
 
 log = logging.getLogger("dubito")
 WARM = 2  # runs before a capture, which compile kernels and allocate workspaces
@@ -29,16 +29,15 @@ BETWEEN = 0.001  # upper estimate of the seconds that the device waits for the h
 
 
 def for_gpu(model: Model) -> Model:
-    """The same model with fused layers, and with stacked factors for layers that are drawn together."""
-    if not model.factors.structure.layers:
+    """The same model with units, and with stacked factors for layers that are drawn together."""
+    model = with_units(model)
+    if model.factors.form is None:
         return model
-    with evaluating(model.network):
-        form = fuse(model.network.net, model.device)
-    return replace(model, made=tap_by_tap(model.factors, form).gathered())
+    return replace(model, made=tap_by_tap(model.factors, model.factors.form).gathered())
 
 
 def tap_by_tap(factors: NetworkFactors, form: nn.Module) -> NetworkFactors:
-    """Factors for a fused network: B of convolutions ordered tap by tap, channels last, where no W is formed."""
+    """Factors for a network of units: B of convolutions ordered tap by tap, channels last, where no W is formed."""
     layers = dict(factors.layers)
     for unit in form.modules():
         if not isinstance(unit, Unit):

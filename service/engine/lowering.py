@@ -39,6 +39,8 @@ class Writer:
         self.prefix = ""
         self._columns: dict[int, tuple[int, int]] = {}  # values that are columns of the input which is taken apart
         self.matrices: dict[str, tuple[int, int]] = {}  # shapes of constants with two axes
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of recorded values and constants
+        self._reshaped: dict[tuple[str, tuple[int, ...]], str] = {}
         self._known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._next = 0
 
@@ -59,6 +61,7 @@ class Writer:
         if key not in self._known:
             self._known[key] = self._name()
             self.constants.append(numpy_helper.from_array(np.ascontiguousarray(array), self._known[key]))
+            self.shapes[self._known[key]] = array.shape
             if array.ndim == 2:
                 self.matrices[self._known[key]] = array.shape
         return self._known[key]
@@ -68,7 +71,7 @@ class Writer:
         where it will be broadcast."""
         if isinstance(x, Recorded):
             if x.number in self._columns:
-                self._names[x.number] = self._part(*self._columns[x.number])
+                self._names[x.number] = self._part(*self._columns[x.number], x.shape[0])
             name = self._names[x.number]
             return name if dtype in (None, x.dtype) else self.op("Cast", name, to=self.type(dtype))
         if isinstance(x, Tensor):
@@ -90,11 +93,17 @@ class Writer:
         kind, inputs = self.made_by.get(x, ("", ()))
         if kind == "Reshape":  # of a reshaped value
             x = inputs[0]
-        return str(self.op("Reshape", x, self.constant(np.array(shape, np.int64))))
+        key = x, tuple(shape)
+        if self.shapes.get(x) == key[1]:
+            return x
+        if key not in self._reshaped:
+            self._reshaped[key] = self.op("Reshape", x, self.constant(np.array(shape, np.int64)))
+        return self._reshaped[key]
 
-    def _part(self, start: int, end: int) -> str:
-        self.parts[start] = end
-        return f"{self.prefix}{start}"
+    def _part(self, start: int, end: int, rows: int) -> str:
+        self.parts[start], name = end, f"{self.prefix}{start}"
+        self.shapes[name] = rows, end - start
+        return name
 
     def _took_apart(self, call: OperatorCall) -> bool:
         """Whether a call only takes columns of the input that is taken apart."""
@@ -116,7 +125,7 @@ class Writer:
 
     def write(
         self, recording: Recording, names: Sequence[str], output: str, apart: str, columns: str
-    ) -> tuple[bytes, list[int]]:
+    ) -> tuple[onnx.ModelProto, list[int]]:
         """The model, and the sizes of the parts that are its inputs in place of the input `apart` (rows, columns).
 
         Those that it uses are named `columns` with the number of their first column.
@@ -127,7 +136,7 @@ class Writer:
                 self._columns[value.number] = 0, value.shape[1]
                 rows, width = value.shape
             else:
-                self._names[value.number] = name
+                self._names[value.number], self.shapes[name] = name, value.shape
         for call in recording.calls:
             if self._took_apart(call):
                 continue
@@ -136,6 +145,7 @@ class Writer:
             written = OPERATORS[call.name](self, call)
             for result, name in zip(call.results, [written] if isinstance(written, str) else written, strict=False):
                 self._names[result.number] = name
+                self.shapes.setdefault(name, result.shape)
         self.nodes.append(helper.make_node("Identity", [self._names[recording.output.number]], [output]))
         inputs = [
             helper.make_tensor_value_info(name, self.type(value.dtype), value.shape)
@@ -155,8 +165,7 @@ class Writer:
         nodes, constants = self._used(output)
         graph = helper.make_graph(nodes, "pass", inputs, outputs, constants)
         opset = [helper.make_opsetid("", OPSET)]
-        model: bytes = helper.make_model(graph, opset_imports=opset, ir_version=IR).SerializeToString()
-        return model, sizes
+        return helper.make_model(graph, opset_imports=opset, ir_version=IR), sizes
 
     def _used(self, output: str) -> tuple[list[onnx.NodeProto], list[TensorProto]]:
         """Nodes and constants that the output depends on: some nodes were replaced by others."""
@@ -443,8 +452,20 @@ def _split(g: Writer, call: OperatorCall) -> list[str]:
     sizes = [value.shape[axis] for value in call.results]
     if len(sizes) == 1:
         return [g(x)]
+    if (parts := _joined(g, g(x), axis, sizes)) is not None:
+        return [g.reshape(part, value.shape) for part, value in zip(parts, call.results, strict=True)]
     names: list[str] = g.op("Split", g(x), g.constant(np.array(sizes, np.int64)), outputs=len(sizes), axis=axis)
     return names
+
+
+def _joined(g: Writer, x: str, axis: int, sizes: list[int]) -> tuple[str, ...] | None:
+    """Values of these sizes along the last axis, which were joined to x and only reshaped since."""
+    kind, inputs = g.made_by.get(x, ("", ()))
+    shape = g.shapes.get(x, ())
+    if kind == "Reshape":
+        kind, inputs = g.made_by.get(inputs[0], ("", ()))
+    joined = [g.shapes.get(part, ())[-1:] for part in inputs]
+    return inputs if kind == "Concat" and axis == len(shape) - 1 and joined == [(size,) for size in sizes] else None
 
 
 def _unbind(g: Writer, call: OperatorCall) -> list[str]:

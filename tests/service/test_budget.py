@@ -21,7 +21,9 @@ from dubito.models.predictions.resident import reside
 from dubito.service.engine.bank import bytes_of_sample
 from dubito.service.engine.budget import TRIED, Budget, MemoryShare, peak_of
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
+from dubito.service.engine.fusion import Unit
 from tests import forked
+from tests.service.test_batcher import network_of
 
 CPU = torch.device("cpu")
 BUCKETS = (1, 4, 16, 64)
@@ -42,10 +44,10 @@ def bounded(model: Model, limit: int) -> Engine:
 def passes(engine: Engine) -> list[tuple[int, int]]:
     """(B, K) of each pass from now on."""
     seen: list[tuple[int, int]] = []
-    first = next(iter(engine.model.network.layers.values()))
+    first = next(module for module in network_of(engine).modules() if isinstance(module, Unit))
 
-    def note(layer: nn.Module, arguments: tuple[Tensor]) -> None:
-        run = current(layer, arguments[0])
+    def note(unit: Unit, arguments: tuple[Tensor]) -> None:
+        run = current(unit.layer, arguments[0])
         seen.append((run.B, run.K))
 
     first.register_forward_pre_hook(note)

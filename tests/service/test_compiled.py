@@ -2,10 +2,11 @@
 
 import asyncio
 import hashlib
+import math
 import os
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cache
@@ -25,16 +26,18 @@ from dubito.models.network.geometry import Execution
 from dubito.models.network.network import BayesianNetwork, Draws, Plan
 from dubito.models.network.plan import cheapest
 from dubito.models.numerics import normals_native
-from dubito.models.numerics.normals import Normals, NormalsAhead
+from dubito.models.numerics.normals import Normals
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import Job, evaluating
 from dubito.models.predictions.resident import reside
 from dubito.models.predictions.uncertainty import Classified
-from dubito.service.engine import compiled
+from dubito.service.engine import compiled, pass_cache
 from dubito.service.engine.budget import Budget
-from dubito.service.engine.compiled import CompiledPass, PassCache, write_pass
+from dubito.service.engine.compiled import write_pass
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
+from dubito.service.engine.pass_cache import PassCache
 from dubito.service.engine.recording import NotRecorded, record
+from dubito.service.engine.sessions import CompiledPass, DrawsAhead, PassPart, Sessions
 from dubito.service.settings import Settings
 from tests import forked
 from tests.service.conftest import repository_on
@@ -111,9 +114,9 @@ def sums_agree(model: Model, B: int, K: int, pool: Executor, *executions: Execut
         job = job_of(model, B, plan)
         with evaluating(model.network), torch.inference_mode():
             whole = [write_pass(job, K, plan)]
-            if whole[0].model in known:
+            if whole[0].network in known:
                 continue
-            known.add(whole[0].model)
+            known.add(whole[0].network)
             ways = [whole]
             if execution is None and K > 1:
                 ways.append([write_pass(job, K - K // 2, plan), write_pass(job, K // 2, plan)])
@@ -304,7 +307,8 @@ def test_damaged_files_are_compiled_anew(spoil: str, passes: Path, tmp_path: Pat
     shutil.copytree(passes, tmp_path, dirs_exist_ok=True)
     one, other = sorted(tmp_path.glob("*.pass"))
     content = one.read_bytes()
-    rest = b'{"threads": 1, "passes": [{"K": 20, "sizes": [1], "model": 0}], "lengths": [4]}\nspam'
+    rest = b'{"threads": 1, "passes": [{"K": 20, "sizes": [1], "draws": 0, "network": 0, "operands": [], "size": 0}], '
+    rest += b'"lengths": [4]}\nspam'
     one.write_bytes(
         {
             "cut": content[: len(content) // 2],
@@ -430,7 +434,7 @@ def test_memory_is_counted(tmp_path: Path) -> None:
 
 
 def test_old_files_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "LARGEST", 1000)
+    monkeypatch.setattr(pass_cache, "LARGEST", 1000)
     cache = PassCache(tmp_path)
     for i in range(4):
         cache.write(f"{i}", bytes(300))
@@ -511,19 +515,65 @@ def test_parts_hold_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(parts, expected, rtol=0, atol=0)
 
 
-def test_normals_made_ahead_are_those_of_the_seed() -> None:
+def parts_of(Ks: Sequence[int], plan: Execution, sessions: Sessions) -> list[PassPart]:
+    """Passes of the small network for so many draws, each layer by this execution."""
+    model = small()
+    with evaluating(model.network), torch.inference_mode():
+        job = job_of(model, 2, dict.fromkeys(model.factors.layers, plan))
+        return [PassPart(write_pass(job, K, job.plan(2, K)), sessions, 1) for K in Ks]
+
+
+def test_draws_made_ahead_are_those_of_the_seed(pool: Executor) -> None:
     """Whether the passes that come are those that were expected or others."""
-    small, large = np.array([3, 4]), np.array([7])
-    for calls in (
-        [(2, small), (3, large)],
-        [(2, small), (2, small), (1, large)],
-        [(5, large)],
-        [(2, small), (9, small)],
-    ):
-        ahead, plain = NormalsAhead(8, [(2, small), (3, large)]), Normals(8, CPU)
-        ahead.make()
-        for K, sizes in calls:
-            torch.testing.assert_close(ahead.parts(K, sizes), plain.parts(K, sizes), rtol=0, atol=0)
+    sessions = Sessions()
+    two, three = parts_of((2, 3), "batch", sessions)
+    (other,) = parts_of((2,), "loop", sessions)
+    x = np.random.default_rng(0).standard_normal((2, 1, 8, 8)).astype(np.float32)
+    for calls in ((two, three), (two, two, three), (three,), (other, three), (two, other, two), (two, three, two)):
+        ahead = DrawsAhead([two, three], pool)
+        plain = Normals(ahead.seed, CPU)
+        for part in calls:
+            np.testing.assert_array_equal(part(x, part.given(ahead)), part(x, part.given(plain)))
+    (again,) = parts_of((2,), "batch", sessions)
+    ahead = DrawsAhead([two], pool)
+    assert again.drawing is two.drawing  # equal draws, one session
+    assert not isinstance(again.given(ahead), np.ndarray)
+    assert isinstance(again.given(ahead), np.ndarray)  # they are handed out once
+
+
+def test_draws_that_fail_ahead_are_made_again(pool: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    (part,) = parts_of((2,), "batch", Sessions())
+    x = np.zeros((2, 1, 8, 8), np.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(PassPart, "draw", lambda *given: 1 / 0)
+        ahead = DrawsAhead([part], pool)
+        pool.submit(int).result()
+    np.testing.assert_array_equal(part(x, part.given(ahead)), part(x, part.given(Normals(ahead.seed, CPU))))
+
+
+def test_what_does_not_depend_on_the_inputs_is_divided_off() -> None:
+    """The draws of a layer, whatever the inputs: none of their operators is left beside them. Large ones stay."""
+    import onnx
+
+    from dubito.service.engine.division import divide
+
+    model = small()
+    with evaluating(model.network), torch.inference_mode():
+        few, many = (job_of(model, B, dict.fromkeys(model.factors.layers, "batch")) for B in (1, 6))
+        written, other = (write_pass(job, 3, job.plan(job.B, 3)) for job in (few, many))
+    assert written.draws == other.draws
+    assert written.network != other.network
+    draws, network = (onnx.load_from_string(part) for part in (written.draws, written.network))
+    assert [one.name for one in network.graph.input] == ["x", *written.operands]
+    assert {one.name for one in draws.graph.input} >= {"columns_0"}
+    reached = {"x"}
+    for node in network.graph.node:
+        assert reached.intersection(node.input), f"{node.op_type} does not depend on the inputs"
+        reached.update(node.output)
+    shapes = [[size.dim_value for size in one.type.tensor_type.shape.dim] for one in draws.graph.output]
+    assert written.size == 4 * sum(map(math.prod, shapes))
+    whole = divide(network, "x", most=written.size - 1)  # a graph that is handed its draws
+    assert (whole.draws, whole.operands) == (b"", ())
 
 
 def test_a_damaged_library_is_compiled_anew(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from dubito.models.embedded import embedded
 from dubito.models.errors import DubitoError, NumericsError
 from dubito.models.manifest import Card, Input, Manifest
 from dubito.models.predictions.model import Model
@@ -70,13 +69,15 @@ def said(log: str) -> dict[str, Any]:
 
 
 @here
-def test_a_server_says_in_one_line_what_it_runs_in_and_bfloat16_runs_on_a_cpu(serve: Serve) -> None:
+def test_a_server_says_in_one_line_what_it_runs_in_and_bfloat16_runs_on_a_cpu(
+    serve: Serve, convolved_digits: Path
+) -> None:
     """Where the CPU computes right in it: elsewhere the line says that it does not, and float32 is what runs."""
     answers = {}
     trusts = bool(those_right(torch.bfloat16))
     doubt = "the settings say so" if trusts else trusted(torch.bfloat16, CPU)[1]
     for dtype, why in (("auto", "there is no GPU here"), ("bfloat16", doubt)):
-        server = serve(embedded("digits"), "--set", f"dtype={dtype}", "--set", "buckets=1,4")
+        server = serve(convolved_digits, "--set", f"dtype={dtype}", "--set", "buckets=1,4")
         told = said(server.log.read_text())
         assert told["device"] == "cpu"
         assert told["asked"] == {"auto": "float32", "bfloat16": "bfloat16"}[dtype]

@@ -24,6 +24,7 @@ from dubito.service.problems import Gone
 from dubito.service.repository import Repository
 from dubito.service.settings import Settings
 from tests.service.conftest import Serve
+from tests.service.test_batcher import network_of
 
 DIGITS = np.random.default_rng(0).normal(size=(24, 1, 8, 8)).astype(np.float32)
 
@@ -83,12 +84,13 @@ def test_both_work_at_once_and_every_request_is_answered_once(model: Model) -> N
                 both.wait(120)  # for the first pass of the other device
 
         alone = probabilities(await batcher.result(batcher.put(asked(rows=24, samples=1), 30)))
-        hook = model.network.net.register_forward_pre_hook(pause)
+        hooks = [network_of(worker.engine).register_forward_pre_hook(pause) for worker in batcher.workers]
         try:
             many = [batcher.put(asked(rows=24, samples=4, seed=seed), 60) for seed in range(6)]
             answers = [await batcher.result(tickets) for tickets in many]
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         assert [len(probabilities(answer)) for answer in answers] == [24] * 6
         again = probabilities(await batcher.result(batcher.put(asked(rows=24, samples=1), 30)))
         assert np.allclose(again, alone, rtol=1e-4, atol=1e-6)

@@ -21,7 +21,7 @@ from dubito.service.engine.engine import Engine, PredictRequest
 from dubito.service.engine.turn import Turn
 from dubito.service.fair import FairQueue
 from dubito.service.problems import Hopeless, Overloaded
-from tests.service.test_batcher import same, until_it_waits
+from tests.service.test_batcher import network_of, same, until_it_waits
 
 BUCKETS = (1, 2, 4, 8, 16)
 
@@ -152,7 +152,7 @@ def test_short_requests_are_answered_between_the_passes_of_a_long_one(model: Mod
 def test_one_row_with_many_draws_is_long_too(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
         passes: list[float] = []
-        batcher.engine.model.network.net.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
+        network_of(batcher.engine).register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
         found = await batcher.result(batcher.put(ask(1, 1000, seed=3), 300))
         assert same(found, torch.from_numpy(ask(1).x), 1000, model)
         alone = len([n for n in passes if n > 1])

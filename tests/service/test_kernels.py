@@ -27,7 +27,8 @@ CPU = torch.device("cpu")
 @pytest.mark.skipif(find_spec("triton") is None, reason="no triton: the GPU's kernels are not tested")
 @pytest.mark.parametrize("words", [["short"], pytest.param([], marks=pytest.mark.slow)], ids=["short", "whole"])
 def test_the_kernels_by_tritons_interpreter(words: list[str]) -> None:
-    run = forked.interpret(Path(__file__).with_name("interpreted.py").read_text(), *words)
+    checks = Path(__file__).with_name("interpreted.py").read_text()
+    run = forked.run(*words, code=forked.INTERPRET + checks)
     if "triton/runtime/interpreter.py" in run.stderr and "only 0-dimensional arrays can be converted" in run.stderr:
         pytest.skip("this triton's interpreter does not work with this numpy: the GPU's kernels are not tested")
     assert run.returncode == 0, run.stderr
