@@ -1,4 +1,4 @@
-"""A weight matrix of square blocks S_1 H diag(g) H S_2 [Rossi20], which acts on inputs without being formed."""
+"""A weight matrix of square blocks S_1 H diag(g) H S_2 [Rossi20], which can act on inputs without being formed."""
 
 import math
 from dataclasses import dataclass, replace
@@ -100,6 +100,14 @@ class Blocks:
         y = (transform(x) * S_1).sum(-2) if grid.columns > 1 else (transform(x) * S_1).squeeze(-2)
         y = y.flatten(-2)[..., : grid.d_out]
         return y if self.bias is None else y + self.bias[:, None].to(x.dtype)
+
+    def formed_is_faster(self, n: int, device: torch.device) -> bool:
+        """Whether a draw that acts on n vectors takes less time with W formed first.
+
+        Two transforms of each vector, for each row of blocks, move more memory than a product with W does. On a GPU
+        that decides as soon as there are more vectors than a block has columns, and on a CPU for small blocks only.
+        """
+        return n > self.grid.D if device.type == "cuda" else n > 4 * self.grid.D and self.grid.D <= 128
 
     def part(self, offset: int, k: int) -> "Blocks":
         """The k draws that start at `offset`."""

@@ -164,7 +164,7 @@ class Whvi(Posterior):
         return not isinstance(self.law, Planar)
 
     def trainable(self) -> WhviFactors:
-        """The same law with gradients: W is not formed in training either."""
+        """The same law with gradients: W is formed where `Blocks` says that this is faster, as in prediction."""
         S_1, S_2 = self.grid.spread_rows(self.S_1), self.grid.spread_columns(self.S_2)
         return WhviFactors(self.grid, S_1, S_2, self.q.freeze(), None if self.bias is None else self.bias.freeze())
 
