@@ -31,7 +31,8 @@ from dubito.models.traced import Traced
 # 4: pictures with a `fitting`; a traced network
 # 5: inducing inputs
 # 6: a card with `zoo`
-FORMATS = (1, 2, 3, 4, 5, 6)
+# 7: a plain network whose AUROC is not by entropy
+FORMATS = (1, 2, 3, 4, 5, 6, 7)
 LARGEST_INPUT = 1 << 26  # numbers
 LARGEST_BANK = 1 << 26  # numbers
 LARGEST_RESIZE = 1 << 12  # of a picture's shorter side
@@ -337,7 +338,13 @@ class Plain(Strict):
     metrics: dict[str, FiniteFloat]  # as it is
     temperature: PositiveFinite | None = None  # fitted on the calibration part; None: regression
     tempered: dict[str, FiniteFloat] = {}  # with that temperature
+    measure: Measure = "entropy"  # that its AUROC is by; since format 7 chosen as the model's own is
     differences: dict[str, Difference] = {}  # of this model from it, with the temperature where there is one
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What readers of formats 1 to 6 do not know is left out where it is what they take it for."""
+        return {key: value for key, value in write(self).items() if key != "measure" or value != "entropy"}
 
 
 class Zoo(Strict):
@@ -379,7 +386,7 @@ class Card(Strict):
         return {key: value for key, value in write(self).items() if key != "zoo" or value is not None}
 
 
-Format = Literal[1, 2, 3, 4, 5, 6]
+Format = Literal[1, 2, 3, 4, 5, 6, 7]
 
 
 def format_of(
@@ -389,6 +396,8 @@ def format_of(
     joint: JointEntry | None = None,
 ) -> Format:
     """The oldest format whose readers understand the card, the bank, the network and the posterior over all of it."""
+    if card.plain is not None and card.plain.measure != "entropy":
+        return 7
     if card.zoo is not None:
         return 6
     if joint is not None and joint.since == 5:

@@ -103,6 +103,9 @@ def figures(card: Card, data: str) -> Iterator[str]:
             columns = [plain.metrics] + ([plain.tempered] if plain.temperature is not None else [])
             cells += [f"{column[key]:.4g}" if key in column else "" for column in columns]
         yield f"| {' | '.join(cells)} |"
+    if plain is not None and "auroc" in card.metrics and "auroc" in plain.tempered and card.calibration is not None:
+        own, its = (_code(m) for m in (card.calibration.measure, plain.measure))
+        yield from ("", f"The AUROC of this model is by {own}, that of the plain network by {its}.")
     if plain is not None and (verdict := beside_plain(plain)):
         yield ""
         yield verdict

@@ -23,7 +23,8 @@ def columns(metrics: Mapping[str, float], plain: Plain | None) -> list[str]:
         beside = ""
         if plain is not None and name in plain.metrics:
             beside = f" (plain {plain.metrics[name]:.4g}"
-            beside += f", with a temperature {plain.tempered[name]:.4g})" if name in plain.tempered else ")"
+            beside += f", with a temperature {plain.tempered[name]:.4g}" if name in plain.tempered else ""
+            beside += f", by {plain.measure})" if name == "auroc" and plain.tempered else ")"
         lines.append(f"{name.replace('_', ' ')}: {value:.4g}{beside}")
     return lines if plain is None else [*lines, beside_plain(plain)]
 

@@ -19,6 +19,9 @@ def entry_of(path: Path, *, shipped: bool) -> Listed:
     if card.zoo is None:
         raise ZooError(f"{path} has no card of the zoo; expected a file that `dubito zoo pack` wrote.")
     plain, pruned = card.plain, any(buffer.endswith(".keep") for buffer, _ in model.network.named_buffers())
+    beside = None if plain is None else plain.tempered or plain.metrics
+    if plain is not None and beside is not None and "auroc" not in plain.differences:  # not by measures chosen alike
+        beside = {name: value for name, value in beside.items() if name != "auroc"}
     return Listed(
         name=path.stem,
         title=card.zoo.title,
@@ -32,7 +35,7 @@ def entry_of(path: Path, *, shipped: bool) -> Listed:
         parameters=count(model.network),
         deterministic=count(bare_by(manifest)),
         metrics=card.metrics,
-        plain=None if plain is None else plain.tempered or plain.metrics,
+        plain=beside,
         shipped=shipped,
     )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dubito.models import load, save
 from dubito.models.manifest import Card, Difference, Plain, Precision
+from dubito.models.names import Measure
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.answers import scores
 from dubito.models.predictions.model import Model
@@ -17,12 +18,13 @@ from dubito.models.predictions.uncertainty import Classified
 from dubito.models.terminal import bar
 from dubito.models.verdict import verdict
 from dubito.training import metrics
-from dubito.training.calibrate import best_temperature, with_temperature
+from dubito.training.calibrate import best_temperature, choose_measure, with_bank, with_temperature
 from dubito.training.config import Calibrate
-from dubito.training.data.data import Examples
+from dubito.training.data.data import Examples, Parts
 from dubito.training.data.spoil import spoil, to_spoil
 from dubito.training.evaluation.evaluate import default_measure, quality
 from dubito.training.evaluation.predicting import ChosenPredictive, Summary
+from dubito.training.feature_bank import make_bank
 from dubito.training.fit.checkpoint import draft_of
 
 RESAMPLED = 100  # bootstrap samples for the standard error of a difference
@@ -37,14 +39,22 @@ class Answers:
     """One model's predictions of the examples, and its OOD scores of inputs from inside and outside."""
 
     inside: Summary
-    doubts: list[tuple[Tensor, Tensor]]  # (inside, outside), by the model's default measure
+    doubts: list[tuple[Tensor, Tensor]]  # (inside, outside), by one measure
 
 
-def answers_of(model: Model, examples: Examples, outside: Mapping[str, Tensor], seed: int, samples: int) -> Answers:
+def answers_of(
+    model: Model,
+    examples: Examples,
+    outside: Mapping[str, Tensor],
+    seed: int,
+    samples: int,
+    measure: Measure | None = None,
+) -> Answers:
+    """Doubt is by `measure`; without one, by the model's default."""
     predictive = ChosenPredictive.of(model, samples, None)
     with bar("measuring", max(1, predictive.K) * (len(examples) + sum(map(len, outside.values())))) as advance:
         inside = predictive.predict(model, examples.x, seed, advance)
-        measure = default_measure(inside, predictive.rule(model))
+        measure = default_measure(inside, predictive.rule(model)) if measure is None else measure
         answers = [predictive.predict(model, x, seed, advance, requests=REQUESTS) for x in outside.values()]
     near, far = scores(inside)[measure], [scores(answer)[measure] for answer in answers]
     return Answers(inside, [(near, values) for values in far])
@@ -104,26 +114,33 @@ def compare(
 
 
 def beside_plain(
-    model: Model, network: BayesianNetwork, held: Examples, test: Examples, out: Path, seed: int
+    model: Model, network: BayesianNetwork, parts: Parts, settings: Calibrate, out: Path, seed: int
 ) -> tuple[QualityFigures, Plain]:
     """The model's AUROC against spoiled test inputs, and the figures of the plain network on the same test data.
 
-    The plain network's temperature is fitted on all of `held`.
+    The plain network has what the model has: a temperature, fitted on both held-out parts, and an OOD measure that was
+    chosen for it on the calibration part, from as many, a feature bank of its own included.
     """
+    test, outside = parts.test, spoiled(parts.test, seed)
     plain = as_stored(network, Card(input=model.card.input, labels=model.card.labels), out).to(model.device)
-    outside = spoiled(test, seed)
-    mine, theirs = (answers_of(m, test, outside, seed, SAMPLES) for m in (model, plain))
-    as_it_is = figures_of(theirs, test.y)
+    mine = answers_of(model, test, outside, seed, SAMPLES)
     own = {name: value for name, value in figures_of(mine, test.y).items() if name == "auroc"}
     if not isinstance(mine.inside, Classified):
-        return own, Plain(metrics=as_it_is, differences=differences(mine, theirs, test.y, seed))
-    T = best_temperature(plain, held, seed)
-    tempered = answers_of(with_temperature(plain, Calibrate(), T), test, outside, seed, SAMPLES)
+        theirs = answers_of(plain, test, outside, seed, SAMPLES)
+        return own, Plain(metrics=figures_of(theirs, test.y), differences=differences(mine, theirs, test.y, seed))
+    if settings.measure in (None, "knn") and settings.bank > 0:
+        plain = with_bank(plain, make_bank(plain, parts.train, settings.bank, seed))
+    T = best_temperature(plain, parts.validation + parts.calibration, seed)
+    tempered = with_temperature(plain, Calibrate(), T)
+    given = None if settings.measure == "mutual_information" else settings.measure  # a plain network has none
+    measure, _ = choose_measure(tempered, parts.calibration, seed, given=given)
+    theirs, rival = (answers_of(m, test, outside, seed, SAMPLES, measure) for m in (plain, tempered))
     return own, Plain(
-        metrics=as_it_is,
+        metrics=figures_of(theirs, test.y),
         temperature=T,
-        tempered=figures_of(tempered, test.y),
-        differences=differences(mine, tempered, test.y, seed),
+        tempered=figures_of(rival, test.y),
+        measure=measure,
+        differences=differences(mine, rival, test.y, seed),
     )
 
 

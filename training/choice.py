@@ -172,12 +172,12 @@ def _candidates(request: Request, facts: Facts) -> Iterator[dict[str, Any]]:
         fewest = (0 if own else min(least, EPOCHS[0])) if rung is ladder[0] else least
         for E in EPOCHS:
             if fewest <= E <= max(most, ENOUGH, fewest):
-                yield _values(request, facts, rung, E, batch)
+                yield _values(request, recipe, facts, rung, E, batch)
 
 
-def _values(request: Request, facts: Facts, rung: Rung, E: int, batch: int) -> dict[str, Any]:
+def _values(request: Request, recipe: Recipe, facts: Facts, rung: Rung, E: int, batch: int) -> dict[str, Any]:
     """E epochs of the plain network, half as many of the posterior, and of all trials together about as many again."""
-    recipe, (height, width) = request.recipe(), rung.size(facts)
+    height, width = rung.size(facts)
     epochs = recipe.fit.epochs if request.sets("fit.epochs") else E // 2
     values: dict[str, Any] = {
         "network.architecture": rung.architecture,

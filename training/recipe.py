@@ -502,8 +502,7 @@ def finish(
     model = calibrate(model, parts.calibration, recipe.calibrate, seed=recipe.seed, **others)
     model = model.with_card(metrics=measure(model, parts.test, seed=recipe.seed))
     if plain is not None and model.factors.random:
-        held = parts.validation + parts.calibration
-        own, beside = beside_plain(model, plain, held, parts.test, out, recipe.seed)
+        own, beside = beside_plain(model, plain, parts, recipe.calibrate, out, recipe.seed)
         model = model.with_card(metrics={**model.card.metrics, **own}, plain=beside)
     save(model, out)
     return load(out)

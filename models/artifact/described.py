@@ -105,19 +105,24 @@ def describe_network(network: BayesianNetwork, manifest: Manifest) -> tuple[Mani
     before = net.calls.described if isinstance(net, TracedNetwork) else None
     described = manifest if before is None else _with(manifest, known, before)
     has_name = before is not None or (known.name != "custom" and not is_factory(known.name))
-    if has_name and _is_still(network, described):
+    if has_name:
         with torch.device("meta"):
-            check_input(bare_by(described), described)
-        return described, {}
+            bare = bare_by(described)
+            if _is_still(network, bare, described):
+                check_input(bare, described)
+                return described, {}
     declared = manifest.card.input
     shape = before.input if before is not None and declared is None else None if declared is None else declared.shape
     try:
         traced, constants = trace(net, shape)
     except TraceError as error:
-        if is_factory(known.name) and _is_still(network, manifest):
-            if shape is not None:
-                Trial.of(network, shape).check(network, manifest)
-            return manifest, {}
+        if is_factory(known.name):
+            with torch.device("meta"):
+                still = _is_still(network, bare_by(manifest), manifest)
+            if still:
+                if shape is not None:
+                    Trial.of(network, shape).check(network, manifest)
+                return manifest, {}
         raise ArtifactError(str(error)) from None
     manifest = _with(manifest, known if is_factory(known.name) else Architecture(name="custom"), traced)
     return manifest, _prove(network, manifest, constants, shape)
@@ -129,10 +134,9 @@ def _with(manifest: Manifest, architecture: Architecture, traced: Traced) -> Man
     )
 
 
-def _is_still(network: BayesianNetwork, manifest: Manifest) -> bool:
+def _is_still(network: BayesianNetwork, bare: nn.Module, manifest: Manifest) -> bool:
     """Whether it is the network that the manifest describes: a changed head would not come back."""
-    with torch.device("meta"):
-        again = skeleton_of(bare_by(manifest), manifest)
+    again = skeleton_of(bare, manifest)
     shapes = [{k: v.shape for k, v in n.state_dict().items() if not k.endswith(".keep")} for n in (network, again)]
     return shapes[0] == shapes[1] and repr(network.net) == repr(again.net)
 

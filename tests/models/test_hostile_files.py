@@ -208,7 +208,7 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     # the manifest
     "format 9": (
         says("format", 9),
-        "its format is 9; this version of dubito reads format 1, 2, 3, 4, 5 and 6. Update dubito",
+        "its format is 9; this version of dubito reads format 1, 2, 3, 4, 5, 6 and 7. Update dubito",
     ),
     "no format": (lacks("format"), "its format is None"),
     "format a list": (says("format", [1]), r"its format is \[1\]"),

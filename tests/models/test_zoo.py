@@ -155,6 +155,17 @@ def test_older_servers_refuse_a_card_of_the_zoo_in_one_line(tmp_path: Path, monk
         load(path)
 
 
+def test_older_servers_refuse_a_plain_network_by_another_measure(tmp_path: Path) -> None:
+    """They would take its AUROC for one by entropy; of one that is, they read the card as before."""
+    model, path = load(embedded("digits")), tmp_path / "m.safetensors"
+    plain = model.card.plain
+    assert plain is not None
+    assert "measure" not in plain.model_dump(mode="json")
+    by_knn = model.card.model_copy(update={"plain": plain.model_copy(update={"measure": "knn"})})
+    assert save(model.network, path, card=by_knn).format == 7
+    assert load(path).card.plain == by_knn.plain
+
+
 def test_a_card_without_the_zoo_is_written_as_before() -> None:
     assert "zoo" not in Card(input=Input(shape=(6,))).model_dump(mode="json")
     assert set(Zoo.model_fields) >= {"licence", "minutes", "limits", "not_for"}
