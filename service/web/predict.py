@@ -22,7 +22,7 @@ from dubito.service.memory import give_back
 from dubito.service.problems import Hopeless, Late, Problem, TooManyRequests
 from dubito.service.repository import Repository, ServedModel
 from dubito.service.settings import Settings
-from dubito.service.web import oip
+from dubito.service.web import oip, oip_replies
 from dubito.service.web.bodies import inflate, json_object
 from dubito.service.web.codec import KINDS, NPY, Codec, Inputs, limits_of
 from dubito.service.web.decode import (
@@ -171,7 +171,7 @@ class Predictor:
             "predictions": await self._rows(result, served, options),
             "timing_ms": context.milliseconds(),
         }
-        return await self._packed(context, served, result, orjson.dumps(reply), [oip.AS_JSON])
+        return await self._packed(context, served, result, orjson.dumps(reply), [oip_replies.AS_JSON])
 
     async def _rows(
         self, result: PredictResult, served: ServedModel, options: PredictOptions
@@ -264,7 +264,9 @@ class Predictor:
         if parsed is None:
             parsed = self._parse(rest)
         result, outputs = await self._outputs(context, served, x, parsed)
-        content, headers = await oip.write(served.name, served.version, parsed.header, outputs, parameters_of(result))
+        content, headers = await oip_replies.write(
+            served.name, served.version, parsed.header, outputs, parameters_of(result)
+        )
         return await self._packed(context, served, result, content, headers)
 
     async def infer(

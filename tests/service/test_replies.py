@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -98,15 +99,20 @@ def test_both_protocols_give_the_same_numbers(table: Live) -> None:
     np.testing.assert_allclose([row[name] for row in mine], theirs[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def digits(serve: Serve, small_digits: Path) -> Live:
+    return serve(small_digits)
+
+
 @pytest.mark.parametrize("draws", [20, 1024])
-def test_draws_of_a_row_are_those_of_the_other_protocol(live: Live, draws: int) -> None:
+def test_draws_of_a_row_are_those_of_the_other_protocol(digits: Live, draws: int) -> None:
     """1,024 draws of ten classes are more than one part."""
     x = np.random.default_rng(0).uniform(size=(2, 1, 8, 8))
     own = {"samples": draws, "seed": 5, "return": ["samples"], "timeout_ms": 60_000}
-    mine = ask(live, "/v1/models/digits/predict", inputs=x.tolist(), **own)["predictions"]
+    mine = ask(digits, "/v1/models/digits/predict", inputs=x.tolist(), **own)["predictions"]
     spec = {"name": "input", "shape": list(x.shape), "datatype": "FP32", "data": x.reshape(-1).tolist()}
     wanted = {"outputs": [{"name": DRAWS_NAME}], "parameters": {"samples": draws, "seed": "5", "timeout_ms": 60_000}}
-    (theirs,) = ask(live, "/v2/models/digits/infer", inputs=[spec], **wanted)["outputs"]
+    (theirs,) = ask(digits, "/v2/models/digits/infer", inputs=[spec], **wanted)["outputs"]
     found = np.array([row["samples"] for row in mine])
     assert found.shape == (2, draws, 10)
     np.testing.assert_allclose(found, np.array(theirs["data"]).reshape(theirs["shape"]), rtol=1e-4, atol=1e-6)
