@@ -257,7 +257,7 @@ SETS = {"letter": letter, "magic": magic, "eeg": eeg}
 
 
 def classified(name: str, method: str, seed: int, args: argparse.Namespace) -> Row:
-    """A perceptron on a set without a published division: the seed divides it."""
+    """A perceptron on a set without a published division: the seed divides it. Every method gets a temperature."""
     keep = args.keep / "classification.jsonl"
     for row in kept_rows(keep):
         if (row["set"], row["method"], row["seed"]) == (name, method, seed):
@@ -267,11 +267,13 @@ def classified(name: str, method: str, seed: int, args: argparse.Namespace) -> R
         x, y = SETS[name](args.data_root / "UCI" / "classification")
         np.savez(arrays, x=x.astype(np.float32), y=np.unique(y, return_inverse=True)[1])
     network = ["network.architecture=mlp", "network.arguments={hidden=[128, 128], standardise=true}"]
-    recipe = read_recipe(f"npz:{arrays}", [*network, *changes_of(method), f"seed={seed}"])
+    given = [*network, *changes_of(method), "calibrate.temperature=true", f"seed={seed}"]
+    recipe = read_recipe(f"npz:{arrays}", given)
     trained = train(recipe, args.keep / f"{name}-{method}-{seed}.safetensors", data_root=args.data_root)
     assert trained is not None
     found = trained.model.card.metrics
     row = {"set": name, "method": method, "seed": seed, **{key: found[key] for key in ("accuracy", "nll", "ece")}}
+    row["temperature"] = trained.model.temperature
     keep_row(keep, row)
     return row
 
