@@ -2,13 +2,11 @@
 
 import atexit
 import gc
-import importlib
 import logging
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,14 +57,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return scheduler
 
 
-def pytest_collection(session: pytest.Session) -> None:
-    """In a new clone pytest rewrites every file with tests, for each worker: one begins at the end, to share that."""
-    whole = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if whole and os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
-        root = Path(__file__).parents[1]
-        for file in sorted(root.glob("tests/**/test_*.py"), reverse=True):
-            with suppress(Exception, pytest.skip.Exception):  # the collection says what is wrong with it
-                importlib.import_module(".".join(file.relative_to(root).with_suffix("").parts))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Workers are forked from a process that has imported all tests; they share the one that commands are forked from.
+
+    Each would take ten seconds of processor time to import the tests, and five more for the commands.
+    """
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:  # some tests alone
+        return
+    from tests import forked
+    from tests.forking import PYTHON, Server, write_script
+
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it as it is imported
+    workers = Server("tests.collected")
+    os.environ[forked.ADDRESS] = forked.server().address
+    python = Path(workers.folder.name) / "python"
+    write_script(python, workers.address, PYTHON)
+    for spec in specs:
+        spec.python = str(python)
 
 
 def pytest_collection_finish() -> None:

@@ -19,12 +19,13 @@ for name in (
     "rich.progress",
     "uvicorn.loops.auto",
     "uvicorn.protocols.websockets.auto",
-    "tests.forked",
+    "tests.forking",
 ):
     import_module(name)
 import_module("dubito.models.posteriors.dictionary").entry_classes()  # each is imported at its first use
 OURS = frozenset(sys.modules)  # what dubito imports before it knows of any address
 import_module("s3fs")  # and with it fsspec and aiohttp, which every address of the web takes
+import_module("tests.few")  # and with it pytest
 import_module("pyarrow.compute")  # which pyarrow imports at its first use
 typer.main.get_command = cache(typer.main.get_command)  # else built for each command
 typer.main.get_command(import_module("dubito.cli").app)

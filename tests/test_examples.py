@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm import scripts
+from tests.warm import write_scripts
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SLOW = {"weights"}  # too long for a short run
@@ -73,8 +73,8 @@ def test_an_example_in_short(
     tmp_path: Path, name: str, check: Callable[[str, float, float], None], margins: tuple[float, float]
 ) -> None:
     """It runs to its end; what it says of so little training is only better than chance."""
-    with scripts(tmp_path / ".venv" / "bin"):
-        check(run(name, tmp_path, *SHORT[name]), *margins)
+    write_scripts(tmp_path / ".venv" / "bin")
+    check(run(name, tmp_path, *SHORT[name]), *margins)
 
 
 @pytest.mark.slow

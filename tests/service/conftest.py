@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +26,7 @@ from dubito.service.metrics import Metrics
 from dubito.service.repository import Repository
 from dubito.service.settings import Settings
 from tests import forked
+from tests.forking import Forked
 from tests.small_models import mlp
 
 LIMIT = 90.0  # seconds to start or to stop on a busy machine
@@ -41,7 +41,7 @@ WHOLE = ("--set", "slice_ms=60000")
 class Live:
     """A server in a process of its own."""
 
-    process: BaseProcess
+    process: Forked
     url: str
     log: Path
     stdout: IO[str]  # open as long as the server may write to it
@@ -53,7 +53,6 @@ class Live:
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None
         return self.process.pid
 
     def logged(self, word: str) -> list[dict[str, Any]]:
@@ -65,8 +64,7 @@ class Live:
         return [json.loads(line) for line in text.splitlines()]
 
     def send(self, number: int) -> None:
-        if self.process.exitcode is None:
-            os.kill(self.pid, number)
+        self.process.send(number)
 
     def wait(self) -> int:
         """Its exit code."""
@@ -121,7 +119,7 @@ class Starter:
             live.stdout.close()
 
 
-def _greeting(process: BaseProcess, stdout: IO[str], log: Path) -> tuple[str, str]:
+def _greeting(process: Forked, stdout: IO[str], log: Path) -> tuple[str, str]:
     watchdog = threading.Timer(LIMIT, process.kill)
     watchdog.start()
     said = ""
@@ -133,6 +131,7 @@ def _greeting(process: BaseProcess, stdout: IO[str], log: Path) -> tuple[str, st
     finally:
         watchdog.cancel()
     process.join()
+    process.close()
     stdout.close()
     raise AssertionError(f"the server did not start: {said}{log.read_text()}")
 

@@ -249,6 +249,8 @@ def test_somebody_elses_server() -> None:
             thread.join()
 
 
-def test_the_client_does_not_wait_for_torch() -> None:
-    code = "import sys, dubito.service.client; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+@pytest.mark.parametrize(("module", "heavy"), [("client", {"torch"}), ("web.decode", {"torch", "asyncio", "email"})])
+def test_the_client_and_processes_that_decode_start_without_what_they_do_not_need(module: str, heavy: set[str]) -> None:
+    code = f"import sys, dubito.service.{module}; print({heavy} & set(sys.modules))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert said.stdout == "set()\n", said.stderr

@@ -61,6 +61,14 @@ def served(tmp_path_factory: pytest.TempPathFactory, small_digits: Path) -> Iter
 
 
 @pytest.fixture(scope="module")
+def unusual(serve: Serve, small_digits: Path) -> Live:
+    """The same with other settings, for tests that ask about one of them each."""
+    changes = {"grpc_compression": "true", "body_seconds": "1.5", "repository_api": "false"}
+    words = (word for name, value in changes.items() for word in ("--set", f"{name}={value}"))
+    return serve(small_digits, "--grpc-port", "0", *words)
+
+
+@pytest.fixture(scope="module")
 def client(served: Live) -> Iterator[Any]:
     with triton.InferenceServerClient(served.grpc) as found:
         yield found
@@ -323,17 +331,16 @@ def too_large() -> Any:
     return request(np.zeros((160_000, 1, 8, 8), np.float32))
 
 
-def test_compression_where_it_is_asked_for(serve: Serve, client: Any, x: Array, small_digits: Path) -> None:
+def test_compression_where_it_is_asked_for(unusual: Live, client: Any, x: Array) -> None:
     given: dict[str, Any] = {"parameters": {"samples": 20, "seed": 5}}
     plain = client.infer("digits", [input_of(x)], **given)
-    other = serve(small_digits, "--grpc-port", "0", "--set", "grpc_compression=true")
-    with triton.InferenceServerClient(other.grpc) as asked:
+    with triton.InferenceServerClient(unusual.grpc) as asked:
         for coding in ("gzip", "deflate"):
             packed = asked.infer("digits", [input_of(x)], compression_algorithm=coding, **given)
             np.testing.assert_allclose(packed.as_numpy("probabilities"), plain.as_numpy("probabilities"), atol=1e-6)
             with pytest.raises(InferenceServerException, match=r"(?i)compression algorithm.*disabled"):
                 client.infer("digits", [input_of(x)], compression_algorithm=coding, **given)
-    with Bare(other.grpc) as bare:
+    with Bare(unusual.grpc) as bare:
         code, text = refusal(partial(bare.infer, too_large(), compression=grpc.Compression.Gzip))
         assert (code, "larger than max" in text) == (Code.RESOURCE_EXHAUSTED, True)
 
@@ -619,16 +626,15 @@ def test_so_many_at_once_and_no_more(serve: Serve, fragile: tuple[Path, dict[str
         assert dict(refused.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
 
 
-def test_a_message_that_does_not_come(serve: Serve, small_digits: Path) -> None:
+def test_a_message_that_does_not_come(unusual: Live) -> None:
     """Half calls are ended; those of one address beyond a few at once, and none keeps others from an answer."""
-    server = serve(small_digits, "--grpc-port", "0", "--set", "body_seconds=1.5")
     done = threading.Event()
 
     def nothing() -> Iterator[bytes]:
         done.wait(30)
         yield b""
 
-    with Bare(server.grpc) as bare:
+    with Bare(unusual.grpc) as bare:
         method = bare.channel.stream_unary(f"/{SERVICE}/ModelInfer")
         calls = [method.future(nothing(), timeout=60) for _ in range(40)]
         assert len(bare.infer(request(np.zeros((1, 1, 8, 8), np.float32))).outputs) > 3
@@ -815,9 +821,8 @@ def test_repository(serve: Serve, make_artifact: Callable[..., Path], tmp_path: 
         assert {row.name for row in bare.call("RepositoryIndex", index).models} == {"plants", "prices"}
 
 
-def test_a_repository_that_may_not_be_changed(serve: Serve, small_digits: Path) -> None:
-    server = serve(small_digits, "--grpc-port", "0", "--set", "repository_api=false", "--set", "buckets=1")
-    with triton.InferenceServerClient(server.grpc) as client:
+def test_a_repository_that_may_not_be_changed(unusual: Live) -> None:
+    with triton.InferenceServerClient(unusual.grpc) as client:
         for change in (client.load_model, client.unload_model):
             with pytest.raises(InferenceServerException, match="repository_api"):
                 change("digits")

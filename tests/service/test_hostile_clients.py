@@ -26,7 +26,7 @@ from fastapi.responses import Response
 from dubito.service.web.routes import Assets
 from dubito.service.web.security import hash_key
 from tests import forked
-from tests.service.conftest import LIMIT, SOON, TWO_DECODERS, Live, Serve, Starter
+from tests.service.conftest import LIMIT, SOON, TWO_DECODERS, WHOLE, Live, Serve, Starter
 
 SLOW = 17.0  # of fragile.py: an input that takes long
 PREDICT = "/v1/models/digits/predict"
@@ -62,7 +62,7 @@ def server(
     serve: Serve, make_artifact: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, small_digits: Path
 ) -> Live:
     plants = make_artifact(tmp_path_factory.mktemp("m") / "plants.safetensors")
-    return serve(small_digits, plants, *flags(**SMALL), **TWO_DECODERS)
+    return serve(small_digits, plants, *flags(**SMALL), *WHOLE, **TWO_DECODERS)
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def crowd(server: Live) -> Iterator[None]:
 
 BODY = json.dumps(ZEROS).encode()
 CHUNKS = [(len(part), part) for part in (BODY[:50], BODY[50:], b"")]
-WHOLE = {
+ENTIRE = {
     "at once": (post(ZEROS),),
     "in two": (post(ZEROS)[:200], post(ZEROS)[200:]),
     "byte by byte, its head": (*(bytes([byte]) for byte in post(ZEROS)[:120]), post(ZEROS)[120:]),
@@ -187,7 +187,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("pieces", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("pieces", ENTIRE.values(), ids=ENTIRE)
 def test_whole_requests_of_a_crowded_address_are_answered(server: Live, pieces: tuple[bytes, ...]) -> None:
     with crowd(server), connected(server) as plain:
         replies = plain.makefile("rb")
@@ -255,7 +255,7 @@ def test_a_slow_loris_is_told_that_it_is_late(server: Live) -> None:
 @contextmanager
 def reading_nothing(server: Live) -> Iterator[socket.socket]:
     """A client that takes nothing of a reply of 7 MB, of a network that computes it in no time."""
-    request = post({"inputs": [[0.0] * 4] * 120, "samples": 1000, "return": ["samples"]}).replace(b"digits", b"plants")
+    request = post({"inputs": [[0.0] * 4] * 1200, "samples": 100, "return": ["samples"]}).replace(b"digits", b"plants")
     host, port = server.address.split(":")
     with socket.socket() as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -286,12 +286,9 @@ def queued(plain: socket.socket) -> int:
     table = Path("/proc/net/tcp")
     if not table.exists():
         pytest.skip("only Linux says what it has taken")
-    ports = plain.getpeername()[1], plain.getsockname()[1]
-    for line in table.read_text().splitlines()[1:]:
-        _, here, there, _, queues, *_ = line.split()
-        if (int(here.split(":")[1], 16), int(there.split(":")[1], 16)) == ports:
-            return int(queues.split(":")[0], 16)
-    return 0
+    here, there = (f"{port:04X}" for port in (plain.getpeername()[1], plain.getsockname()[1]))
+    found = re.search(rf":{here} \w+:{there} \w+ (\w+):", table.read_text())
+    return 0 if found is None else int(found[1], 16)
 
 
 def test_static_files_are_read_once_for_all() -> None:
@@ -467,8 +464,7 @@ def test_a_log_that_nobody_reads_stops_nothing(tmp_path: Path, small_digits: Pat
                     assert client.get("/healthz").status_code == 200
                 (number,) = re.findall(r"^dubito_log_lines_dropped_total (\S+)$", client.get("/metrics").text, re.M)
                 dropped = float(number)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGTERM)
+        process.send(signal.SIGTERM)
         process.join(LIMIT)
         assert process.exitcode == 0
         process.close()
@@ -503,7 +499,7 @@ def test_a_model_that_is_being_loaded_is_not_missing(tmp_path: Path, make_artifa
     finally:
         ready.set()
         thread.join()
-        process.terminate()
+        process.send(signal.SIGTERM)
         process.join()
     assert process.exitcode == 0
     process.close()

@@ -63,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Model:
     train = clusters(300, 1)
     net = mlp(5, 32, CLASSES)
     network = bayesianize(net, "ffg-u", inducing=8, start="prior", sigma_max=0.5)
-    fit = Fit(epochs=30, likelihood_epochs=10, warmup_epochs=10, batch=64, lr=1e-2)
+    fit = Fit(epochs=10, likelihood_epochs=3, warmup_epochs=3, batch=64, lr=2e-2)
     run = FitRun(network, train, clusters(100, 2), DECLARED, fit, 0, torch.device("cpu"))
     while not run.done:
         run.epoch()
@@ -127,21 +127,25 @@ def test_answers_use_the_thresholds_of_auto(calibrated: Model) -> None:
     assert all(row["ood"]["threshold"] in thresholds.values() for row in other)  # of the grid point at or below K
 
 
-def test_the_grid_and_what_is_on_it(calibrated: Model) -> None:
+def test_the_grid_and_what_is_on_it(trained: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number of the calibration, from the answers that it was found on."""
-    calibration, held = calibrated.card.calibration, clusters(HELD, 3)
+    requests, held = 5, clusters(HELD, 3)
+    monkeypatch.setattr("dubito.training.calibrate.CALIBRATION_REQUESTS", requests)
+    calibrated = calibrate(trained, held)
+    calibration = calibrated.card.calibration
     assert calibration is not None
     assert set(calibration.quantiles) == {0, *GRID}
     bare = calibrated.with_card(calibration=None)
-    for K, summary in predict_grid(bare, held.x, list(GRID), 1 << 40, requests=CALIBRATION_REQUESTS).items():
+    for K, summary in predict_grid(bare, held.x, list(GRID), 1 << 40, requests=requests).items():
         for measure, values in scores(summary).items():
             ranked = np.sort(values.double().numpy())
             assert calibration.thresholds[measure][K] == ranked[math.ceil(0.95 * (HELD + 1)) - 1]
         assert isinstance(summary, Classified)
-        pairs = zip(summary.probabilities.double(), held.y, strict=True)
-        strange = np.sort([float(p[p > p[c]].sum()) for p, c in pairs])  # APS
+        p = summary.probabilities.double().numpy()
+        likelier = p > np.take_along_axis(p, held.y.numpy()[:, None], 1)
+        strange = np.sort((p * likelier).sum(1))  # APS
         assert calibration.quantiles[K] == pytest.approx(strange[math.ceil(0.9 * (HELD + 1)) - 1], abs=1e-12)
-    settled = predict_auto(bare, held.x, 1 << 40, requests=CALIBRATION_REQUESTS)
+    settled = predict_auto(bare, held.x, 1 << 40, requests=requests)
     assert settled is not None
     assert calibration.auto is not None
     for measure, values in scores(settled[0]).items():
@@ -160,11 +164,18 @@ def test_one_more_value_stays_within_the_outer_quantile_as_often_as_asked(n: int
     assert chance - share < 1 / (n + 1)
 
 
-def test_the_best_temperature_is_the_most_probable(trained: Model) -> None:
+@pytest.fixture
+def by_few_draws(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Draws by which a temperature is found."""
+    monkeypatch.setattr("dubito.training.calibrate.CHOOSING", K := 4)
+    return K
+
+
+def test_the_best_temperature_is_the_most_probable(trained: Model, by_few_draws: int) -> None:
     """By the likelihood of 1,000 examples and the prior of log T, N(0, 0.5²)."""
     held = clusters(1000, 6)
     T = best_temperature(trained, held, 0)
-    outputs = trained.predict(held.x, 20, stream(0, "temperature", 0), keep_outputs=True).outputs
+    outputs = trained.predict(held.x, by_few_draws, stream(0, "temperature", 0), keep_outputs=True).outputs
     assert outputs is not None
 
     def surprise(T: float) -> float:
@@ -207,7 +218,7 @@ def test_sets_cover_as_promised_although_the_temperature_has_seen_the_same_examp
     assert abs(mean(covered) - 0.9) < 3 * error
 
 
-@pytest.mark.usefixtures("few_here")
+@pytest.mark.usefixtures("few_here", "by_few_draws")
 def test_a_large_calibration_part_counts_for_the_temperature(trained: Model) -> None:
     validation, held = clusters(100, 6), clusters(MANY, 3)
     settings = Calibrate(temperature=True)
@@ -309,7 +320,7 @@ def test_a_plain_network_can_be_calibrated(tmp_path: Path) -> None:
 
 
 def test_regression_intervals_cover_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dubito.training.calibrate.CALIBRATION_REQUESTS", 20)
+    monkeypatch.setattr("dubito.training.calibrate.CALIBRATION_REQUESTS", 8)
 
     def line(n: int, seed: int) -> Examples:
         rng = torch.Generator().manual_seed(seed)

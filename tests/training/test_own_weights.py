@@ -78,9 +78,9 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     net = scope["small"]()
     inner = torch.from_numpy(x[PICTURES:, 2:22, 8:24]).permute(0, 3, 1, 2).float() / 255  # what the crop leaves, about
     inner = nn.functional.interpolate(inner, (16, 16), mode="bilinear", antialias=True)
-    optimiser = torch.optim.Adam(net.parameters(), 3e-3)
+    optimiser = torch.optim.Adam(net.parameters(), 2e-2)
     for _ in range(12):
-        for rows in torch.randperm(len(inner)).split(64):
+        for rows in torch.randperm(len(inner)).split(150):
             optimiser.zero_grad()
             nn.functional.cross_entropy(net(inner[rows]), y[PICTURES:][rows]).backward()
             optimiser.step()
@@ -101,7 +101,7 @@ def command(*more: str | Path, net: str = "their_nets:small", weights: str = "w.
 
 def test_from_a_checkpoint_to_a_calibrated_model_that_carries_its_network(tmp_path: Path) -> None:
     out = tmp_path / "m.safetensors"
-    told = run("laplace", "n.ckpt", "--network", "their_nets:small", *command("--out", out, *SIZE)[4:])
+    told = run("laplace", "n.ckpt", "--network", "their_nets:small", *command("--out", out, "--size", "300", *SIZE)[4:])
     assert told.exit_code == 0, told.exception
     for words in (
         "n.ckpt: the weights stand under state_dict",
