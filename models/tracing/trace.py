@@ -29,6 +29,7 @@ from dubito.models.traced import Dtype, OwnTensor, TorchModule, Traced, TracedCa
 from dubito.models.tracing.arguments import encode
 from dubito.models.tracing.modules import construct, describe, describe_base
 from dubito.models.tracing.operators import ATTRIBUTES, FACTORIES, METHODS, NAMES, proxy_among, words
+from dubito.models.tracing.thread_tracer import ThreadTracer
 
 ROWS = (2, 3)
 ASSERTIONS = (torch._assert, fx.proxy.assert_fn)
@@ -191,7 +192,7 @@ class _Attribute(_Proxy, fx.proxy.Attribute):
     pass
 
 
-class _NetworkTracer(fx.Tracer):
+class _NetworkTracer(ThreadTracer):
     proxy_buffer_attributes = True
 
     def __init__(self, hints: tuple[Any, ...] | None) -> None:
@@ -268,16 +269,16 @@ class _NetworkTracer(fx.Tracer):
     def entry(self, module: nn.Module) -> TorchModule | None:
         return self.entries[module]
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
-        return attr_val if self.evaluating else super().getattr(attr, attr_val, parameter_proxy_cache)
+    def attribute(self, name: str, value: Any, known: Any) -> Any:
+        return value if self.evaluating else super().attribute(name, value, known)
 
-    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.evaluating:
             return forward(*args, **kwargs)
         alone = not any(m.children()) and bool(_held(m))
         alone = alone and len(args) == 1 and isinstance(args[0], fx.Proxy) and not kwargs
         if self.entry(m) is None and not alone:
-            return super().call_module(m, forward, args, kwargs)
+            return super().module(m, forward, args, kwargs)
         if len(m._forward_pre_hooks) > watched(m) or m._forward_hooks:
             raise _Stuck(f"{type(m).__name__} has hooks, which cannot be written as data")
         name = self.path_of_module(m)
@@ -286,7 +287,7 @@ class _NetworkTracer(fx.Tracer):
         return self.create_proxy("call_module", name, args, kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return False  # `call_module` has seen to those that are
+        return False  # `module` has seen to those that are
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any) -> Any:
         if kind == "call_method" and (function := DUNDER.get(target)) is not None:

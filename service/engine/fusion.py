@@ -24,6 +24,7 @@ from dubito.models.network.normalisation import FOLDABLE, ScaleShift, folded
 from dubito.models.posteriors.protocol import Dense, Factored, Operand
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import evaluating
+from dubito.models.tracing.thread_tracer import ThreadTracer
 
 log = logging.getLogger("dubito")
 ADDED = (operator.add, operator.iadd, torch.add)
@@ -96,7 +97,7 @@ def with_units(model: Model) -> Model:
     return replace(model, made=replace(model.factors, form=form))
 
 
-class _Tracer(fx.Tracer):
+class _UnitTracer(ThreadTracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         ours = isinstance(m, BayesianLayer | MemberLayer | ScaleShift | Attention)
         return ours or super().is_leaf_module(m, module_qualified_name)
@@ -108,7 +109,7 @@ def fuse(net: nn.Module, device: torch.device) -> nn.Module:
     A layer whose inputs are recorded as features is not fused.
     """
     try:
-        graph = _Tracer().trace(net)
+        graph = _UnitTracer().trace(net)
     except Exception as error:  # mostly code that branches on its inputs' values or sizes
         log.info("layers are served one by one", extra={"why": f"the network cannot be traced: {str(error)[:200]}"})
         return net

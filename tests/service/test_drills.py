@@ -29,6 +29,7 @@ class Balanced:
     servers: list[Live]
     outcomes: Counter[str] = field(default_factory=Counter)  # ok, again (failed once), lost (failed twice)
     versions: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
     stopped: bool = False
     ready: list[str] = field(default_factory=list)
 
@@ -71,8 +72,9 @@ class Balanced:
                         reply = client.post(f"{known[turn % len(known)]}/v1/models/tab/predict", json=ASK)
                         if reply.status_code == 200:
                             break
-                    except httpx.HTTPError:
-                        pass
+                        self.faults.append(f"{reply.status_code}: {reply.text}")
+                    except httpx.HTTPError as error:
+                        self.faults.append(repr(error))
                     failed += 1
                     time.sleep(2 * CHECKS * (failed == 1))  # by then the balancer knows
                 with self.lock:
@@ -100,7 +102,7 @@ def test_a_server_that_is_asked_to_end_fails_no_request(two: Any) -> None:
     with Balanced(servers) as load:
         assert servers[0].stop(signal.SIGTERM) == 0
         load.more(50)
-    assert load.outcomes.keys() == {"ok"}
+    assert load.outcomes.keys() == {"ok"}, load.faults
     assert servers[0].logged("stopped")
 
 
@@ -109,7 +111,7 @@ def test_a_server_that_is_killed_fails_no_request_that_is_sent_once_more(two: An
     with Balanced(servers) as load:
         assert servers[0].stop(signal.SIGKILL) == -signal.SIGKILL
         load.more(50)
-    assert load.outcomes["lost"] == 0
+    assert load.outcomes["lost"] == 0, load.faults
 
 
 def test_a_version_is_rolled_out_rolled_back_and_refused_where_it_is_cut_off(two: Any, make_artifact: Make) -> None:
@@ -137,7 +139,7 @@ def test_a_version_is_rolled_out_rolled_back_and_refused_where_it_is_cut_off(two
         assert load_everywhere() == {200}
         load.versions.clear()
         load.more(20)
-    assert load.outcomes.keys() == {"ok"}
+    assert load.outcomes.keys() == {"ok"}, load.faults
     assert rolled_out >= 30
     assert load.versions["1"] >= 10
 
