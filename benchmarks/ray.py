@@ -353,7 +353,9 @@ def main() -> None:
 def _counts(outcome: Outcome) -> dict[str, Any]:
     names = ("sent", "once", "twice", "most")
     return {
-        "phases": [{name: getattr(phase, name) for name in names} for phase in outcome.phases],
+        "phases": [
+            {name: getattr(phase, name) for name in names} | {"why": sorted(phase.why)} for phase in outcome.phases
+        ],
         "versions": [sorted({answer.version for answer in phase.answers}) for phase in outcome.phases],
         "wrong": outcome.wrong,
         "counted": outcome.counted,

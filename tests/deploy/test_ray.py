@@ -79,7 +79,7 @@ def test_a_kill_a_rollout_scaling_and_a_lost_node_cost_no_request_that_is_sent_t
         assert phase["sent"] > 0
         assert phase["twice"] == 0
     for phase in (up, steady, rolled, down):
-        assert phase["once"] == 0, "replicas that are replaced or taken away answer what they have"
+        assert phase["once"] == 0, f"replicas that are replaced or taken away answer what they have: {phase}"
     assert outcome["versions"][2:5] == [["1"], ["1", "2"], ["2"]]
     assert outcome["wrong"] == 0, "every answer has the bits of one process's in its version"
     assert up["most"] == 3, "the autoscaler has added replicas; the last phase ends with one"
