@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jsonschema
@@ -123,18 +124,26 @@ def _validator(kind: str, version: str) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema)
 
 
-def complaint(manifest: Manifest, version: str) -> str:
-    """What the schemas of a version of Kubernetes, or of a custom resource, have against it; nothing if it is valid."""
+@cache
+def _library() -> ModuleType:
+    """The library, which would read a megabyte of schemas again for each manifest."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it imports is not ours to mend
-        import kubernetes_validate
+        from kubernetes_validate import utils
+    utils.schema_contents = cache(utils.schema_contents)
+    return utils
+
+
+def complaint(manifest: Manifest, version: str) -> str:
+    """What the schemas of a version of Kubernetes, or of a custom resource, have against it; nothing if it is valid."""
+    library = _library()
     group, _, of_group = manifest["apiVersion"].rpartition("/")
     try:
         if group in ("monitoring.coreos.com", "serving.kserve.io"):
             _validator(manifest["kind"], of_group).validate(manifest)
         else:
-            kubernetes_validate.validate(manifest, version, strict=True)
-    except (jsonschema.ValidationError, kubernetes_validate.ValidationError) as error:
+            library.validate(manifest, version, strict=True)
+    except (jsonschema.ValidationError, library.ValidationError) as error:
         return f"{manifest['kind']}: {getattr(error, 'message', error)}"
     return ""
 

@@ -3,6 +3,7 @@
 
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -191,6 +192,10 @@ def check_hadamard(D: int, dtype: torch.dtype) -> None:
 
 if __name__ == "__main__":
     short = sys.argv[1:] == ["short"]
+    if short and DEVICE == "cpu":  # whether sums of integers overflow is a quarter of the work
+        from triton.runtime.interpreter import interpreter_builder
+
+        interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
     for side in (16, 512) if short else (16, 128, 512, 2048, 8192):
         for dtype in (torch.float32, torch.bfloat16):
             check_hadamard(side, dtype)

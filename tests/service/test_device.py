@@ -178,6 +178,7 @@ print("answered")
 """
 
 
+@pytest.mark.slow
 def test_models_are_served_without_triton_and_without_importing_the_compiler() -> None:
     """In a process of its own. The compiler takes two seconds of every command: arithmetic on the meta device would
     import it, where a file is checked, and so would modes that see every operator, where a device proves itself and
