@@ -6,20 +6,27 @@
     python -m benchmarks.reproduce fashion --data-root DIR --keep FOLDER    table 4: Fashion-MNIST against MNIST, and
                                                                             rotated MNIST, every method
     python -m benchmarks.reproduce uci --data-root DIR --keep FOLDER        table 5: UCI regression and classification
+    python -m benchmarks.reproduce classification --data-root DIR --keep FOLDER   the second half of table 5 alone
     python -m benchmarks.reproduce promises --data-root DIR --keep FOLDER   table 6: the zoo's coverage and false alarms
     python -m benchmarks.reproduce charts --keep FOLDER                     three charts of the rows of table 1
 
 Each runs the benchmark of its name (`benchmarks.cifar` and so on), which keeps finished runs in FOLDER: the same
 command goes on where it was stopped. `--outside` names the data from outside of tables 1 and 2, near ones first, as
 `dubito evaluate --ood` does, or NAME=npz:PATH. Tables 1 to 4 need a GPU; the others take hours (5) and minutes (6) on a
-CPU. `--seeds` are those of all tables but 5, whose divisions are published.
+CPU. `--seeds` are those of all tables but UCI regression, whose divisions are published.
 """
 
 import argparse
+import io
+import os
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stderr
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks import cifar, fashion
@@ -224,7 +232,23 @@ def table_5(args: argparse.Namespace) -> None:
             keep = args.keep / f"uci{'-gap' if gap else ''}.jsonl"
             named = [] if method is None else ["--method", method]
             run("uci", "--data-root", args.data_root, "--jobs", args.jobs, "--keep", keep, *gap, *named)
-    rows = [classified(name, method, seed, args) for name in SETS for method in CLASSIFY for seed in args.seeds]
+    classification(args)
+
+
+def classification(args: argparse.Namespace) -> None:
+    for name in SETS:
+        if not (arrays := args.keep / f"{name}.npz").exists():
+            x, y = SETS[name](args.data_root / "UCI" / "classification")
+            np.savez(arrays, x=x.astype(np.float32), y=np.unique(y, return_inverse=True)[1])
+    keep = args.keep / "classification.jsonl"
+    known = {(row["set"], row["method"], row["seed"]) for row in kept_rows(keep)}
+    missing = [one for one in product(SETS, CLASSIFY, args.seeds) if one not in known]
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come: more threads than cores would wait for each other
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(classified, name, method, seed, args.keep) for name, method, seed in missing]
+        for done in track(as_completed(futures), "training", total=len(futures), console=Console(stderr=True)):
+            keep_row(keep, done.result())
+    rows = kept_rows(keep)
     table = Table("set", "method", "accuracy", "NLL", "ECE", title="UCI classification, mean ± deviation over seeds")
     for name in SETS:
         for method in CLASSIFY:
@@ -256,26 +280,18 @@ def eeg(folder: Path) -> Arrays:
 SETS = {"letter": letter, "magic": magic, "eeg": eeg}
 
 
-def classified(name: str, method: str, seed: int, args: argparse.Namespace) -> Row:
+def classified(name: str, method: str, seed: int, folder: Path) -> Row:
     """A perceptron on a set without a published division: the seed divides it. Every method gets a temperature."""
-    keep = args.keep / "classification.jsonl"
-    for row in kept_rows(keep):
-        if (row["set"], row["method"], row["seed"]) == (name, method, seed):
-            return row
-    arrays = args.keep / f"{name}.npz"
-    if not arrays.exists():
-        x, y = SETS[name](args.data_root / "UCI" / "classification")
-        np.savez(arrays, x=x.astype(np.float32), y=np.unique(y, return_inverse=True)[1])
+    torch.set_num_threads(1)
     network = ["network.architecture=mlp", "network.arguments={hidden=[128, 128], standardise=true}"]
     given = [*network, *changes_of(method), "calibrate.temperature=true", f"seed={seed}"]
-    recipe = read_recipe(f"npz:{arrays}", given)
-    trained = train(recipe, args.keep / f"{name}-{method}-{seed}.safetensors", data_root=args.data_root)
+    recipe = read_recipe(f"npz:{folder / name}.npz", given)
+    with redirect_stderr(io.StringIO()):  # its line for each epoch
+        trained = train(recipe, folder / f"{name}-{method}-{seed}.safetensors")
     assert trained is not None
     found = trained.model.card.metrics
     row = {"set": name, "method": method, "seed": seed, **{key: found[key] for key in ("accuracy", "nll", "ece")}}
-    row["temperature"] = trained.model.temperature
-    keep_row(keep, row)
-    return row
+    return row | {"temperature": trained.model.temperature}
 
 
 # table 6 and the charts
@@ -328,6 +344,7 @@ TABLES = {
     "ablation": table_3,
     "fashion": table_4,
     "uci": table_5,
+    "classification": classification,
     "promises": table_6,
     "charts": charts,
 }
