@@ -271,8 +271,8 @@ class Repository:
         share = on.budget.share()
         seconds = self.settings.plan_seconds
         passes = PassCache(pass_folder()) if seconds else None
-        engine = Engine(model, self.settings.buckets, plan_cache, seconds, share=share, pass_cache=passes)
         try:
+            engine = Engine(model, self.settings.buckets, plan_cache, seconds, share=share, pass_cache=passes)
             self._enter(engine, on.budget)
             banked = self._reserve_bank(engine, on.budget)
             slices = self.settings.slice_ms / 1000

@@ -1,6 +1,8 @@
 """torch.fx beside other threads: while it traces a network, it replaces methods of nn.Module for the whole process."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx, nn
@@ -13,18 +15,32 @@ class ThreadTracer(fx.Tracer):
 
     _thread: int | None = None
 
-    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other thread traces meanwhile: around what is replaced for a trace besides."""
         with _one_at_a_time:
-            self._thread = threading.get_ident()
+            before, self._thread = self._thread, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._thread = before
+
+    @property
+    def records(self) -> bool:
+        """Whether a call of this thread belongs to the trace."""
+        return threading.get_ident() == self._thread
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        with self.alone():
             return super().trace(root, concrete_args)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
-        if threading.get_ident() != self._thread:
+        if not self.records:
             return attr_val
         return self.attribute(attr, attr_val, parameter_proxy_cache)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:
+        if not self.records:
             return forward(*args, **kwargs)
         return self.module(m, forward, args, kwargs)
 

@@ -212,7 +212,7 @@ class _NetworkTracer(ThreadTracer):
             raise TraceError(f"the network takes several inputs ({names}); expected one: join them into one tensor.")
         self.entries = {part: describe(part) for part in module.modules()}  # while torch's modules are as ever
         try:
-            with _recorded_factories(self), _recorded_len(self, module), torch.no_grad():
+            with self.alone(), _recorded_factories(self), _recorded_len(self, module), torch.no_grad():
                 graph = self.trace(module)
         except Exception as error:  # whatever the network's code, or torch inside it, comes up with
             raise TraceError(_where(error)) from None
@@ -387,7 +387,7 @@ def _recorded_factories(tracer: _NetworkTracer) -> Iterator[None]:
     def recording(function: Callable[..., Any]) -> Callable[..., Any]:
         def made(*args: Any, **kwargs: Any) -> Any:
             found = proxy_among((args, kwargs)) is not None or str(kwargs.get("device")) == "meta"
-            if tracer.evaluating or not found:
+            if tracer.evaluating or not tracer.records or not found:
                 return function(*args, **kwargs)
             return tracer.create_proxy("call_function", function, args, kwargs)
 

@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from dubito.models.errors import first_line
 from dubito.models.network.attention import Attention
 from dubito.models.network.features import watched
 from dubito.models.network.geometry import Affine, Execution, absorbs, apply
 from dubito.models.network.layers import BayesianLayer, MemberLayer, current
+from dubito.models.network.network import Draws
 from dubito.models.network.normalisation import FOLDABLE, ScaleShift, folded
 from dubito.models.posteriors.protocol import Dense, Factored, Operand
 from dubito.models.predictions.model import Model
@@ -28,6 +30,8 @@ from dubito.models.tracing.thread_tracer import ThreadTracer
 
 log = logging.getLogger("dubito")
 ADDED = (operator.add, operator.iadd, torch.add)
+IN_PLACE = (operator.iadd, "add_")
+AGREES = 1e-3  # of the answers' size: units round otherwise
 RECTIFIED = (F.relu, torch.relu, torch.relu_)
 IDLE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Identity)  # in evaluation they do nothing
 Activation = Literal["relu", "gelu"]
@@ -94,7 +98,32 @@ def with_units(model: Model) -> Model:
         return model
     with evaluating(model.network):
         form = fuse(model.network.net, model.device)
-    return replace(model, made=replace(model.factors, form=form))
+    fused = replace(model, made=replace(model.factors, form=form))
+    return fused if form is model.network.net or _answers_alike(model, fused) else model
+
+
+def _answers_alike(model: Model, fused: Model) -> bool:
+    """Whether both answer one input alike: torch.fx does not see, for example, that a network draws random numbers.
+
+    Tried in float32 on a CPU; other precisions round too much to tell.
+    """
+    declared = model.card.input
+    if declared is None or model.device.type != "cpu" or model.factors.dtype != torch.float32:
+        return True
+    x = torch.randn(1, *declared.shape, generator=torch.Generator().manual_seed(0))
+    with evaluating(model.network), torch.inference_mode():
+        expected = model.network.run(x, model.factors, Draws(1, None, 0), {})
+        try:
+            found = model.network.run(x, fused.factors, Draws(1, None, 0), {})
+        except Exception as error:
+            difference = first_line(error)
+        else:
+            apart = float((found - expected).abs().max() / expected.abs().max().clamp_min(1.0))
+            if apart <= AGREES:
+                return True
+            difference = f"its answer is {apart:.2g} of its size away from the network's own"
+    log.warning("layers are served one by one", extra={"why": f"the network as torch.fx follows it: {difference}"})
+    return False
 
 
 class _UnitTracer(ThreadTracer):
@@ -109,10 +138,14 @@ def fuse(net: nn.Module, device: torch.device) -> nn.Module:
     A layer whose inputs are recorded as features is not fused.
     """
     try:
-        graph = _UnitTracer().trace(net)
+        return _fused(net).to(device)
     except Exception as error:  # mostly code that branches on its inputs' values or sizes
         log.info("layers are served one by one", extra={"why": f"the network cannot be traced: {str(error)[:200]}"})
         return net
+
+
+def _fused(net: nn.Module) -> nn.Module:
+    graph = _UnitTracer().trace(net)
     root = fx.GraphModule(net, graph)
     _without_idle(root)
     modules = dict(root.named_modules())
@@ -128,7 +161,7 @@ def fuse(net: nn.Module, device: torch.device) -> nn.Module:
         if (after := _only_user(last)) is not None and _is_norm(modules.get(str(after.target)), after):
             batch_norm = modules[str(after.target)]
             norm, last = batch_norm if isinstance(batch_norm, ScaleShift) else folded(batch_norm), after
-        if (after := _only_user(last)) is not None and _is_sum(after):
+        if (after := _only_user(last)) is not None and _is_sum(after, last):
             first, second = after.args
             residual, last = (second if first is last else first), after
         then = None
@@ -143,7 +176,7 @@ def fuse(net: nn.Module, device: torch.device) -> nn.Module:
             graph.erase_node(old)
     graph.lint()
     root.recompile()
-    return root.to(device)
+    return root
 
 
 def _chain(first: fx.Node, last: fx.Node) -> list[fx.Node]:
@@ -165,10 +198,14 @@ def _is_norm(module: nn.Module | None, node: fx.Node) -> bool:
     return isinstance(module, ScaleShift) or (type(module) in FOLDABLE and module.running_mean is not None)  # type: ignore[union-attr]
 
 
-def _is_sum(node: fx.Node) -> bool:
+def _is_sum(node: fx.Node, last: fx.Node) -> bool:
+    """Of `last` and another value. A sum in place changes its first operand, which may be read again unless it is
+    `last`."""
     called = (node.op == "call_function" and node.target in ADDED) or (
         node.op == "call_method" and node.target in ("add", "add_")
     )
+    if node.target in IN_PLACE and node.args[:1] != (last,):
+        return False
     two = len(node.args) == 2 and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args)
     return called and two and node.args[0] is not node.args[1]
 

@@ -460,12 +460,18 @@ def _split(g: Writer, call: OperatorCall) -> list[str]:
 
 def _joined(g: Writer, x: str, axis: int, sizes: list[int]) -> tuple[str, ...] | None:
     """Values of these sizes along the last axis, which were joined to x and only reshaped since."""
-    kind, inputs = g.made_by.get(x, ("", ()))
     shape = g.shapes.get(x, ())
+    kind, inputs = g.made_by.get(x, ("", ()))
     if kind == "Reshape":
-        kind, inputs = g.made_by.get(inputs[0], ("", ()))
+        x = inputs[0]
+        kind, inputs = g.made_by.get(x, ("", ()))
+    if kind != "Concat" or axis != len(shape) - 1:
+        return None
+    node = next(node for node in g.nodes if node.output[0] == x)
+    (along,) = (a.i for a in node.attribute if a.name == "axis")
+    last = all(along in (-1, len(g.shapes.get(part, ())) - 1) for part in inputs)
     joined = [g.shapes.get(part, ())[-1:] for part in inputs]
-    return inputs if kind == "Concat" and axis == len(shape) - 1 and joined == [(size,) for size in sizes] else None
+    return inputs if last and joined == [(size,) for size in sizes] else None
 
 
 def _unbind(g: Writer, call: OperatorCall) -> list[str]:

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from dubito.service.engine.plans import plan_file
@@ -56,7 +57,11 @@ class PassCache:
 
     def _by_age(self) -> Iterator[tuple[Path, int]]:
         assert self.folder is not None
-        files = [(path, path.stat()) for path in self.folder.glob("*.pass")]
+        files = []
+        drafts = self.folder.glob("*.[0-9]*")  # of processes that were killed
+        for path in (*self.folder.glob("*.pass"), *drafts):
+            with suppress(FileNotFoundError):  # another process has removed it meanwhile
+                files.append((path, path.stat()))
         return ((path, stat.st_size) for path, stat in sorted(files, key=lambda one: -one[1].st_mtime))
 
 

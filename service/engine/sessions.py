@@ -124,7 +124,7 @@ class DrawsAhead(Normals):
     def take(self, part: PassPart) -> Operands | None:
         """The draws of this part of a pass, if it is the one that was expected; they are handed out once."""
         if self._made is None or not self._parts or not same_draws(part, self._parts[0]):
-            self._made = None
+            self._drop()
             return None
         try:
             operands = self._made.result().pop(0)
@@ -136,8 +136,14 @@ class DrawsAhead(Normals):
         self._taken += part.K
         return operands
 
+    def _drop(self) -> None:
+        """What is not begun yet would keep the pool from the pass itself."""
+        if self._made is not None:
+            self._made.cancel()
+            self._made = None
+
     def parts(self, K: int, sizes: NDArray[np.int64]) -> Tensor:
-        self._made = None  # from here on in order
+        self._drop()  # from here on in order
         if self._taken:
             taken, self._taken = self._taken, 0
             super().parts(taken, np.array([int(sizes.sum())]))
@@ -169,8 +175,9 @@ class CompiledPass:
         self.parts = [PassPart(one, sessions, threads) for one in written]
         self.written, self.threads, self.B, self._pool, self._taken = written, threads, B, pool, taken
         models = {model for one in written for model in (one.draws, one.network)}
-        # the constants, and as products pack them; draws that are used, and the next ones
-        self.bytes = sum(2 * len(model) for model in models) + sum(2 * one.size for one in written)
+        # the constants, and as products pack them; draws that are used, and the next ones, or these ones' normals
+        self.bytes = sum(2 * len(model) for model in models)
+        self.bytes += sum(2 * one.size or 4 * one.K * sum(one.sizes) for one in written)
         self._D = network.task.outputs if network.task.kind == "regression" else None
 
     def sums(self, x: Tensor, draws: Draws, normals: Normals) -> Reals:

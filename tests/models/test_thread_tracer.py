@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from dubito.models.traced import TracedCall
 from dubito.models.tracing.thread_tracer import ThreadTracer
+from dubito.models.tracing.trace import trace
 
 CALL, ATTRIBUTE = nn.Module.__call__, nn.Module.__getattr__
 LIMIT = 60  # seconds
@@ -59,8 +61,9 @@ def test_other_threads_run_the_same_network_and_others_meanwhile() -> None:
         assert go_on.wait(LIMIT)
 
     torch.manual_seed(0)
-    net, other, x = Scaled(pause), nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.rand(2, 4)
-    expected = [(x @ net.linear.weight.T + net.linear.bias) * net.scale, (x @ other[0].weight.T + other[0].bias).relu()]
+    net, x, inner = Scaled(pause), torch.rand(2, 4), nn.Linear(4, 3)
+    other = nn.Sequential(inner, nn.ReLU())
+    expected = [(x @ net.linear.weight.T + net.linear.bias) * net.scale, (x @ inner.weight.T + inner.bias).relu()]
     found: list[Tensor] = []
 
     def elsewhere() -> None:
@@ -110,6 +113,45 @@ def test_two_threads_trace_one_after_the_other_and_leave_torch_as_it_was() -> No
     assert most == 1
     assert [len(graph.nodes) for graph in graphs] == [5, 5]
     assert (nn.Module.__call__, nn.Module.__getattr__) == (CALL, ATTRIBUTE)
+
+
+class Padded(nn.Module):
+    """Asks torch for zeros, and Python for a length: both are replaced while it is traced."""
+
+    def __init__(self, pause: Callable[[], None]) -> None:
+        super().__init__()
+        self.linear, self.pause = nn.Linear(4, 4), pause
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.pause()
+        y: Tensor = self.linear(x) + torch.zeros(len(x), 1)
+        return y
+
+
+def test_what_is_replaced_besides_is_put_back_by_each_of_two_threads() -> None:
+    together = threading.Barrier(2)
+    zeros = torch.zeros
+    found: list[tuple[TracedCall, ...]] = []
+    elsewhere: list[bool] = []
+
+    def pause() -> None:
+        threading.Event().wait(0.05)
+        # on the meta device sizes are recorded too, but not those of a thread that traces nothing
+        in_a_thread(lambda: elsewhere.append(type(torch.zeros(2, device="meta")) is Tensor))()
+
+    def work() -> None:
+        net = Padded(pause)
+        together.wait(LIMIT)
+        found.append(trace(net, (4,))[0].calls)
+
+    for join in [in_a_thread(work) for _ in range(2)]:
+        join()
+    assert found[0] == found[1]
+    assert any("zeros" in str(call.of) for call in found[0])
+    assert elsewhere
+    assert all(elsewhere)
+    assert torch.zeros is zeros
+    assert "len" not in globals()
 
 
 def test_a_network_that_cannot_be_traced_leaves_torch_as_it_was() -> None:

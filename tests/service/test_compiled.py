@@ -5,10 +5,12 @@ import hashlib
 import math
 import os
 import shutil
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -413,11 +415,17 @@ def test_networks_that_cannot_be_compiled_answer_by_torch(tmp_path: Path) -> Non
         )
 
 
+def one_is_infinite(sums: Any) -> Any:
+    sums.flat[0] = np.inf
+    return sums
+
+
 @pytest.mark.usefixtures("quick")
-def test_a_pass_that_disagrees_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spoiled", [lambda sums: 1.01 * sums, one_is_infinite])
+def test_a_pass_that_disagrees_is_not_used(spoiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a runtime computes wrongly: its sums are off by a hundredth."""
     right = CompiledPass.sums
-    monkeypatch.setattr(CompiledPass, "sums", lambda *given: 1.01 * right(*given))
+    monkeypatch.setattr(CompiledPass, "sums", lambda *given: spoiled(right(*given)))
     wrong = engine(tmp_path, buckets=(1,))
     assert wrong.compiled is not None
     assert not wrong.compiled.known
@@ -553,6 +561,54 @@ def test_draws_that_fail_ahead_are_made_again(pool: Executor, monkeypatch: pytes
         ahead = DrawsAhead([part], pool)
         pool.submit(int).result()
     np.testing.assert_array_equal(part(x, part.given(ahead)), part(x, part.given(Normals(ahead.seed, CPU))))
+
+
+def test_draws_that_nobody_needs_any_more_do_not_keep_the_pool(pool: Executor) -> None:
+    two, three = parts_of((2, 3), "batch", Sessions())
+    free = threading.Event()
+    busy = pool.submit(free.wait)
+    for take in (lambda ahead: three.given(ahead), lambda ahead: ahead.parts(2, two.sizes)):
+        ahead = DrawsAhead([two], pool)
+        made = ahead._made
+        assert made is not None
+        take(ahead)
+        assert made.cancelled()
+    free.set()
+    assert busy.result()
+
+
+def test_the_memory_of_draws_ahead_is_counted_where_nothing_is_divided_off(pool: Executor) -> None:
+    """What is kept then is their normals."""
+    (part,) = parts_of((2,), "batch", Sessions())
+    model = small()
+    with evaluating(model.network), torch.inference_mode():
+        job = job_of(model, 2, dict.fromkeys(model.factors.layers, "batch"))
+        written = write_pass(job, 2, job.plan(2, 2))
+    whole = replace(written, draws=b"", operands=(), size=0)
+    without, with_normals = (
+        CompiledPass([replace(whole, K=K)], 1, model.network, 2, pool).bytes for K in (0, written.K)
+    )
+    assert with_normals - without == 4 * 2 * sum(part.sizes)
+
+
+class Joins(nn.Module):
+    """Puts two outputs below each other, and takes the result apart again another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        left, right = torch.cat([self.a(x), self.b(x)], 0).reshape(-1, 8).split([4, 4], -1)
+        out: Tensor = left - 2 * right
+        return out
+
+
+def test_what_was_joined_along_another_axis_is_taken_apart(tmp_path: Path, pool: Executor) -> None:
+    torch.manual_seed(4)
+    model = resident(bayesianize(Joins(), "ffg-u", inducing=2, start="network"), (2, 3, 1), tmp_path)
+    sums_agree(model, 2, 3, pool, "batch")
 
 
 def test_what_does_not_depend_on_the_inputs_is_divided_off() -> None:

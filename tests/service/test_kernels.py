@@ -1,5 +1,6 @@
 """What a GPU serves with, as far as that can be told without one; `test_cuda.py` has the rest."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, load, save
 from dubito.models.conversion.directions import set_directions
-from dubito.models.manifest import Card, Input
+from dubito.models.manifest import Card, Input, Manifest
 from dubito.models.network.geometry import Execution
 from dubito.models.network.network import BayesianNetwork, Draws
 from dubito.models.network.plan import cheapest
 from dubito.models.posteriors.inducing import Inducing
+from dubito.models.predictions.model import Model
 from dubito.models.predictions.resident import bytes_of, reside
-from dubito.service.engine.fusion import Unit, fuse
+from dubito.service.engine.fusion import Unit, fuse, with_units
 from dubito.service.engine.graphs import for_gpu, tap_by_tap
 from tests import forked
 
@@ -147,6 +149,51 @@ def test_units_of_an_odd_network() -> None:
     network = bayesianize(spoiled(Odd()), "ffg-u", inducing=4).eval()
     x = torch.randn(2, 4, 6, 6)
     torch.testing.assert_close(answers(network, x, form=fuse(network.net, CPU)), answers(network, x))
+
+
+class Shared(nn.Module):
+    """Adds in place to what is read again, by its own name or through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        z = y
+        y += self.b(x)
+        seen = (y + z).relu()
+        view = seen.view(-1)
+        view.add_(self.c(x).view(-1))
+        return seen + self.c(x)  # type: ignore[no-any-return]
+
+
+class Noisy(nn.Module):
+    """Draws random numbers itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + torch.rand(4)  # type: ignore[no-any-return]
+
+
+def test_sums_in_place_change_what_else_is_read() -> None:
+    torch.manual_seed(0)
+    network, x = bayesianize(Shared(), "ffg-u", inducing=2).eval(), torch.randn(3, 6)
+    torch.testing.assert_close(answers(network, x, form=fuse(network.net, CPU)), answers(network, x))
+
+
+def test_a_network_that_its_units_do_not_follow_is_served_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """Its random numbers would be the same ones in every answer."""
+    torch.manual_seed(0)
+    network = bayesianize(Noisy(), "ffg-u", inducing=2).eval()
+    model = Model(network, Manifest.model_construct(card=Card(input=Input(shape=(6,))), subnetwork=None))
+    assert fuse(network.net, CPU) is not network.net
+    with caplog.at_level(logging.WARNING, "dubito"):
+        assert with_units(model).factors.form is None
+    assert "away from the network's own" in vars(caplog.records[0])["why"]
 
 
 class Peeks(nn.Module):
