@@ -43,7 +43,9 @@ test: $(READY) wasm ## every test that takes seconds
 
 test-slow: $(READY) ## the tests that take minutes, and more draws and examples of those that are made at random
 	$(BIN)/python -m pip install --quiet --editable '.[ray]'
-	TEST_EXAMPLES=5 $(BIN)/pytest -n 3 --dist loadfile -m 'slow or hypothesis or draws' --durations=10
+	TEST_EXAMPLES=5 $(BIN)/pytest -n 3 --dist loadfile -m 'slow or hypothesis or draws' --durations=10 \
+		--ignore tests/deploy/test_ray.py
+	$(BIN)/pytest -m slow tests/deploy/test_ray.py  # a cluster, which must not wait for processors
 
 test-soak: $(READY) ## ten minutes each of load with mistakes, of attacks one at a time, and of two at a time
 	$(BIN)/pytest -m soak --durations=10

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -129,9 +130,9 @@ def _library() -> ModuleType:
     """The library, which would read a megabyte of schemas again for each manifest."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it imports is not ours to mend
-        from kubernetes_validate import utils
-    utils.schema_contents = cache(utils.schema_contents)
-    return utils
+        library = import_module("kubernetes_validate.utils")
+    vars(library)["schema_contents"] = cache(library.schema_contents)
+    return library
 
 
 def complaint(manifest: Manifest, version: str) -> str:

@@ -77,7 +77,7 @@ def test_a_kill_a_rollout_scaling_and_a_lost_node_cost_no_request_that_is_sent_t
     up, steady, _, rolled, _, down = outcome["phases"]
     for phase in outcome["phases"]:
         assert phase["sent"] > 0
-        assert phase["twice"] == 0
+        assert phase["twice"] == 0, phase
     for phase in (up, steady, rolled, down):
         assert phase["once"] == 0, f"replicas that are replaced or taken away answer what they have: {phase}"
     assert outcome["versions"][2:5] == [["1"], ["1", "2"], ["2"]]
