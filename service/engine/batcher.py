@@ -256,9 +256,12 @@ class Batcher:
             self._forgo(ticket)
 
     def _forgo(self, ticket: Ticket) -> None:
-        """No longer count a ticket's work, unless the thread has taken it."""
-        if not ticket.taken:
+        """No longer count a ticket's work nor keep its inputs, unless the thread has taken it."""
+        with self.taking:
+            if ticket.taken:
+                return
             self._discount(ticket)
+            ticket.request.x = ticket.request.x[:0].copy()  # the ticket stays in its line until its turn comes
 
     def _discount(self, ticket: Ticket) -> None:
         if ticket.counted:
@@ -328,8 +331,8 @@ class Batcher:
     def _deliver(self, batch: Batch, answers: dict[Ticket, Answer]) -> None:
         if batch.wanted:
             self.on_batch(sum(ticket.request.rows for ticket in batch.wanted), batch.cpu)
-        if batch.work:
-            self.pace.add(batch.work, batch.seconds)
+        if batch.work and not any(isinstance(answer, Exception) for answer in answers.values()):
+            self.pace.add(batch.work, batch.seconds)  # of what was computed whole
         for ticket in batch.tickets:
             self._discount(ticket)
             if ticket.future.done():

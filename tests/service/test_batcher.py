@@ -213,6 +213,39 @@ def test_an_idle_device_does_not_wait_for_more_than_half_of_what_it_takes(model:
     assert in_loop(body, model, Beside(model, BUCKETS, (8,), 0.05)) == [8, 8]
 
 
+def test_who_gave_up_leaves_no_inputs_behind_while_the_device_is_busy(model: Model) -> None:
+    """Late, or cancelled by the client: either may come again and again before the device is free."""
+
+    async def body(batcher: Batcher) -> None:
+        device = batcher.workers[0].device
+        device.acquire()
+        late, gone = (batcher.put(ask(rows(4, i), 8), seconds) for i, seconds in enumerate((0.05, 30)))
+        batcher.drop(gone)
+        with pytest.raises(Late):
+            await batcher.result(late)
+        held = [ticket.request.x for ticket in (*late, *gone)]
+        assert [(x.nbytes, x.base) for x in held] == [(0, None)] * 2
+        assert (batcher.work, batcher.rows) == (0, 0)
+        device.release()
+        found = await batcher.result(batcher.put(ask(rows(2), 8), 30))
+        assert same(found, rows(2), 8, model)
+
+    in_loop(body, model)
+
+
+def test_requests_that_are_refused_teach_no_pace(model: Model) -> None:
+    async def body(batcher: Batcher) -> None:
+        await batcher.result(batcher.put(ask(rows(2), 8), 30))
+        known = vars(batcher.pace).copy()
+        assert known["n"] == 1
+        for _ in range(3):
+            with pytest.raises(InputError):
+                await batcher.result(batcher.put(ask(torch.full((8, 4), torch.nan), 8), 30))
+        assert vars(batcher.pace) == known
+
+    in_loop(body, model)
+
+
 def test_a_batch_waits_some_turns_of_the_loop_for_requests_that_may_follow(model: Model) -> None:
     async def body(batcher: Batcher) -> None:
         while not batcher.asleep:
