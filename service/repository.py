@@ -261,8 +261,10 @@ class Repository:
             return self._warmed(model, source, device, torch.float32)
 
     def _release(self, name: str, engines: Sequence[Engine]) -> None:
-        """Give the memory back that a model's copies have reserved."""
+        """Give the memory back that a model's copies have reserved, and end the threads that refer to them."""
         for engine, device in zip(engines, self.devices_of(name), strict=False):
+            if engine.bank is not None:
+                engine.bank.close()
             device.budget.release(engine.share)
 
     def _warmed(self, model: Model, source: Source, on: Device, dtype: torch.dtype) -> Engine:

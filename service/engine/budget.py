@@ -47,7 +47,8 @@ class Budget:
         share.kinds.clear()  # they refer to the model: the cycle would keep it in memory
 
     def held(self, kind: str) -> int:
-        return sum(share.kinds[kind]() for share in list(self.shares) if kind in share.kinds)
+        sizes = [share.kinds.get(kind) for share in list(self.shares)]  # another thread may release one meanwhile
+        return sum(size() for size in sizes if size is not None)
 
     @property
     def left(self) -> int:

@@ -47,6 +47,7 @@ class State:
         self.decoders: Decoders | None = None
         self.asked = torch.float32  # dtype of activations that the settings ask for
         self.started = self.draining = False
+        self.changes = set[asyncio.Task[None]]()  # of models, under way
         self.tracer = _tracer() if settings.traces else None
 
     async def start(self) -> None:
@@ -78,7 +79,21 @@ class State:
         return None
 
     async def change(self, do: Literal["load", "unload"], name: str) -> None:
-        """Load the newest version of a model or unload it, in every worker."""
+        """Load the newest version of a model or unload it, in every worker.
+
+        It goes on to its end where who asked for it goes away: half of it would leave memory held and workers unlike.
+        """
+        task = asyncio.create_task(self._change_all(do, name))
+        self.changes.add(task)
+        task.add_done_callback(self._changed)
+        await asyncio.shield(task)
+
+    def _changed(self, task: asyncio.Task[None]) -> None:
+        self.changes.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved: asyncio would log it where nobody waits any more
+
+    async def _change_all(self, do: Literal["load", "unload"], name: str) -> None:
         await self._change(do, name)
         if self.siblings is not None:
             await self.siblings.change(do, name)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from dubito.service.engine.engine import PredictRequest
 from dubito.service.problems import Late
 from dubito.service.repository import Repository, ServedModel
 from dubito.service.settings import Settings
+from dubito.service.web.state import State
 from tests.faulty import Faulty, Told
 from tests.service.conftest import repository_on
 
@@ -68,6 +70,36 @@ def test_what_is_unloaded_or_switched_is_gone_at_once(tmp_path: Path, mode: str,
             assert None not in [part() for part in second]
             await repository.unload("m")
             assert [part() for part in second] == [None] * 3
+
+    asyncio.run(body())
+
+
+def test_a_change_goes_on_where_who_asked_for_it_goes_away(small_digits: Path) -> None:
+    """As a gRPC client that cancels: half of a change would hold memory for good, and leave workers unlike."""
+    settings = Settings.model_validate({"models": [small_digits], "buckets": (1,), "plan_seconds": 0, "device": "cpu"})
+
+    async def cancelled(state: State, do: Literal["load", "unload"]) -> None:
+        asked = asyncio.create_task(state.change(do, "digits"))
+        while not state.changes:
+            await asyncio.sleep(0)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await asyncio.wait([*state.changes])
+
+    async def body() -> None:
+        state = State(settings)
+        await state.start()
+        repository = state.repository
+        assert repository is not None
+        (budget,) = {device.budget for device in repository.devices_of("digits")}
+        held = budget.held("resident")
+        await cancelled(state, "unload")
+        assert (repository.served, budget.shares) == ({}, [])
+        await cancelled(state, "load")
+        assert [*repository.served] == ["digits"]
+        assert budget.held("resident") == held
+        await state.stop(1.0)
 
     asyncio.run(body())
 
