@@ -102,7 +102,7 @@ class ParquetRows(TableRows):
             x = np.empty((len(table), len(self.columns)), np.float32)
             for j, name in enumerate(self.columns):
                 column = table.column(name)
-                x[:, j] = (column.cast(pa.float64()) if column.null_count else column).to_numpy()
+                x[:, j] = (column.cast(pa.float64(), safe=False) if column.null_count else column).to_numpy()
         return checked(x, {}, self.columns)
 
     def _from_lists(self, array: Any) -> Block:
@@ -110,6 +110,8 @@ class ParquetRows(TableRows):
         width = int(np.prod(self.declared.shape))
         ends = np.arange(len(array) + 1)
         while _is_list(array.type):
+            if pa.types.is_fixed_size_list(array.type):  # whose nulls have places among the numbers
+                array = array.cast(pa.list_(array.type.value_type))
             if array.null_count:
                 array = array.fill_null([])
             inner = array.flatten()
@@ -117,7 +119,7 @@ class ParquetRows(TableRows):
             ends = np.concatenate([[0], np.cumsum(lengths)])[ends]
             array = inner
         counts = np.diff(ends)
-        values = array.cast(pa.float64()).to_numpy(zero_copy_only=False).astype(np.float32)
+        values = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float32)
         wrong = np.flatnonzero(counts != width).tolist()
         bad = {i: f"column {INPUTS!r} has {counts[i]} numbers; expected {width}" for i in wrong}
         if not bad:
@@ -175,6 +177,8 @@ class CsvRows(TableRows):
         for cells in reader:
             if not cells or (len(cells) == 1 and not cells[0].strip()):
                 continue
+            if i == rows:
+                raise InputError(self._unlike(line))
             where = f"line {line + reader.line_num - 1}"
             if len(cells) != len(self.header):
                 bad[i] = f"{where} has {len(cells)} fields; the header has {len(self.header)}"
@@ -182,8 +186,14 @@ class CsvRows(TableRows):
                 x[i] = self._numbers([cells[place].strip() for place in places], where, i, bad)
             i += 1
         if i != rows:
-            raise InputError(f"{self.path}: quotes from line {line} on are not closed, or it has changed meanwhile.")
+            raise InputError(self._unlike(line))
         return checked(x, bad, self.columns)
+
+    def _unlike(self, line: int) -> str:
+        return (
+            f"{self.path}: from line {line} on quotes are not closed or stand within a field, a line ends in a bare "
+            "carriage return or holds nothing but spaces, or the file has changed meanwhile. Write it anew."
+        )
 
     def _numbers(self, cells: list[str], where: str, i: int, bad: dict[int, str]) -> NDArray[np.float64]:
         values = np.zeros(len(cells))

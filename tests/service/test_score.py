@@ -180,6 +180,28 @@ def test_every_kind_of_file_gives_the_same_rows(table_model: Path, tmp_path: Pat
             assert np.array_equal(block.x, x[start:stop]), (name, start)
 
 
+def test_nulls_in_parquet_are_bad_rows_whatever_the_columns_type(tmp_path: Path) -> None:
+    """A list of fixed size has places for its null's numbers; an integer above 2⁵³ has no exact real number."""
+    lists = pa.array([[1.0, 2.0], None, [3.0, 4.0]], pa.list_(pa.float64(), 2))
+    pq.write_table(pa.table({"inputs": lists}), tmp_path / "lists.parquet")
+    whole = pa.array([2**53 + 1, None, 4], pa.int64())
+    pq.write_table(pa.table({"a": whole, "b": pa.array([2.0, 2.0, 4.0])}), tmp_path / "whole.parquet")
+    for name, columns, first in (("lists", None, 1.0), ("whole", ("a", "b"), 2.0**53)):
+        declared = Input(shape=(2,), columns=columns)
+        block = rows_of_input(str(tmp_path / f"{name}.parquet"), declared).read(0, 3)
+        assert list(block.bad) == [1], name
+        assert block.x[0].tolist() == [first, 2.0]
+        assert block.x[2, 1] == 4.0
+
+
+@pytest.mark.parametrize("line", ['1,2" pipe', "1,2\r3,4", "   "])
+def test_lines_that_csv_readers_take_in_different_ways_are_one_clear_error(line: str, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_bytes(f"a,b\n1,2\n{line}\n3,4\n5,6\n7,8\n".encode())
+    rows = rows_of_input(str(tmp_path / "x.csv"), Input(shape=(2,), columns=("a", "b")))
+    with pytest.raises(InputError, match=r"from line 2 on quotes .* bare carriage return .* spaces"):
+        rows.read(0, 5)
+
+
 def test_lists_in_parquet_are_inputs(tmp_path: Path) -> None:
     declared = Input(shape=(2, 3))
     x = np.random.default_rng(1).normal(size=(5, 2, 3)).astype(np.float32)
