@@ -39,6 +39,7 @@ from dubito.service.engine.sessions import (
     Sessions,
     Written,
     packed,
+    runtime_version,
     unpacked,
 )
 
@@ -165,9 +166,7 @@ class CompiledPasses:
     def _key_of(self, job: Job, K: int) -> str:
         """What decides how a pass is computed and how fast it is, the weights included."""
         if self._key is None:
-            import onnxruntime  # by whichever package: there are several
-
-            versions = [FORM, torch.__version__, onnxruntime.__version__, metadata.version("dubito")]
+            versions = [FORM, torch.__version__, runtime_version(), metadata.version("dubito")]
             factors = self.factors
             digest = hashlib.sha256()
             parts = (*versions, platform.machine(), self.network.task, factors.layers, factors.hierarchy, factors.read)

@@ -62,6 +62,13 @@ def open_session(model: bytes, threads: int) -> Any:
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
+def runtime_version() -> str:
+    """Of onnxruntime, whichever of its packages is installed."""
+    import onnxruntime
+
+    return str(onnxruntime.__version__)
+
+
 class Sessions:
     """Open sessions by their models: passes of several sizes may have the same draws."""
 
