@@ -189,6 +189,19 @@ def columns_of(summary: Classified | Regressed, rules: Sequence[Rule]) -> Column
     return columns
 
 
+def joined_columns(parts: Sequence[Columns]) -> Columns:
+    """The columns of parts of one request, one below the other; NaN or False where no rule of a part gives a column."""
+    known = {name: column for part in parts for name, column in part.items()}
+
+    def column(part: Columns, name: str) -> NDArray[Any]:
+        if name in part:
+            return part[name]
+        rows, like = len(next(iter(part.values()))), known[name]
+        return np.full((rows, *like.shape[1:]), np.nan if like.dtype.kind == "f" else False, like.dtype)
+
+    return {name: np.concatenate([column(part, name) for part in parts]) for name in known}
+
+
 def _limits(rules: Sequence[Rule], within: NDArray[np.float64], C: int) -> NDArray[np.float64]:
     """Of each input (B, 1), or of each class of it (B, C)."""
     if all(rule.by_class is None for rule in rules):

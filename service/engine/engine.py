@@ -22,7 +22,7 @@ from dubito.models.network.plan import cheapest
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.proof import Checked
 from dubito.models.predictions.adaptive import CHUNK, answer_each
-from dubito.models.predictions.answers import Columns, Rule, Rulebook, columns_of
+from dubito.models.predictions.answers import Columns, Rule, Rulebook, columns_of, joined_columns
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import (
     Job,
@@ -597,7 +597,7 @@ def joined(parts: Sequence[PredictResult]) -> PredictResult:
     if len(parts) == 1:
         return first
     return PredictResult(
-        {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns},
+        joined_columns([part.columns for part in parts]),
         [rule for part in parts for rule in part.rules],
         max(part.samples for part in parts),
         first.seed,

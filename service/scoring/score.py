@@ -30,7 +30,7 @@ from dubito.models.errors import DubitoError, InputError
 from dubito.models.manifest import Predictive
 from dubito.models.numerics.proof import name_of
 from dubito.models.predictions.adaptive import AT_MOST, TOLERANCE
-from dubito.models.predictions.answers import check_group
+from dubito.models.predictions.answers import check_group, joined_columns
 from dubito.models.predictions.model import USUAL, Model
 from dubito.models.predictions.resident import reside
 from dubito.models.remote.address import place_of
@@ -214,7 +214,7 @@ class Scorer:
                 bad[begin + row], errors[begin + row] = True, what
             begin += len(block.x)
         answered = [result for _, result in part]
-        columns = {name: np.concatenate([one.columns[name] for one in answered]) for name in answered[0].columns}
+        columns = joined_columns([one.columns for one in answered])
         rules = [rule for result in answered for rule in result.rules]
         arrays = reply_columns(columns, rules, self.model.card, bad)
         arrays["row"] = pa.array(np.arange(start, stop))

@@ -10,7 +10,7 @@ import torch
 
 from dubito.models import load, predict, save
 from dubito.models.manifest import Calibration, Card
-from dubito.models.predictions.answers import answers
+from dubito.models.predictions.answers import answers, joined_columns
 from dubito.models.predictions.prediction import Prediction
 from dubito.models.predictions.uncertainty import Regressed
 from tests.models.test_uncertainty import summarise
@@ -187,3 +187,24 @@ def test_a_calibration_for_auto_must_know_its_own_measure() -> None:
     assert calibrated(measure="entropy", auto=auto).auto is not None
     with pytest.raises(ValueError, match="'mutual_information' has no threshold for samples"):
         calibrated(auto=auto)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_parts_of_which_one_has_no_rule_are_joined(order: tuple[int, ...]) -> None:
+    """As with "auto", where one part has settled by fewer draws than any threshold was fitted for."""
+    bare = {"class": np.array([0, 2]), "samples": np.array([8, 8])}
+    ruled = {
+        "class": np.array([1]),
+        "samples": np.array([16]),
+        "prediction_set": np.array([[False, True, True]]),
+        "ood": np.array([True]),
+        "ood_score": np.array([0.5], np.float32),
+    }
+    parts = [(bare, ruled)[i] for i in order]
+    found = joined_columns(parts)
+    rows = [row for i in order for row in ((0, 1), (2,))[i]]
+    assert found["class"].tolist() == [[0, 2, 1][row] for row in rows]
+    assert found["prediction_set"].tolist() == [[False, row == 2, row == 2] for row in rows]
+    assert found["ood"].tolist() == [row == 2 for row in rows]
+    np.testing.assert_array_equal(found["ood_score"], [0.5 if row == 2 else np.nan for row in rows])
+    assert (found["ood"].dtype.kind, found["ood_score"].dtype.itemsize) == ("b", 4)
