@@ -95,6 +95,7 @@ class Repository:
         self.loading = {name for name, _ in self.sources}  # models that are not served yet, and will be if they can be
         self.broken: set[str] = set()  # models of which no version could be loaded at the start
         self.changing = asyncio.Lock()
+        self.leaving: list[ServedModel] = []  # they answer what they have accepted
         self._check_placement()
 
     def _check_placement(self) -> None:
@@ -115,7 +116,10 @@ class Repository:
 
     @property
     def alive(self) -> bool:
-        return all(served.batcher.alive(self.settings.stuck_seconds) for served in self.served.values())
+        """Whether no model's threads are dead or stuck, those of one that is being retired included."""
+        seconds = self.settings.stuck_seconds
+        leaving = any(retired.batcher.stuck(seconds) for retired in self.leaving)
+        return not leaving and all(served.batcher.alive(seconds) for served in self.served.values())
 
     def get(self, name: str, version: str | None = None) -> ServedModel:
         served = self.served.get(name)
@@ -335,7 +339,11 @@ class Repository:
             self.metrics.forget(name)
 
     async def _retire(self, old: ServedModel) -> None:
-        await self._drain(old)
+        self.leaving.append(old)
+        try:
+            await self._drain(old)
+        finally:
+            self.leaving = [one for one in self.leaving if one is not old]
         self._release(old.name, old.engines)
         log.info("model retired", extra={"model": old.name, "version": old.version})
         held = [old]

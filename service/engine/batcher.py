@@ -82,6 +82,9 @@ class Batcher:
         """Whether every thread runs, and no batch is stuck."""
         return all(worker.alive(stuck_seconds) for worker in self.workers)
 
+    def stuck(self, seconds: float) -> bool:
+        return any(worker.stuck(seconds) for worker in self.workers)
+
     @property
     def dead(self) -> bool:
         return all(worker.dead for worker in self.workers)

@@ -125,8 +125,12 @@ class Worker:
 
     def alive(self, stuck_seconds: float) -> bool:
         """Whether the thread runs, and its batch is not stuck."""
+        return not self.dead and not self.stuck(stuck_seconds)
+
+    def stuck(self, seconds: float) -> bool:
+        """Whether its batch has taken so long."""
         since = self.since
-        return not self.dead and (since is None or time.monotonic() - since < stuck_seconds)
+        return not self.dead and since is not None and time.monotonic() - since >= seconds
 
     def wake(self) -> None:
         """From any thread; a bell too many does no harm."""

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import shutil
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from dubito.service.settings import Settings
 from dubito.service.web.state import State
 from tests.faulty import Faulty, Told
 from tests.service.conftest import repository_on
+from tests.service.test_batcher import network_of
 
 
 @contextmanager
@@ -100,6 +102,34 @@ def test_a_change_goes_on_where_who_asked_for_it_goes_away(small_digits: Path) -
         assert [*repository.served] == ["digits"]
         assert budget.held("resident") == held
         await state.stop(1.0)
+
+    asyncio.run(body())
+
+
+def test_a_model_that_is_stuck_while_it_is_unloaded_shows(small_digits: Path) -> None:
+    """Who asks whether the server is alive is to start it anew: nothing else on its device is answered."""
+    stuck, free = 0.2, threading.Event()
+
+    def wait(*_: object) -> None:
+        assert free.wait(60)
+
+    async def body() -> None:
+        given = {"models": [small_digits], "buckets": (1,), "plan_seconds": 0, "stuck_seconds": stuck}
+        repository = repository_on(torch.device("cpu"), torch.float32, Settings.model_validate(given))
+        await repository.load("digits")
+        served = repository.get("digits")
+        network_of(served.engines[0]).register_forward_pre_hook(wait)
+        tickets = served.batcher.put(PredictRequest(np.zeros((1, 1, 8, 8), np.float32), 4, None, 4, 0.05), 60)
+        while not served.batcher.running:
+            await asyncio.sleep(0.01)
+        unloading = asyncio.create_task(repository.unload("digits"))
+        await asyncio.sleep(2 * stuck)
+        assert not repository.served
+        assert not repository.alive
+        free.set()
+        assert (await served.batcher.result(tickets)).samples == 4
+        await unloading
+        assert repository.alive
 
     asyncio.run(body())
 
