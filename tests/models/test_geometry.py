@@ -98,7 +98,7 @@ def convolutions(draw: st.DrawFn, plain: bool = False) -> Case:
 
 
 cases = linears() | convolutions()
-checked = settings(max_examples=at_most(40), deadline=None, derandomize=True)
+checked = settings(max_examples=at_most(80), deadline=None, derandomize=True)
 
 
 def torchs(geometry: Geometry, W: Tensor) -> nn.Module:

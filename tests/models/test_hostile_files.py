@@ -420,7 +420,7 @@ share = st.floats(0, 1, exclude_max=True)  # of a list or a file: where in it
 
 
 @given(share, st.integers(1, 255))
-@settings(derandomize=True, deadline=None, max_examples=at_most(50))
+@settings(derandomize=True, deadline=None, max_examples=at_most(100))
 def test_a_changed_byte_is_noticed_or_means_nothing(place: Path, at: float, by: int) -> None:
     """White space and other spellings of the same number, in the header, are all that may pass."""
     whole = artifact()
@@ -456,7 +456,7 @@ values = st.one_of(
 
 
 @given(share, values, st.sampled_from(["ffg-u", "hierarchy", "ensemble-u", "whvi"]))
-@settings(derandomize=True, deadline=None, max_examples=at_most(50))
+@settings(derandomize=True, deadline=None, max_examples=at_most(100))
 def test_no_manifest_raises_anything_else(place: Path, at: float, value: object, kind: str) -> None:
     def change(m: dict[str, Any], t: object) -> None:
         everywhere = list(places(m))

@@ -380,7 +380,7 @@ def loaded(content: bytes, place: Path) -> None:
 
 
 @given(st.lists(st.tuples(share, values), min_size=1, max_size=3))
-@settings(derandomize=True, deadline=None, max_examples=at_most(50))
+@settings(derandomize=True, deadline=None, max_examples=at_most(100))
 def test_no_network_raises_anything_else(place: Path, changes: list[tuple[float, Any]]) -> None:
     """Up to three places of the network hold something else; what still loads answers or raises an ordinary error."""
 
@@ -405,7 +405,7 @@ def test_no_network_raises_anything_else(place: Path, changes: list[tuple[float,
         max_size=6,
     )
 )
-@settings(derandomize=True, deadline=None, max_examples=at_most(50))
+@settings(derandomize=True, deadline=None, max_examples=at_most(100))
 def test_no_calls_of_the_list_raise_anything_else(place: Path, calls: list[tuple[str, str, list[Any]]]) -> None:
     """Calls of what is on the list, with arguments that make no sense, most of them on the results before."""
 

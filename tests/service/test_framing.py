@@ -29,9 +29,9 @@ LENGTH = "inference-header-content-length"
 X = np.linspace(-1, 1, 64, dtype="<f4").reshape(1, 1, 8, 8)
 HUGE = (1 << 40) - 1
 many = settings(
-    max_examples=at_most(25), derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=at_most(50), derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
-few = settings(many, max_examples=at_most(10))
+few = settings(many, max_examples=at_most(20))
 PLACES = [place for place in map(str, (sys.prefix, Path.cwd(), Path.home(), tempfile.gettempdir())) if len(place) > 1]
 Json = dict[str, Any]
 
