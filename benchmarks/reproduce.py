@@ -248,7 +248,7 @@ def classification(args: argparse.Namespace) -> None:
         futures = [pool.submit(classified, name, method, seed, args.keep) for name, method, seed in missing]
         for done in track(as_completed(futures), "training", total=len(futures), console=Console(stderr=True)):
             keep_row(keep, done.result())
-    rows = kept_rows(keep)
+    rows = [row for row in kept_rows(keep) if row["seed"] in args.seeds]
     table = Table("set", "method", "accuracy", "NLL", "ECE", title="UCI classification, mean ± deviation over seeds")
     for name in SETS:
         for method in CLASSIFY:

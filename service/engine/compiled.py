@@ -258,7 +258,8 @@ class _Check:
             finite = np.isfinite(expected)
             if not np.array_equal(finite, np.isfinite(sums)):
                 raise NotRecorded("its sums are finite where torch's are not, or not where they are")
-            error = np.abs(sums - expected)[finite] / np.maximum(self.K, np.abs(expected))[finite]
+            sums, expected = sums[finite], expected[finite]
+            error = np.abs(sums - expected) / np.maximum(self.K, np.abs(expected))
             if not (error <= AGREES).all():
                 raise NotRecorded(f"its sums differ from torch's by {error.max():.2g} of their size")
 

@@ -51,6 +51,10 @@ class Writer:
         self.made_by[names[0]] = (kind, inputs)
         return names[0] if outputs == 1 else names
 
+    def attribute(self, name: str, key: str) -> int:
+        """An attribute of the operator that made a value."""
+        return next(int(a.i) for node in self.nodes if node.output[0] == name for a in node.attribute if a.name == key)
+
     def _name(self) -> str:
         self._next += 1
         return f"v{self._next}"
@@ -273,8 +277,7 @@ def _pow(g: Writer, call: OperatorCall) -> str:
     if power == 2:
         kind, inputs = g.made_by.get(name, ("", ()))
         if kind == "ReduceL2":  # ‖x‖²
-            keep = next(a.i for n in g.nodes if n.output[0] == name for a in n.attribute if a.name == "keepdims")
-            return str(g.op("ReduceSumSquare", *inputs, keepdims=keep))
+            return str(g.op("ReduceSumSquare", *inputs, keepdims=g.attribute(name, "keepdims")))
         return str(g.op("Mul", name, name))
     return str(g.op("Pow", name, g(power, dtype, True)))
 
@@ -460,15 +463,14 @@ def _split(g: Writer, call: OperatorCall) -> list[str]:
 
 def _joined(g: Writer, x: str, axis: int, sizes: list[int]) -> tuple[str, ...] | None:
     """Values of these sizes along the last axis, which were joined to x and only reshaped since."""
-    shape = g.shapes.get(x, ())
     kind, inputs = g.made_by.get(x, ("", ()))
+    shape = g.shapes.get(x, ())
     if kind == "Reshape":
         x = inputs[0]
         kind, inputs = g.made_by.get(x, ("", ()))
     if kind != "Concat" or axis != len(shape) - 1:
         return None
-    node = next(node for node in g.nodes if node.output[0] == x)
-    (along,) = (a.i for a in node.attribute if a.name == "axis")
+    along = g.attribute(x, "axis")
     last = all(along in (-1, len(g.shapes.get(part, ())) - 1) for part in inputs)
     joined = [g.shapes.get(part, ())[-1:] for part in inputs]
     return inputs if last and joined == [(size,) for size in sizes] else None

@@ -173,27 +173,19 @@ class CsvRows(TableRows):
         x, bad = np.zeros((rows, len(self.columns)), np.float32), dict[int, str]()
         places = [self.header.index(name) for name in self.columns]
         reader = csv.reader(io.StringIO(text.decode(errors="replace"), newline=""), skipinitialspace=True)
-        i = 0
-        for cells in reader:
-            if not cells or (len(cells) == 1 and not cells[0].strip()):
-                continue
-            if i == rows:
-                raise InputError(self._unlike(line))
-            where = f"line {line + reader.line_num - 1}"
+        records = [(reader.line_num, cells) for cells in reader if len(cells) > 1 or (cells and cells[0].strip())]
+        if len(records) != rows:
+            raise InputError(
+                f"{self.path}: from line {line} on quotes are not closed or stand within a field, a line ends in a "
+                "bare carriage return or holds nothing but spaces, or the file has changed meanwhile. Write it anew."
+            )
+        for i, (number, cells) in enumerate(records):
+            where = f"line {line + number - 1}"
             if len(cells) != len(self.header):
                 bad[i] = f"{where} has {len(cells)} fields; the header has {len(self.header)}"
             else:
                 x[i] = self._numbers([cells[place].strip() for place in places], where, i, bad)
-            i += 1
-        if i != rows:
-            raise InputError(self._unlike(line))
         return checked(x, bad, self.columns)
-
-    def _unlike(self, line: int) -> str:
-        return (
-            f"{self.path}: from line {line} on quotes are not closed or stand within a field, a line ends in a bare "
-            "carriage return or holds nothing but spaces, or the file has changed meanwhile. Write it anew."
-        )
 
     def _numbers(self, cells: list[str], where: str, i: int, bad: dict[int, str]) -> NDArray[np.float64]:
         values = np.zeros(len(cells))
