@@ -196,6 +196,28 @@ def test_a_few_examples_that_are_all_right_do_not_take_the_temperature_to_zero(t
     assert 0.3 < best_temperature(trained, held[right], 0) < 1  # the NLL alone: 0.1, the least that is tried
 
 
+@pytest.mark.parametrize("far", [0, 1, 3])
+def test_a_few_inputs_far_outside_do_not_decide_the_temperature(far: int) -> None:
+    """Logits that are sure by half too much, and some that are wrong by thousands; against a grid, in numpy, over the
+    others. By the likelihood alone one of these takes T to 10."""
+    rng = np.random.default_rng(5)
+    logits = 2.0 * rng.standard_normal((1000, 10))
+    y = (logits + rng.gumbel(size=logits.shape)).argmax(-1)  # drawn by softmax(logits)
+    logits *= 1.5
+
+    def nll(T: float) -> float:
+        log_p = logits / T - np.log(np.exp(logits / T).sum(-1, keepdims=True))
+        return float(-log_p[np.arange(1000), y].sum() + (np.log(T) / 0.5) ** 2 / 2)
+
+    expected = min(np.geomspace(1, 2.5, 400), key=nll)
+    assert 1.3 < expected < 1.7
+    wrong = np.zeros((far, 10))
+    wrong[:, 0] = 5000.0
+    both = torch.tensor(np.concatenate([logits, wrong]))
+    found = fit_temperature([(both[None], torch.tensor(np.concatenate([y, np.ones(far, y.dtype)])))])
+    assert found == pytest.approx(expected, rel=0.02)  # half of its standard error
+
+
 @pytest.mark.draws
 def test_sets_cover_as_promised_although_the_temperature_has_seen_the_same_examples() -> None:
     """Mean coverage of many calibrations of logits that are sure by half too much, within 3 standard errors."""
