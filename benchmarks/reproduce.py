@@ -6,6 +6,7 @@
     python -m benchmarks.reproduce fashion --data-root DIR --keep FOLDER    table 4: Fashion-MNIST against MNIST, and
                                                                             rotated MNIST, every method
     python -m benchmarks.reproduce uci --data-root DIR --keep FOLDER        table 5: UCI regression and classification
+    python -m benchmarks.reproduce regression --keep FOLDER                 the kept rows of its first half
     python -m benchmarks.reproduce classification --data-root DIR --keep FOLDER   the second half of table 5 alone
     python -m benchmarks.reproduce promises --data-root DIR --keep FOLDER   table 6: the zoo's coverage and false alarms
     python -m benchmarks.reproduce charts --keep FOLDER                     three charts of the rows of table 1
@@ -37,7 +38,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import cifar, fashion
+from benchmarks import cifar, fashion, uci
 from benchmarks._measure import keep_row, kept_rows, machine, spread
 from dubito.models import load
 from dubito.models.artifact.artifact import is_artifact
@@ -227,12 +228,37 @@ def changes_of(method: str) -> list[str]:
 
 
 def table_5(args: argparse.Namespace) -> None:
-    for method in REGRESS:
-        for gap in ([], ["--gap"]):
-            keep = args.keep / f"uci{'-gap' if gap else ''}.jsonl"
-            named = [] if method is None else ["--method", method]
-            run("uci", "--data-root", args.data_root, "--jobs", args.jobs, "--keep", keep, *gap, *named)
+    few = [] if args.splits is None else ["--splits", args.splits]
+    for gap, method in product(("", "-gap"), REGRESS):
+        named = [*(["--gap"] if gap else []), *([] if method is None else ["--method", method])]
+        keep = args.keep / f"uci{gap}.jsonl"
+        run("uci", "--data-root", args.data_root, "--jobs", args.jobs, "--keep", keep, *few, *named)
+    regression(args)
     classification(args)
+
+
+def regression(args: argparse.Namespace) -> None:
+    """Every method beside the published figures, of the rows that are kept."""
+    for gap, figure in product(("", "-gap"), uci.FIGURES):
+        rows = kept_rows(args.keep / f"uci{gap}.jsonl")
+        title = f"UCI regression{' with a gap' * bool(gap)}: {figure.upper()}, mean ± standard error (divisions)"
+        rivals = () if gap else uci.RIVALS
+        table = Table("set", title=title)
+        for head in (*(method or "ensemble" for method in REGRESS), *rivals):
+            table.add_column(head, no_wrap=True)
+        for name in uci.SETS:
+            of_set = [row for row in rows if row["set"] == f"uci{gap}/{name}"]
+            values = [[row["figures"][figure] for row in of_set if row["method"] == method] for method in REGRESS]
+            published = [f"{uci.PUBLISHED[figure][name][i]:.2f}" for i in range(len(rivals))]
+            table.add_row(name, *map(_with_error, values), *published)
+        Console(width=260).print(table)
+
+
+def _with_error(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.3f} (1)" if values else ""
+    mean, error = uci.mean_and_error(values)
+    return f"{mean:.3f} ± {error:.3f} ({len(values)})"
 
 
 def classification(args: argparse.Namespace) -> None:
@@ -344,6 +370,7 @@ TABLES = {
     "ablation": table_3,
     "fashion": table_4,
     "uci": table_5,
+    "regression": regression,
     "classification": classification,
     "promises": table_6,
     "charts": charts,
@@ -359,9 +386,10 @@ def main() -> None:
     parser.add_argument("--outside", nargs="+", default=["cifar100", "svhn", "mnist"], metavar="NAME[=SOURCE]")
     parser.add_argument("--examples", type=int, help="of table 6: test inputs of each model, at most")
     parser.add_argument("--jobs", type=int, default=2, help="of table 5: processes")
+    parser.add_argument("--splits", type=int, help="of table 5: the first so many divisions of each regression set")
     args = parser.parse_args()
     args.keep.mkdir(parents=True, exist_ok=True)
-    if args.data_root is None and args.table != "charts":
+    if args.data_root is None and args.table not in ("charts", "regression"):
         parser.error("--data-root is missing: the folder with the data sets of torchvision and UCI")
     TABLES[args.table](args)
 
