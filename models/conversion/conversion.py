@@ -1,6 +1,6 @@
 """From any torch network to a Bayesian one: each Linear and Conv layer gets a posterior, the rest stays as it is.
 
-The projections of torch's attention count as Linear layers.
+The projections of torch's attention, and of torchvision's within windows, count as Linear layers.
 """
 
 import copy
@@ -27,6 +27,7 @@ from dubito.models.network.geometry import Linear
 from dubito.models.network.layers import BayesianLayer, MemberLayer
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.network.sequence import InducingInputs
+from dubito.models.network.window_attention import WindowAttention, reads_past
 from dubito.models.numerics.parameters import owners
 from dubito.models.posteriors.dictionary import COMPOSED
 from dubito.models.posteriors.entry import Origin
@@ -194,9 +195,12 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
     read: frozenset[str] = getattr(net, "tensors_read", frozenset())  # only a traced network knows
     convertible: dict[str, nn.Module] = {}
     refused: dict[str, str] = {}
-    closed: list[str] = []  # layers that use their children's weights without calling the children
+    closed: list[str] = []  # modules whose layers stay plain: most use their layers' weights without calling them
     for name, module in net.named_modules():
         if any(name.startswith(f"{c}.") for c in closed):
+            continue
+        if isinstance(module, WindowAttention):  # positions stay as they are, and layers that compute them
+            closed += [f"{name}.{part}".lstrip(".") for part in module.by_place]
             continue
         own = [p for p in module._parameters.values() if p is not None]
         plain = type(module) in CONVERTIBLE and "weight" in module._parameters and not _hooked(module)
@@ -204,8 +208,8 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
         past = any(f"{name}.{tensor}" in read for tensor in module._parameters)
         if plain and not tied and not past:
             convertible[name] = module
-        elif isinstance(module, CONVERTIBLE) or any(_is_matrix(p) for p in own):
-            if isinstance(module, nn.MultiheadAttention | nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        elif isinstance(module, CONVERTIBLE) or reads_past(module) or any(_is_matrix(p) for p in own):
+            if isinstance(module, (nn.MultiheadAttention, *CONVERTIBLE)) or reads_past(module):
                 closed.append(name)
             why = (
                 ", tied weights" if tied else ", whose weights are read without calling it" if past else _apart(module)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dubito.models.network import window_attention
+
 
 class Attention(nn.Module):
     """Computes what the nn.MultiheadAttention does that it was made of, with the same parameters."""
@@ -122,11 +124,15 @@ def can_open(module: nn.Module) -> bool:
 def opened(net: nn.Module, names: Iterable[str] | None = None) -> nn.Module:
     """The network with such attentions opened: all of them, or those with a projection among the names of layers.
 
-    Itself where there are none, else a copy that shares its parameters.
+    Those of torchvision within windows are opened in any case. Itself where there are none, else a copy that shares
+    its parameters.
     """
     wanted = None if names is None else {name.rpartition(".")[0] for name in names}
     modules = dict(net.named_modules())
-    swaps = {m: Attention(m) for name, m in modules.items() if can_open(m) and (wanted is None or name in wanted)}
+    swaps: dict[nn.Module, nn.Module] = {
+        m: Attention(m) for name, m in modules.items() if can_open(m) and (wanted is None or name in wanted)
+    }
+    swaps |= {m: kind.of(m) for m in modules.values() if (kind := window_attention.kind_of(m)) is not None}
     if not swaps:
         return net
     memo: dict[int, object] = {id(old): new for old, new in swaps.items()}

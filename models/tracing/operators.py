@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from dubito.models.network.normalisation import ScaleShift
+from dubito.models.network.window_attention import WindowAttention, WindowAttentionV2
 
 LARGEST_NUMBER = 1 << 62  # of numbers that are no tensors: sizes and what is computed from them
 MOST_PIECES = 4096  # tensors that a call may give
@@ -184,6 +185,11 @@ RECURRENT_ARGUMENTS = words("input_size hidden_size num_layers bias batch_first 
 MODULES: Mapping[str, type[nn.Module]] = {
     **{name: getattr(nn, name) for name in (*PLAIN, *RECURRENT, "TransformerEncoder") if hasattr(nn, name)},
     "ScaleShift": ScaleShift,  # ours: a folded BatchNorm
+    "WindowAttention": WindowAttention,  # ours: torchvision's attention within windows, opened
+    "WindowAttentionV2": WindowAttentionV2,
 }
-MANIFOLD = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerEncoder", *RECURRENT)  # of many modules each
+MANIFOLD = (  # of many modules each
+    *("MultiheadAttention", "TransformerEncoderLayer", "TransformerEncoder", "WindowAttention", "WindowAttentionV2"),
+    *RECURRENT,
+)
 MOST_LAYERS = 1024  # of these in a network, those inside encoders counted: they take memory even without storage

@@ -22,6 +22,7 @@ from dubito.models.network.features import watched
 from dubito.models.network.geometry import Affine, Execution, absorbs, apply
 from dubito.models.network.layers import BayesianLayer, MemberLayer, current
 from dubito.models.network.normalisation import FOLDABLE, ScaleShift, folded
+from dubito.models.network.window_attention import WindowAttention
 from dubito.models.posteriors.protocol import Dense, Factored, Operand
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import evaluating
@@ -128,7 +129,7 @@ def _answers_alike(model: Model, fused: Model) -> bool:
 
 class _UnitTracer(ThreadTracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        ours = isinstance(m, BayesianLayer | MemberLayer | ScaleShift | Attention)
+        ours = isinstance(m, BayesianLayer | MemberLayer | ScaleShift | Attention | WindowAttention)
         return ours or super().is_leaf_module(m, module_qualified_name)
 
 
@@ -151,7 +152,7 @@ def _fused(net: nn.Module) -> nn.Module:
     modules = dict(root.named_modules())
     for number, node in enumerate(list(graph.nodes)):
         layer = modules.get(str(node.target)) if node.op == "call_module" else None
-        if isinstance(layer, Attention):
+        if isinstance(layer, Attention | WindowAttention):
             node.target = f"attention_{number}"
             root.add_submodule(node.target, _with_units(layer))
             continue
@@ -234,11 +235,13 @@ def _without_idle(root: fx.GraphModule) -> None:
             root.graph.erase_node(node)
 
 
-def _with_units(attention: Attention) -> Attention:
-    """The same attention, whose Bayesian projections are units."""
+def _with_units(attention: Attention | WindowAttention) -> nn.Module:
+    """The same attention, whose Bayesian projections are units; the bias of places is computed once."""
     twin = copy.copy(attention)
     twin._modules = dict(attention._modules)  # its own, so that the original keeps its layers
     for name, layer in attention._modules.items():
         if isinstance(layer, BayesianLayer) and not watched(layer):
             twin._modules[name] = Unit(layer)
+    if isinstance(twin, WindowAttention):
+        twin.fix_positions()
     return twin

@@ -507,6 +507,17 @@ def _repeat(g: Writer, call: OperatorCall) -> str:
     return str(g.op("Tile", name, g.constant(np.array(times, np.int64))))
 
 
+def _roll(g: Writer, call: OperatorCall) -> str:
+    x, shifts, axes = call.args[0], _arg(call, 1, "shifts"), _arg(call, 2, "dims", ())
+    if not axes:
+        raise NotRecorded("no operator of ONNX is known for a roll over all axes")
+    name: str = g(x)
+    for shift, axis in zip(shifts, axes, strict=True):
+        places = np.roll(np.arange(_shape_of(x)[axis]), shift)
+        name = g.op("Gather", name, g.constant(places), axis=axis % len(_shape_of(x)))
+    return name
+
+
 def _unfold(g: Writer, call: OperatorCall) -> str:
     """Windows along an axis, their entries along a new last axis."""
     x, axis, size, step = call.args
@@ -818,6 +829,7 @@ OPERATORS: dict[str, Callable[[Writer, OperatorCall], str | list[str]]] = {
     "cat": _cat,
     "stack": _stack,
     "repeat": _repeat,
+    "roll": _roll,
     "unfold": _unfold,
     "index_select": _index_select,
     "embedding": _embedding,

@@ -352,7 +352,8 @@ def test_every_module_of_the_list_can_be_read_off_and_built(tmp_path: Path) -> N
         "padding": 1,
     }
     sizes |= {"upscale_factor": 2, "downscale_factor": 2, "num_heads": 2, "embed_dim": 4, "d_model": 4, "nhead": 2}
-    sizes |= {"unflattened_size": (2, 2), "dim": 1, "norm_type": 2.0, "threshold": 0.1, "value": 2.0, "size": 4}
+    sizes |= {"window_size": (2, 2), "shift_size": (1, 1)}
+    sizes |= {"unflattened_size": (2, 2), "dim": 2, "norm_type": 2.0, "threshold": 0.1, "value": 2.0, "size": 4}
     checked = 0
     for kind, cls in MODULES.items():
         if kind in ("TransformerEncoder", "ScaleShift"):

@@ -42,6 +42,7 @@ from dubito.service.engine.recording import NotRecorded, record
 from dubito.service.engine.sessions import CompiledPass, DrawsAhead, PassPart, Sessions
 from dubito.service.settings import Settings
 from tests import forked
+from tests.models.test_window_attention import SWINS
 from tests.service.conftest import repository_on
 from tests.small_models import mlp
 
@@ -182,6 +183,12 @@ def test_attention(tmp_path: Path, pool: Executor) -> None:
         one = CompiledPass([written], 1, network, 2, pool)
         sums = one.sums(job.given, Draws(6, None, 5, by_graph=True), Normals(5, CPU))
     assert np.abs(sums - expected).max() <= CLOSE * 6
+
+
+@pytest.mark.parametrize("kind", SWINS)
+def test_attention_within_windows(kind: str, tmp_path: Path, pool: Executor) -> None:
+    torch.manual_seed(3)
+    sums_agree(resident(bayesianize(SWINS[kind](), "ffg-u", inducing=4), (3, 18, 22), tmp_path), 2, 3, pool)
 
 
 # what cannot be recorded

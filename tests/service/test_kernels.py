@@ -101,8 +101,15 @@ def convnext() -> nn.Module:
     return net
 
 
+def swin() -> nn.Module:
+    from torchvision.models.swin_transformer import SwinTransformer
+
+    net: nn.Module = SwinTransformer([4, 4], 16, [2], [2], [4, 4], num_classes=5)
+    return net
+
+
 @pytest.mark.parametrize("lam_max", [0.0, 0.3])
-@pytest.mark.parametrize(("build_net", "layers", "summed"), [(transformer, 10, 2), (convnext, 7, 0)])
+@pytest.mark.parametrize(("build_net", "layers", "summed"), [(transformer, 10, 2), (convnext, 7, 0), (swin, 10, 0)])
 def test_units_of_transformers(build_net: Callable[[], nn.Module], layers: int, summed: int, lam_max: float) -> None:
     """Projections of attention are units too; GELU is part of one, and a sum behind dropout that does nothing."""
     torch.manual_seed(0)
