@@ -33,6 +33,7 @@ from dubito.models.posteriors.dictionary import COMPOSED
 from dubito.models.posteriors.entry import Origin
 from dubito.models.predictions.prediction import evaluating, predict
 
+POSITIONS = ("relative_position_bias_table",)  # parameters of attention that no input is multiplied by: Swin, MaxViT
 REMOVE = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}  # by the class of the hook
 
 
@@ -202,7 +203,7 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
         if isinstance(module, WindowAttention):  # positions stay as they are, and layers that compute them
             closed += [f"{name}.{part}".lstrip(".") for part in module.by_place]
             continue
-        own = [p for p in module._parameters.values() if p is not None]
+        own = [p for part, p in module._parameters.items() if p is not None and part not in POSITIONS]
         plain = type(module) in CONVERTIBLE and "weight" in module._parameters and not _hooked(module)
         tied = any(standing[p] > 1 for p in own)
         past = any(f"{name}.{tensor}" in read for tensor in module._parameters)

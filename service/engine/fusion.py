@@ -9,6 +9,7 @@ import copy
 import logging
 import math
 import operator
+import sys
 from dataclasses import replace
 from typing import Literal
 
@@ -225,14 +226,23 @@ def _activation(module: nn.Module | None, node: fx.Node) -> Activation | None:
 
 
 def _without_idle(root: fx.GraphModule) -> None:
-    """Leave out modules that do nothing in evaluation, so that they do not part a layer from what follows it."""
+    """Leave out calls that do nothing in evaluation, so that they do not part a layer from what follows it."""
     for node in list(root.graph.nodes):
-        if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
-            continue
-        module = root.get_submodule(str(node.target))
-        if type(module) in IDLE and not module.training:
+        if _is_idle(root, node):
             node.replace_all_uses_with(node.args[0])
             root.graph.erase_node(node)
+
+
+def _is_idle(root: fx.GraphModule, node: fx.Node) -> bool:
+    if node.kwargs:
+        return False
+    if node.op == "call_function":  # torchvision's, which torch.fx does not look into: input, p, mode, training
+        theirs = getattr(sys.modules.get("torchvision.ops.stochastic_depth"), "stochastic_depth", None)
+        return node.target is theirs and len(node.args) == 4 and node.args[3] is False
+    if node.op != "call_module" or len(node.args) != 1:
+        return False
+    module = root.get_submodule(str(node.target))
+    return type(module) in IDLE and not module.training
 
 
 def _with_units(attention: Attention | WindowAttention) -> nn.Module:

@@ -182,6 +182,30 @@ def test_projections_have_posteriors_and_positions_do_not(kind: str) -> None:
     assert {name for name in plain if ".attn." in name} == {n for n in plain if any(part in n for part in of_positions)}
 
 
+def maxvit() -> nn.Module:
+    from torchvision.models.maxvit import MaxVit
+
+    return MaxVit((16, 16), 4, 4, [8], [1], 4, 0.1, num_classes=3)
+
+
+def swin_of_timm() -> nn.Module:
+    from timm.models.swin_transformer import SwinTransformer
+
+    sizes: dict[str, Any] = {"img_size": 8, "patch_size": 2, "window_size": 2, "embed_dim": 8}
+    net: nn.Module = SwinTransformer(**sizes, depths=(2,), num_heads=(2,), num_classes=3)
+    return net
+
+
+@pytest.mark.parametrize(("make", "layers", "side"), [(maxvit, 17, 16), (swin_of_timm, 10, 8)])
+def test_attention_that_calls_its_layers_converts_with_positions_left_plain(
+    make: Callable[[], nn.Module], layers: int, side: int
+) -> None:
+    network = bayesianize(make(), "ffg-u", inducing=2).eval()
+    assert len(network.layers) == layers
+    assert any("relative_position_bias_table" in name for name, _ in network.net.named_parameters())
+    assert network.sample(torch.randn(1, 3, side, side), 2).isfinite().all()
+
+
 def drawn_weights(network: BayesianNetwork, draws: Draws) -> dict[str, Tensor]:
     """Of each layer, (K, d_out, d_in) with the bias as the last column."""
     operands = network.arrange(network.factors(), draws, {}).operands
