@@ -15,6 +15,8 @@ from dubito.service.sources import find
 NAME = "dubito"
 ENVIRONMENT = {  # read by Ray when it is imported, on every node
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # its default proxy adds milliseconds to each request
+    # a prediction may be computed twice: one whose replica is lost before it answers goes to another
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",  # a busy machine starts it in more than the usual 5 s

@@ -185,7 +185,7 @@ def test_attention(tmp_path: Path, pool: Executor) -> None:
     assert np.abs(sums - expected).max() <= CLOSE * 6
 
 
-@pytest.mark.parametrize("kind", SWINS)
+@pytest.mark.parametrize("kind", [pytest.param("v1", marks=pytest.mark.slow), "v2"])
 def test_attention_within_windows(kind: str, tmp_path: Path, pool: Executor) -> None:
     torch.manual_seed(3)
     sums_agree(resident(bayesianize(SWINS[kind](), "ffg-u", inducing=4), (3, 18, 22), tmp_path), 2, 3, pool)

@@ -62,7 +62,9 @@ def test_a_model_does_not_differ_from_itself() -> None:
     assert all((d.value, d.se) == (0, 0) for d in differences(mine, mine, y, seed=0).values())
 
 
-@pytest.mark.parametrize("given", [None, "knn", "mutual_information"])
+@pytest.mark.parametrize(
+    "given", [None, *(pytest.param(m, marks=pytest.mark.slow) for m in ("knn", "mutual_information"))]
+)
 def test_the_plain_network_has_the_choice_of_measures_that_the_model_has(tmp_path: Path, given: Any) -> None:
     """A posterior without spread is its plain network, and so is its AUROC; by entropy alone it was far from it."""
     x = torch.randn(1000, 1) * torch.tensor([1.0, -1] * 4) + 0.1 * torch.randn(1000, 8)  # other orders are far away
