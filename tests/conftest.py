@@ -28,7 +28,7 @@ pytest.MonkeyPatch().setattr("httpx._transports.default.create_ssl_context", cac
 
 FIRST = ("test_readme.py", "service", "training", "deploy", "models")  # longest first: none is left with one at the end
 LONGEST = ("deploy/test_image.py", "deploy/test_ray.py")  # of the slow ones: minutes each
-EXPORT = ("/test_edge", "service/test_pictures.py", "models/test_contract.py")
+EXPORT = ("/test_edge", "service/test_pictures.py", "models/test_contract.py", "models/test_random_features.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -67,7 +67,8 @@ def test_every_example_is_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "check", "margins"), [("own_cnn", check_cnn, (60, -101)), ("table", check_table, (1.0, 0.0))]
+    ("name", "check", "margins"),
+    [pytest.param("own_cnn", check_cnn, (60, -101), marks=pytest.mark.slow), ("table", check_table, (1.0, 0.0))],
 )
 def test_an_example_in_short(
     tmp_path: Path, name: str, check: Callable[[str, float, float], None], margins: tuple[float, float]

@@ -6,10 +6,11 @@ from torch import Tensor, nn
 
 from dubito.models import bayesianize
 
-QUICK, SLOW = ("ffg-u",), ("fcg-w", "whvi", "ensemble-w", "fcg-u", "ensemble-u", "ffg-w")
+METHODS = ("ffg-u", "fcg-w", "whvi", "ensemble-w", "fcg-u", "ensemble-u", "ffg-w")
 
 
-@pytest.mark.parametrize("method", [*QUICK, *(pytest.param(method, marks=pytest.mark.slow) for method in SLOW)])
+@pytest.mark.slow  # the compiler takes seconds
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
 def test_a_pass_that_is_followed_is_the_same_pass(method: str) -> None:
     """Layers that are alike but for their draws are not taken for each other."""

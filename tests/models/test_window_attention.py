@@ -267,7 +267,8 @@ def test_an_artifact_of_ones_own_network_answers_as_before(kind: str, declared: 
         assert torch.equal(outputs(network, x), outputs(again.network, x))
 
 
-@pytest.mark.parametrize("kind", IN_SHORT)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SWINS)
 def test_a_stored_network_converts_as_the_original_does(kind: str, tmp_path: Path) -> None:
     net = SWINS[kind]()
     save(bayesianize(net, "deterministic"), tmp_path / "m", card=Card(input=Input(shape=SHAPE)))
@@ -278,7 +279,8 @@ def test_a_stored_network_converts_as_the_original_does(kind: str, tmp_path: Pat
         torch.testing.assert_close(stored(x), net(x))
 
 
-@pytest.mark.parametrize("kind", IN_SHORT)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SWINS)
 def test_a_network_with_a_name_is_stored_by_it(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OURS, "small-swin", SWINS[kind])
     network = bayesianize(build("small-swin", classes=3), "ffg-u", inducing=4)
