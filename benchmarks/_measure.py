@@ -6,13 +6,24 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from torch import Tensor
+
+from dubito.models.predictions.model import Model
+from dubito.models.predictions.resident import reside
+from dubito.service.engine.engine import Engine, PredictRequest
+from dubito.service.engine.pass_cache import PassCache
+from dubito.service.engine.plans import PlanCache
+
+PLAN_SECONDS = 60.0  # of a server's start, for the plans of one model
 
 
 def take_turns(rivals: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -55,3 +66,20 @@ def machine() -> str:
     state = (commit.stdout.strip() or "no commit") + (" and uncommitted changes" if dirty.stdout.strip() else "")
     threads = f"{torch.get_num_threads()} threads"
     return f"{date.today()}, {platform.machine()}, {threads}, torch {torch.__version__}, commit {state}"
+
+
+def answering(model: Model, x: Tensor, K: int, *, compiled: bool = True) -> Callable[[], object]:
+    """Answers of a server's engine to one request without a seed, on a GPU if there is one.
+
+    `compiled`: passes by onnxruntime where these are faster, on a CPU.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    with TemporaryDirectory() as folder:
+        passes = PassCache(Path(folder)) if compiled and not on_gpu else None
+        plans = PlanCache(None, device) if on_gpu else None
+        resident = reside(model, device, torch.bfloat16 if on_gpu else torch.float32)
+        engine = Engine(resident, (len(x),), plans, PLAN_SECONDS, pass_cache=passes)
+        engine.warm(K, nullcontext())
+    request = PredictRequest(x.numpy(), K, None, K, 0.05, closed=model.method == "probit")
+    return lambda: engine.answer([request])

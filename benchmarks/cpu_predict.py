@@ -14,7 +14,6 @@ compiler, all of ours draw by compiled normals, which serve a whole process.
 import argparse
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,16 +24,12 @@ from rich.table import Table
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from benchmarks._measure import machine, take_turns
+from benchmarks._measure import answering, machine, take_turns
 from dubito.models import bayesianize, build, load, predict, save
 from dubito.models.conversion.directions import set_directions
 from dubito.models.embedded import embedded
 from dubito.models.manifest import Card, Input
 from dubito.models.network.network import BayesianNetwork
-from dubito.models.predictions.model import Model
-from dubito.models.predictions.resident import reside
-from dubito.service.engine.engine import Engine, PredictRequest
-from dubito.service.engine.pass_cache import PassCache
 
 OFTEN = 20  # answers that are timed together
 
@@ -120,18 +115,7 @@ def _served(network: BayesianNetwork, x: Tensor, K: int) -> Callable[[], object]
     with TemporaryDirectory() as folder:
         file = Path(folder) / "model.safetensors"
         save(network, file, card=Card(input=Input(shape=tuple(x.shape[1:]))))
-        return _asked(load(file), x, K, compiled=True)
-
-
-def _asked(model: Model, x: Tensor, K: int, compiled: bool) -> Callable[[], object]:
-    """Answers of an engine to one request."""
-    with TemporaryDirectory() as folder:
-        passes = PassCache(Path(folder)) if compiled else None
-        resident = reside(model, torch.device("cpu"), torch.float32)
-        engine = Engine(resident, (len(x),), plan_seconds=60.0, pass_cache=passes)
-        engine.warm(K, nullcontext())
-    request = PredictRequest(x.numpy(), K, None, K, 0.05)
-    return lambda: engine.answer([request])
+        return answering(load(file), x, K)
 
 
 def _digits(rounds: int) -> Table:
@@ -142,7 +126,7 @@ def _digits(rounds: int) -> Table:
         table.add_column(column, justify="right")
     for K in (20, 64):
         # where there is a C compiler, both draw by it: it serves all engines of a process
-        paths = {name: _asked(model, x, K, name == "compiled") for name in ("torch", "compiled")}
+        paths = {name: answering(model, x, K, compiled=name == "compiled") for name in ("torch", "compiled")}
         times = take_turns({name: partial(_often, run) for name, run in paths.items()}, 3 * rounds)
         table.add_row(str(K), *(f"{1000 * times[name] / OFTEN:.2f}" for name in paths))
     return table
