@@ -203,9 +203,10 @@ def test_sums_in_place_change_what_else_is_read() -> None:
     torch.testing.assert_close(answers(network, x, form=fuse(network.net, CPU)), answers(network, x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("net", [Noisy, Aliased])
 def test_a_network_that_its_units_do_not_follow_is_served_as_it_is(
-    net: type[nn.Module], caplog: pytest.LogCaptureFixture
+    net: type[nn.Module], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The random numbers of one would be the same in every answer."""
     torch.manual_seed(0)
@@ -213,8 +214,20 @@ def test_a_network_that_its_units_do_not_follow_is_served_as_it_is(
     model = Model(network, Manifest.model_construct(card=Card(input=Input(shape=(6,))), subnetwork=None))
     assert fuse(network.net, CPU) is not network.net
     with caplog.at_level(logging.WARNING, "dubito"):
-        assert with_units(model).factors.form is None
+        assert with_units(reside(model, CPU, dtype)).factors.form is None
     assert "away from the network's own" in vars(caplog.records[0])["why"]
+
+
+@pytest.mark.parametrize("build_net", [residual, transformer, convnext, swin])
+def test_in_bfloat16_units_are_told_from_rounding(
+    build_net: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    network = bayesianize(spoiled(build_net()), "ffg-u", inducing=4).eval()
+    model = Model(network, Manifest.model_construct(card=Card(input=Input(shape=(3, 32, 32))), subnetwork=None))
+    with caplog.at_level(logging.WARNING, "dubito"):
+        assert with_units(reside(model, CPU, torch.bfloat16)).factors.form is not None
+    assert not caplog.records
 
 
 class Peeks(nn.Module):
