@@ -185,7 +185,8 @@ def test_projections_have_posteriors_and_positions_do_not(kind: str) -> None:
 def maxvit() -> nn.Module:
     from torchvision.models.maxvit import MaxVit
 
-    return MaxVit((16, 16), 4, 4, [8], [1], 4, 0.1, num_classes=3)
+    net: nn.Module = MaxVit((16, 16), 4, 4, [8], [1], 4, 0.1, num_classes=3)
+    return net
 
 
 def swin_of_timm() -> nn.Module:
