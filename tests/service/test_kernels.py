@@ -213,7 +213,7 @@ def test_a_network_that_its_units_do_not_follow_is_served_as_it_is(
     network = bayesianize(net(), "ffg-u", inducing=2).eval()
     model = Model(network, Manifest.model_construct(card=Card(input=Input(shape=(6,))), subnetwork=None))
     assert fuse(network.net, CPU) is not network.net
-    with caplog.at_level(logging.WARNING, "dubito"):
+    with caplog.at_level(logging.INFO, "dubito"):
         assert with_units(reside(model, CPU, dtype)).factors.form is None
     assert "away from the network's own" in vars(caplog.records[0])["why"]
 
@@ -225,7 +225,7 @@ def test_in_bfloat16_units_are_told_from_rounding(
     torch.manual_seed(0)
     network = bayesianize(spoiled(build_net()), "ffg-u", inducing=4).eval()
     model = Model(network, Manifest.model_construct(card=Card(input=Input(shape=(3, 32, 32))), subnetwork=None))
-    with caplog.at_level(logging.WARNING, "dubito"):
+    with caplog.at_level(logging.INFO, "dubito"):
         assert with_units(reside(model, CPU, torch.bfloat16)).factors.form is not None
     assert not caplog.records
 
