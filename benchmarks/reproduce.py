@@ -70,6 +70,12 @@ NAMES = {  # in charts
     "laplace-subnetwork": "subnetwork Laplace",
     "function-space": "function-space VI,\na smaller network",
 }
+SIDES = {  # of a point that its name stands on, where the usual one is taken
+    **{(chart, NAMES[m]): ("right", "bottom") for chart in ("accuracy", "auroc") for m in ("ensemble-u", "ensemble-w")},
+    ("ece", NAMES["plain"]): ("right", "bottom"),
+    ("ece", NAMES["ensemble-u"]): ("right", "top"),
+    ("ece", NAMES["ffg-u"]): ("right", "top"),
+}
 TIMED = 20  # requests
 SAMPLES = 20  # K
 
@@ -363,10 +369,10 @@ def charts(args: argparse.Namespace) -> None:
         axes = figure.subplots()
         for label, (x, y) in _apart(points[key]).items():
             axes.plot(x, y, "o", color="#2f81c7" if label.endswith("-U") else "#8d939b")
-            left = label in (NAMES["ensemble-u"], NAMES["ensemble-w"])  # beside these there is another on the right
-            how: dict[str, Any] = {"ha": "right" if left else "left", "va": "top" if "\n" in label else "bottom"}
-            offset = (-5 if left else 5, -2 if "\n" in label else 2)
-            axes.annotate(label, (x, y), xytext=offset, textcoords="offset points", fontsize=8, **how)
+            across, up = SIDES.get((key, label), ("left", "top" if "\n" in label else "bottom"))
+            offset = (5 if across == "left" else -5, 2 if up == "bottom" else -3)
+            how: dict[str, Any] = {"ha": across, "va": up, "fontsize": 8}
+            axes.annotate(label, (x, y), xytext=offset, textcoords="offset points", **how)
         axes.margins(x=0.25, y=0.1)
         axes.set(xscale="log", xlabel=x_label, ylabel=y_label, title="CIFAR-10, ResNet-18")
         axes.grid(alpha=0.2)
