@@ -26,15 +26,14 @@ from benchmarks.ood import read_outside
 from dubito.models import load
 from dubito.models.network import layers
 from dubito.models.network.geometry import apply
-from dubito.models.predictions.model import Model
-from dubito.models.predictions.uncertainty import Classified
-from dubito.models.zoo import place
-from dubito.training import metrics
-from dubito.training.data.data import enter, part_of
+from dubito.models.predictions.answers import scores
+from dubito.training.data.data import part_of
 from dubito.training.data.sources import read_for
-from dubito.training.evaluation.predicting import declared_by
+from dubito.training.evaluation.evaluate import quality
+from dubito.training.evaluation.predicting import ChosenPredictive
+from dubito.training.metrics import auroc
 
-SAMPLES, ROWS = 20, 500  # K; inputs of a request
+SAMPLES = 20  # K
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 Round = Callable[[Tensor, tuple[int, ...]], Tensor]  # a tensor, and the axes that share a scale
 
@@ -70,17 +69,6 @@ def rounding(by: Round | None) -> Iterator[None]:
         names["apply"] = apply
 
 
-def answers(model: Model, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities and entropies."""
-    parts = []
-    for seed, some in enumerate(x.split(ROWS)):
-        summary = model.predict(enter(some.to(model.device), declared_by(model)), SAMPLES, seed).summary
-        assert isinstance(summary, Classified)
-        parts.append((summary.probabilities.cpu(), summary.entropy.cpu()))
-    p, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
-    return p, entropy
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="an artifact of a classifier of pictures, or zoo:NAME")
@@ -90,16 +78,18 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=10_000, help="inputs of each set, at most")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load(place(args.model.removeprefix("zoo:")) if args.model.startswith("zoo:") else args.model).to(device)
+    model = load(args.model).to(device)
     test = part_of(read_for(model.manifest, args.data, args.data_root), model.card)[1][: args.test]
     outside = {name: x[: args.test] for name, x in read_outside(args.outside, args.data_root).items()}
     table = Table("", "accuracy %", "NLL", "ECE %", "entropy", *(f"AUROC {name}" for name in outside))
+    predictive = ChosenPredictive.of(model, SAMPLES, None)
     for name, by in track(KINDS.items(), "measuring", console=Console(stderr=True)):
         with rounding(by):
-            p, near = answers(model, test.x)
-            far = [metrics.auroc(near, answers(model, x)[1]) for x in outside.values()]
-        figures = (100 * metrics.accuracy(p, test.y), metrics.nll(p, test.y), 100 * metrics.ece(p, test.y))
-        table.add_row(name, *(f"{value:.4f}" for value in (*figures, float(near.mean()), *far)))
+            inside, *far = (predictive.predict(model, x, 0) for x in (test.x, *outside.values()))
+        found, near = quality(inside, test.y), scores(inside)["entropy"]
+        aurocs = [auroc(near, scores(one)["entropy"]) for one in far]
+        figures = (100 * found["accuracy"], found["nll"], 100 * found["ece"], float(near.mean()), *aurocs)
+        table.add_row(name, *(f"{value:.4f}" for value in figures))
     Console(width=120).print(table)
     print(machine(), torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU", sep=", ")
 

@@ -209,8 +209,8 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
         past = any(f"{name}.{tensor}" in read for tensor in module._parameters)
         if plain and not tied and not past:
             convertible[name] = module
-        elif isinstance(module, CONVERTIBLE) or reads_past(module) or any(_is_matrix(p) for p in own):
-            if isinstance(module, (nn.MultiheadAttention, *CONVERTIBLE)) or reads_past(module):
+        elif (whole := isinstance(module, CONVERTIBLE) or reads_past(module)) or any(_is_matrix(p) for p in own):
+            if whole or isinstance(module, nn.MultiheadAttention):
                 closed.append(name)
             why = (
                 ", tied weights" if tied else ", whose weights are read without calling it" if past else _apart(module)

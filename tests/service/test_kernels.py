@@ -215,6 +215,7 @@ def test_a_network_that_its_units_do_not_follow_is_served_as_it_is(
     assert fuse(network.net, CPU) is not network.net
     with caplog.at_level(logging.INFO, "dubito"):
         assert with_units(reside(model, CPU, dtype)).factors.form is None
+    assert caplog.records[0].levelno == (logging.WARNING if dtype == torch.float32 else logging.INFO)
     assert "away from the network's own" in vars(caplog.records[0])["why"]
 
 
