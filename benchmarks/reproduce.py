@@ -58,6 +58,7 @@ PAPER = {
 }
 REGRESS = (None, "ffg-u", "ensemble-u", "ffg-w", "mc-dropout", "whvi", "gi", "dgp", "dsvi", "whvi-gp")  # None: ensemble
 CLASSIFY = ("deterministic", "ensemble-w", "ffg-w", "ffg-u", "ensemble-u", "mc-dropout")
+TURNED = (*CLASSIFY, "subnetwork-laplace", *fashion.OWN_RECIPES)
 NAMES = {  # in charts
     "plain": "plain, with its temperature",
     "ffg-u": "FFG-U",
@@ -199,10 +200,10 @@ def table_4(args: argparse.Namespace) -> None:
     folder.mkdir(exist_ok=True)
     words = ["--methods", *fashion.METHODS, "--seeds", *args.seeds, "--json", args.keep / "fashion.jsonl"]
     run("fashion", "--data-root", args.data_root, "--keep", folder, *words)
-    rows = [rotated(method, seed, args) for method in CLASSIFY for seed in args.seeds]
+    rows = [rotated(method, seed, args) for method in TURNED for seed in args.seeds]
     angles = rows[0]["severities"]
     table = Table("method", *(f"{a:g}°" for a in angles), title="MNIST turned: NLL, mean ± deviation over seeds")
-    for method in CLASSIFY:
+    for method in TURNED:
         mine = [row["nll"] for row in rows if row["method"] == method]
         table.add_row(method, *(spread(list(values)) for values in zip(*mine, strict=True)))
     Console(width=180).print(table)
@@ -210,16 +211,17 @@ def table_4(args: argparse.Namespace) -> None:
 
 
 def rotated(method: str, seed: int, args: argparse.Namespace) -> Row:
-    """MNIST by its recipe with this method; figures on turned test pictures."""
+    """MNIST by its recipe with this method, or by the method's own; figures on turned test pictures."""
     keep = args.keep / "rotated.jsonl"
     for row in kept_rows(keep):
         if (row["method"], row["seed"]) == (method, seed):
             return row
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    recipe, out = (
-        read_recipe("mnist", [*changes_of(method), f"seed={seed}"]),
-        args.keep / f"mnist-{method}-{seed}.safetensors",
-    )
+    if method in fashion.OWN_RECIPES:
+        recipe = read_recipe(fashion.OWN_RECIPES[method], ["data.name=mnist", f"seed={seed}"])
+    else:
+        recipe = read_recipe("mnist", [*changes_of(method), f"seed={seed}"])
+    out = args.keep / f"mnist-{method}-{seed}.safetensors"
     trained = train(recipe, out, data_root=args.data_root, device=device)
     assert trained is not None
     model = trained.model.to(device)
@@ -233,7 +235,9 @@ def rotated(method: str, seed: int, args: argparse.Namespace) -> Row:
 
 def changes_of(method: str) -> list[str]:
     """Another method than a recipe's own, with the options that it needs."""
-    options = {"ffg-u": None, "ensemble-u": "{inducing=32, members=4}", "ensemble-w": "{members=3}"}.get(method, "{}")
+    given = {"ffg-u": None, "ensemble-u": "{inducing=32, members=4}", "ensemble-w": "{members=3}"}
+    given["subnetwork-laplace"] = "{size=1000}"
+    options = given.get(method, "{}")
     return [f"posterior.method={method}", *([] if options is None else [f"posterior.options={options}"])]
 
 
