@@ -71,9 +71,10 @@ def answer_each(job: Job, most: Counts, tolerance: Reals) -> tuple[Classified | 
     drawn, left, start = np.zeros_like(most), np.arange(job.B), 0
     with evaluating(job.network), torch.inference_mode():
         while len(left):
-            k = min(job.samples_at_once(len(left)), int(most[left].min()) - start)
+            k = int(most[left].min()) - start
             if (tolerance[left] > 0).any():
                 k = min(k, CHUNK - start % CHUNK)  # answers are checked after each chunk, whatever else is in the batch
+            k = job.next_draws(len(left), k)
             draws = job.draws(start, k, len(left))
             k = draws.K
             job.watch.lap("sample")

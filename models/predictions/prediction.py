@@ -41,13 +41,14 @@ Fits = Callable[[int, int], bool]  # whether a pass of B inputs and K draws fits
 
 class WholePass(Protocol):
     """A pass of K draws that was prepared as a whole, with the sums over its draws: captured on a GPU, compiled on a
-    CPU. It takes up to B inputs, from any device."""
+    CPU. It takes up to B inputs, from any device; a compiled one up to K draws."""
 
     def sums(self, x: Tensor, draws: Draws, normals: Normals) -> Reals:
         """`sums_of` the outputs of these draws, whose normals are the next of the seed."""
 
 
 GraphFor = Callable[[int, int], WholePass | None]  # the pass for B inputs and K draws, if it was prepared
+Divide = Callable[[int, int], int]  # draws of the next pass of B inputs, of so many that are left
 
 MAX_SAMPLES = 1 << 16
 SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
@@ -158,6 +159,11 @@ def no_graph(B: int, K: int) -> None:
     """No pass was captured."""
 
 
+def in_one(B: int, K: int) -> int:
+    """All draws that are left in one pass."""
+    return K
+
+
 @dataclass(frozen=True)
 class Job:
     """A request, checked: what each of its passes needs."""
@@ -178,6 +184,7 @@ class Job:
     most: int = 1  # draws that any input may take
     stock: Stock | None = None  # the seed's first draws, drawn ahead: `most` or more
     graph_for: GraphFor = no_graph
+    divide: Divide = in_one
     fits: Fits | None = None
     pause: Callable[[], None] | None = None
 
@@ -196,7 +203,8 @@ class Job:
         watch: Stopwatch | None = None,
         most: int = 1,
         stock: Stock | None = None,
-        graph_for: GraphFor | None = None,
+        graph_for: GraphFor = no_graph,
+        divide: Divide = in_one,
         normals: Normals | None = None,
         finite: bool = False,
         fits: Fits | None = None,
@@ -231,7 +239,8 @@ class Job:
             watch=Stopwatch(device) if watch is None else watch,
             most=most,
             stock=stock,
-            graph_for=graph_for or no_graph,
+            graph_for=graph_for,
+            divide=divide,
             fits=fits,
             pause=pause,
         )
@@ -275,6 +284,10 @@ class Job:
         while K > 1 and self.fits is not None and self.graph_for(B, K) is None and not self.fits(B, K):
             K //= 2
         return K
+
+    def next_draws(self, rows: int, left: int) -> int:
+        """Draws of the next pass of so many inputs, of those that are left."""
+        return self.divide(self._bucket(rows), min(self.samples_at_once(rows), left))
 
     def _rows_at_once(self, B: int, K: int) -> int:
         """Rows (of K draws each of some of the B inputs) of one pass: `max_rows`, or as many as fit."""
@@ -499,11 +512,14 @@ def finite(summary: Classified | Regressed) -> Classified | Regressed:
     return summary
 
 
-def sums_of(network: BayesianNetwork, read: Reading | None = None) -> Callable[[Tensor], Tensor]:
-    """The function that sums a pass's outputs (K, B, ...) over its draws, so that passes can be added."""
+def sums_of(
+    network: BayesianNetwork, read: Reading | None = None, counted: Tensor | None = None
+) -> Callable[[Tensor], Tensor]:
+    """The function that sums a pass's outputs (K, B, ...) over its draws, or those `counted` (K,) with a 1, so that
+    passes can be added."""
     if network.task.kind == "classification":
-        return lambda outputs: class_sums(*with_distances(outputs, read))
-    return partial(value_sums, D=network.task.outputs, gain=network.gain)
+        return lambda outputs: class_sums(*with_distances(outputs, read), counted)
+    return partial(value_sums, D=network.task.outputs, gain=network.gain, counted=counted)
 
 
 def add_up(tally: ClassTally | ValueTally, outputs: Tensor, read: Reading | None) -> None:

@@ -85,16 +85,22 @@ def wide(x: Tensor) -> Tensor:
     return x.double() if x.device.type != "mps" else x.float()  # MPS has no float64
 
 
-def class_sums(logits: Tensor, distance: Tensor | None = None) -> Tensor:
+def over_draws(values: Tensor, counted: Tensor | None) -> Tensor:
+    """The sum over draws (k, …); with `counted` (k,), over those that have a 1 there, not a 0."""
+    return values.sum(0) if counted is None else (counted.view(-1, *[1] * (values.dim() - 1)) * values).sum(0)
+
+
+def class_sums(logits: Tensor, distance: Tensor | None = None, counted: Tensor | None = None) -> Tensor:
     """Over k draws (k, B, C): of probabilities, of their squares, of entropies and of energies: (B, 2C + 2).
 
-    With distances (k, B) of the features, these follow: (B, 2C + 3).
+    With distances (k, B) of the features, these follow: (B, 2C + 3). `counted`: see `over_draws`.
     """
     value = wide(logits)
     log_p = value.log_softmax(-1)
     p = log_p.exp()
     last = [entropy(log_p), energies(value), *(() if distance is None else (wide(distance),))]
-    return torch.cat([p.sum(0), p.square().sum(0), torch.stack([each.sum(0) for each in last], 1)], 1)
+    sums = [over_draws(each, counted) for each in (p, p.square(), *last)]
+    return torch.cat([*sums[:2], torch.stack(sums[2:], 1)], 1)
 
 
 def classes_in(sums: Reals) -> int:
@@ -113,16 +119,17 @@ def log_ratio(raw: Tensor) -> Tensor:
     return LOG_RANGE * (raw / LOG_RANGE).tanh()
 
 
-def value_sums(outputs: Tensor, D: int, gain: Tensor | None = None) -> Tensor:
+def value_sums(outputs: Tensor, D: int, gain: Tensor | None = None, counted: Tensor | None = None) -> Tensor:
     """Over k draws of D means: mean, and sum of squares about it: (B, 2D).
 
-    With a gain (D,) the draws are (k, B, 2D), and the mean of σ(x)²/σ² follows: (B, 3D).
+    With a gain (D,) the draws are (k, B, 2D), and the mean of σ(x)²/σ² follows: (B, 3D). `counted`: see `over_draws`.
     """
     value = wide(outputs)
-    mean = value[..., :D].mean(0)
-    parts = [mean, (value[..., :D] - mean).square().sum(0)]
+    k = len(value) if counted is None else counted.sum()
+    mean = over_draws(value[..., :D], counted) / k
+    parts = [mean, over_draws((value[..., :D] - mean).square(), counted)]
     if gain is not None:
-        parts.append((2 * wide(gain) * log_ratio(value[..., D:])).exp().mean(0))
+        parts.append(over_draws((2 * wide(gain) * log_ratio(value[..., D:])).exp(), counted) / k)
     return torch.cat(parts, 1)
 
 

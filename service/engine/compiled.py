@@ -32,6 +32,7 @@ from dubito.service.engine.recording import LARGEST as LARGEST_PASS
 from dubito.service.engine.recording import NotRecorded, record
 from dubito.service.engine.sessions import (
     COLUMNS,
+    COUNTED,
     INPUT,
     OUTPUT,
     CompiledPass,
@@ -49,8 +50,7 @@ SHORT = 0.02  # seconds of a pass that is timed so often
 THREADS = 8  # of a session, at most
 FASTER = 0.9  # of torch's time: a session that takes longer is not used
 AGREES = 1e-3  # largest difference of the means over draws, of 1 or of the mean where that is larger
-FORM = 2  # of the files in the cache
-CHECKED = 2  # seeds with which a pass is compared with torch's
+FORM = 3  # of the files in the cache
 
 
 class CompiledPasses:
@@ -69,11 +69,8 @@ class CompiledPasses:
     def at(self, B: int, K: int) -> CompiledPass | None:
         return self.known.get((B, K))
 
-    def unseeded(self, B: int, K: int) -> DrawsAhead | None:
-        """Normals of a seed that nobody has chosen, for a request whose first pass has K draws of B inputs; None where
-        that pass is not compiled."""
-        if self.at(B, K) is None:
-            return None
+    def unseeded(self) -> DrawsAhead:
+        """Normals of a seed that nobody has chosen, for a request whose first pass is compiled."""
         ahead, self._ahead = self._ahead or DrawsAhead(), None
         return ahead
 
@@ -127,6 +124,8 @@ class CompiledPasses:
                 threads, written = unpacked(kept)
                 if not threads:
                     return None
+                if (has := sum(one.K for one in written)) != K:
+                    raise NotRecorded(f"it has {has} draws, not {K}")
                 found = self._opened(written, threads, job.B)
                 check.compare(found)
                 return found
@@ -206,13 +205,14 @@ def write_pass(job: Job, K: int, plan: Plan, largest: int = LARGEST_PASS) -> Wri
 
     network, factors = job.network, job.factors
 
-    def sums(x: Tensor, normals: Tensor) -> Tensor:
+    def sums(x: Tensor, counted: Tensor, normals: Tensor) -> Tensor:
         outputs = network.run(x, factors, Draws(K, normals, 0), plan)
-        return sums_of(network, factors.read)(tempered(outputs, job.temperature, factors.read))
+        return sums_of(network, factors.read, counted)(tempered(outputs, job.temperature, factors.read))
 
-    recording = record(sums, (job.x, torch.zeros(K, factors.normals)), frozenset(OPERATORS), largest)
-    model, sizes = Writer().write(recording, (INPUT, "normals"), OUTPUT, apart="normals", columns=COLUMNS)
-    parts = divide(model, INPUT)
+    given = (job.x, torch.ones(K, dtype=torch.float64), torch.zeros(K, factors.normals))
+    recording = record(sums, given, frozenset(OPERATORS), largest)
+    model, sizes = Writer().write(recording, (INPUT, COUNTED, "normals"), OUTPUT, apart="normals", columns=COLUMNS)
+    parts = divide(model, (INPUT, COUNTED))
     return Written(K, tuple(sizes), parts.draws, parts.network, parts.operands, parts.size)
 
 
@@ -223,11 +223,11 @@ class _Check:
         self.job, self.network, self.K, self._pool = job, job.network, K, pool
         self._ahead: DrawsAhead | None = None
         self.x = torch.randn(job.given.shape, generator=torch.Generator().manual_seed(1))
-        self.draws = Draws(K, None, 0, by_graph=True)
-        self.expected = [self._plain(seed) for seed in range(CHECKED)]
+        counts = dict.fromkeys((K, max(1, K - 1)))  # a pass may have fewer draws than it was compiled for
+        self.expected = [(k, seed, self._plain(k, seed)) for seed, k in enumerate(counts)]
 
-    def _plain(self, seed: int) -> Reals:
-        draws = Draws(self.K, self._normals(seed).rows(self.K, self.job.factors.normals), 0)
+    def _plain(self, k: int, seed: int) -> Reals:
+        draws = Draws(k, self._normals(seed).rows(k, self.job.factors.normals), 0)
         plan, read = self.job.plan(self.job.B, self.K), self.job.factors.read
         outputs = self.network.go(self.x, self.network.arrange(self.job.factors, draws, plan))
         sums: Reals = sums_of(self.network, read)(tempered(outputs, self.job.temperature, read)).double().numpy()
@@ -237,22 +237,22 @@ class _Check:
         return Normals(seed, torch.device("cpu"))
 
     def plain(self) -> Reals:
-        return self._plain(0)
+        return self._plain(self.K, 0)
 
-    def run(self, compiled: CompiledPass, seed: int = 0) -> Reals:
-        return compiled.sums(self.x, self.draws, self._normals(seed))
+    def _sums(self, compiled: CompiledPass, k: int, normals: Normals) -> Reals:
+        return compiled.sums(self.x, Draws(k, None, 0, by_graph=True), normals)
 
     def run_unseeded(self, compiled: CompiledPass) -> Reals:
         """As one request after another: the draws of the next one are made meanwhile."""
         normals, self._ahead = self._ahead or DrawsAhead(), None
-        return compiled.sums(self.x, self.draws, normals)
+        return self._sums(compiled, self.K, normals)
 
     def draw_ahead(self, used: CompiledPass) -> None:
         self._ahead = DrawsAhead(used.parts, self._pool)
 
     def compare(self, compiled: CompiledPass) -> None:
-        for seed, expected in enumerate(self.expected):
-            sums = self.run(compiled, seed)
+        for k, seed, expected in self.expected:
+            sums = self._sums(compiled, k, self._normals(seed))
             if sums.shape != expected.shape or sums.dtype != np.float64:
                 raise NotRecorded(f"its sums are {sums.dtype} {sums.shape}, torch's float64 {expected.shape}")
             finite = np.isfinite(expected)

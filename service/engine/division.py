@@ -2,7 +2,7 @@
 them. So draws can be made before a request comes."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -19,17 +19,17 @@ class Divided:
     size: int  # bytes of the operands
 
 
-def divide(model: onnx.ModelProto, given: str, most: int = MOST) -> Divided:
-    """What does not depend on the input `given` becomes a graph of its own, unless its results take more than `most`
+def divide(model: onnx.ModelProto, given: Sequence[str], most: int = MOST) -> Divided:
+    """What does not depend on the inputs `given` becomes a graph of its own, unless its results take more than `most`
     bytes. Equal draws give equal bytes, whatever they are applied to."""
-    graph, late = model.graph, {given}
+    graph, late = model.graph, {*given}
     for node in graph.node:
         if late.intersection(node.input):
             late.update(node.output)
     early, later = (
         [node for node in graph.node if bool(late.intersection(node.output)) == depends] for depends in (False, True)
     )
-    columns = {one.name: one for one in graph.input if one.name != given}
+    columns = {one.name: one for one in graph.input if one.name not in given}
     made = columns.keys() | {name for node in early for name in node.output}
     crossing = list(dict.fromkeys(name for node in later for name in node.input if name in made))
     known = {one.name: one for one in onnx.shape_inference.infer_shapes(model).graph.value_info} | columns
@@ -47,7 +47,7 @@ def divide(model: onnx.ModelProto, given: str, most: int = MOST) -> Divided:
         if name and name not in columns:
             own.setdefault(name, f"value{len(own)}")
     draws = _part(model, [*_renamed(early, own), *passed_on], columns.values(), operands, own)
-    taken = [one for one in graph.input if one.name == given]
+    taken = [one for one in graph.input if one.name in given]
     network = _part(model, _renamed(later, names), [*taken, *operands], graph.output, {})
     return Divided(draws, network, tuple(names.values()), size)
 

@@ -25,10 +25,13 @@ from dubito.models.predictions.adaptive import CHUNK, answer_each
 from dubito.models.predictions.answers import Columns, Rule, Rulebook, columns_of, joined_columns
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import (
+    Divide,
+    GraphFor,
     Job,
     Passes,
     bucket_of,
     evaluating,
+    in_one,
     no_graph,
     predict,
     predict_closed,
@@ -44,6 +47,7 @@ from dubito.service.engine.graphs import PassGraph, PassGraphs, for_gpu
 from dubito.service.engine.pace import Pace, least_seconds
 from dubito.service.engine.pass_cache import PassCache
 from dubito.service.engine.plans import PlanCache, Plans
+from dubito.service.engine.sessions import CompiledPass
 
 log = logging.getLogger("dubito")
 UNFIT = "input {} holds NaN, infinity or a number too large for float32; expected none."
@@ -142,7 +146,7 @@ class Engine:
         self.draw_rows = 0.0  # rows that would take as long as a draw does beside its rows
         self.first_draw = 1.0  # draws, of the usual number, that take as long as the only draw of a row
         self.usual = 0  # draws of the batches that were timed
-        self.whole: dict[int, float] = {}  # seconds of the compiled passes of the usual draws, by their inputs
+        self.whole: dict[int, dict[int, float]] = {}  # seconds of answers by one compiled pass, by inputs and draws
         self.uncompiled = Pace()  # of passes, whose work is draws × (rows + `draw_rows`)
         self.fine = 0.0  # seconds of a pass after which others may come
         self.pause: Callable[[], None] | None = None  # called between the passes of a batch
@@ -272,8 +276,11 @@ class Engine:
                         self.compiled.compile(job, k, self.share)
                     self.plans.bytes += self.compiled.bytes - before
                     self._time(requests[0])
-                    if samples == K and self.compiled.at(rows, K) is not None:
-                        self.whole[rows] = self.timed[-1][1]
+                    sizes = [k for B, k in self.compiled.known if rows == B]
+                    asked = {k: replace(requests[0], samples=k, max_samples=k) for k in sizes}
+                    self.whole[rows] = {
+                        k: self.timed[-1][1] if k == K == samples else self._seconds(asked[k]) for k in sizes
+                    }
         self.plans.cache.save()
         if slices is not None:
             if self.timed and self.timed[-1][1] * PACED < QUICK * self.buckets[-1] < QUICK * PACED:
@@ -489,14 +496,16 @@ class Engine:
         draws: int | None = None,
     ) -> Job:
         """`draws` of the first pass, where others made ahead may take their place."""
-        graphs = self.compiled if self.graphs is None else self.graphs
-        graph_for = None if graphs is None else graphs.at
+        graph_for: GraphFor = no_graph if self.graphs is None else self.graphs.at
+        divide: Divide = in_one
+        if self.compiled is not None:
+            graph_for, divide = self._compiled_for, self._divided
         more = self._passes(watch, seed, len(x) * most)
         network, factors = self.model.network, self.model.factors
-        normals = None
-        if self.compiled is not None and seed is None and draws is not None:
-            normals = self.compiled.unseeded(bucket_of(self.buckets, len(x)), draws)
-            seed = None if normals is None else normals.seed
+        normals, B = None, bucket_of(self.buckets, len(x))
+        if self.compiled is not None and seed is None and draws is not None and self._begins_compiled(B, draws):
+            normals = self.compiled.unseeded()
+            seed = normals.seed
         job = Job.of(
             network,
             factors,
@@ -505,12 +514,36 @@ class Engine:
             most=most,
             stock=stock,
             graph_for=graph_for,
+            divide=divide,
             normals=normals,
             finite=True,
             **more,
         )
         self.draws = max(self.draws, min(most, job.samples_at_once(len(x))))
         return job
+
+    def _begins_compiled(self, B: int, K: int) -> bool:
+        return self._compiled_for(B, self._divided(B, K)) is not None
+
+    def _compiled_for(self, B: int, K: int) -> CompiledPass | None:
+        """The compiled pass of K draws, or else of the fewest more that take no longer than K draws by torch."""
+        assert self.compiled is not None
+        if (found := self.compiled.at(B, K)) is not None:
+            return found
+        more = [k for k, seconds in self.whole.get(B, {}).items() if k > K and seconds <= self._by_torch(B, K)]
+        return self.compiled.at(B, min(more)) if more else None
+
+    def _divided(self, B: int, K: int) -> int:
+        """Draws of the next pass where K are left: all, or those of the largest compiled pass where such passes take
+        less time in all."""
+        known = self.whole.get(B)
+        if not known or (most := max(known)) >= K:
+            return K
+        return most if math.ceil(K / most) * known[most] <= self._by_torch(B, K) else K
+
+    def _by_torch(self, B: int, K: int) -> float:
+        """Seconds of a pass; 0 before any was timed."""
+        return self.uncompiled.a + self.uncompiled.b * K * (B + self.draw_rows)
 
     def _passes(self, watch: Stopwatch | None, seed: int | None, work: int) -> Passes:
         """A seed's passes do not depend on who else asks: their size would change its sums by a rounding."""
@@ -532,8 +565,8 @@ class Engine:
         pass where others wait no longer for it and it is about as fast."""
         work = B + self.draw_rows
         K = max(1, int(limit / work)) if limit < sys.maxsize else sys.maxsize
-        seconds = self.uncompiled.a + self.uncompiled.b * K * work
-        whole = self.whole.get(B, math.inf)
+        seconds = self._by_torch(B, K)
+        whole = self.whole.get(B, {}).get(self.usual, math.inf)
         return self.usual if whole <= max(self.fine, seconds) and whole * K <= NEARLY * seconds * self.usual else K
 
 

@@ -24,7 +24,7 @@ from dubito.models.predictions.prediction import seed_of
 from dubito.models.predictions.uncertainty import Reals, on_host, value_sums_of_both
 
 log = logging.getLogger("dubito")
-INPUT, COLUMNS, OUTPUT = "x", "columns_", "sums"
+INPUT, COUNTED, COLUMNS, OUTPUT = "x", "counted", "columns_", "sums"
 Operands = Mapping[str, NDArray[Any]]  # what a session takes beside the inputs
 
 
@@ -35,7 +35,7 @@ class Written:
     K: int
     sizes: tuple[int, ...]  # of all parts of the normals of a draw, in order
     draws: bytes  # parts of the normals, by columns -> operands; empty where `network` takes the parts
-    network: bytes  # x and operands -> sums
+    network: bytes  # x, which draws count, and operands -> sums
     operands: tuple[str, ...]
     size: int  # bytes of the operands
 
@@ -90,6 +90,7 @@ class PassPart:
         self.K, self.sizes = written.K, np.array(written.sizes)
         self.drawing, self._network = (sessions.of(model, threads) for model in (written.draws, written.network))
         self._operands = list(written.operands)
+        self._index = np.arange(self.K)
         taken = {one.name for one in (self.drawing or self._network).get_inputs()}
         starts = [0, *np.cumsum(self.sizes).tolist()]
         self._columns = [
@@ -98,20 +99,28 @@ class PassPart:
             if (name := f"{COLUMNS}{start}") in taken
         ]
 
-    def draw(self, normals: NDArray[np.float32]) -> Operands:
-        columns = {name: normals[start:end].reshape(shape) for name, start, end, shape in self._columns}
+    def draw(self, normals: NDArray[np.float32], k: int) -> Operands:
+        """From the normals of k draws; where that is less than K, with zeros in place of the others."""
+        if k < self.K:
+            columns = {}
+            for name, start, _, (K, size) in self._columns:
+                columns[name] = np.zeros((K, size), np.float32)
+                columns[name][:k] = normals[start // K * k :][: k * size].reshape(k, size)
+        else:
+            columns = {name: normals[start:end].reshape(shape) for name, start, end, shape in self._columns}
         if self.drawing is None:
             return columns
         return dict(zip(self._operands, self.drawing.run(self._operands, columns), strict=True))
 
-    def given(self, normals: Normals) -> "Operands | NDArray[np.float32]":
-        """The next draws, if they were made ahead, or else their normals."""
-        ahead = normals.take(self) if isinstance(normals, DrawsAhead) else None
-        return normals.parts(self.K, self.sizes).numpy() if ahead is None else ahead
+    def given(self, normals: Normals, k: int) -> "Operands | NDArray[np.float32]":
+        """The next k draws, if they were made ahead, or else their normals."""
+        ahead = normals.take(self, k) if isinstance(normals, DrawsAhead) else None
+        return normals.parts(k, self.sizes).numpy() if ahead is None else ahead
 
-    def __call__(self, x: NDArray[Any], given: "Operands | NDArray[np.float32]") -> Reals:
-        operands = self.draw(given) if isinstance(given, np.ndarray) else given
-        sums: Reals = self._network.run(None, {INPUT: x, **operands})[0]
+    def __call__(self, x: NDArray[Any], given: "Operands | NDArray[np.float32]", k: int) -> Reals:
+        """The sums over the first k draws."""
+        operands = self.draw(given, k) if isinstance(given, np.ndarray) else given
+        sums: Reals = self._network.run(None, {INPUT: x, COUNTED: (self._index < k).astype(np.float64), **operands})[0]
         return sums
 
 
@@ -126,10 +135,11 @@ class DrawsAhead(Normals):
 
     def _make(self, parts: Sequence[PassPart]) -> list[Operands]:
         normals = Normals(self.seed, self.device)
-        return [part.draw(normals.parts(part.K, part.sizes).numpy()) for part in parts]
+        return [part.draw(normals.parts(part.K, part.sizes).numpy(), part.K) for part in parts]
 
-    def take(self, part: PassPart) -> Operands | None:
-        """The draws of this part of a pass, if it is the one that was expected; they are handed out once."""
+    def take(self, part: PassPart, k: int) -> Operands | None:
+        """The draws of this part of a pass, of which k are used, if it is the one that was expected; they are handed
+        out once."""
         if self._made is None or not self._parts or not same_draws(part, self._parts[0]):
             self._drop()
             return None
@@ -140,7 +150,9 @@ class DrawsAhead(Normals):
             self._made = None
             return None
         self._parts.pop(0)
-        self._taken += part.K
+        self._taken += k
+        if k < part.K:
+            self._drop()  # those that were not used come next
         return operands
 
     def _drop(self) -> None:
@@ -164,7 +176,7 @@ def same_draws(one: PassPart, other: PassPart) -> bool:
 
 
 class CompiledPass:
-    """The pass of B inputs and K draws, in one part, or half of its draws in each of two threads."""
+    """The pass of B inputs and up to K draws, in one part, or half of its draws in each of two threads."""
 
     def __init__(
         self,
@@ -192,18 +204,19 @@ class CompiledPass:
         if len(rows) < self.B:
             rows = np.concatenate([rows, np.broadcast_to(rows[:1], (self.B - len(rows), *rows.shape[1:]))])
         first, *rest = self.parts
-        if not rest:
-            given = first.given(normals)
+        k = min(draws.K, first.K)
+        if k == draws.K:
+            given = first.given(normals, k)
             self._next(normals)
-            return first(rows, given)[: len(x)]
-        (second,) = rest
-        begun = self._pool.submit(first, rows, first.given(normals))
-        given = second.given(normals)
+            return first(rows, given, k)[: len(x)]
+        (second,), m = rest, draws.K - k
+        begun = self._pool.submit(first, rows, first.given(normals, k), k)
+        given = second.given(normals, m)
         self._next(normals)
-        others = second(rows, given)
+        others = second(rows, given, m)
         sums = begun.result()
         if self._D is not None:
-            return value_sums_of_both(sums, first.K, others, second.K, self._D)[: len(x)]
+            return value_sums_of_both(sums, k, others, m, self._D)[: len(x)]
         return (sums + others)[: len(x)]
 
     def _next(self, normals: Normals) -> None:

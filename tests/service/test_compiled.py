@@ -37,6 +37,7 @@ from dubito.service.engine import compiled, pass_cache
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.compiled import write_pass
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
+from dubito.service.engine.pace import Pace
 from dubito.service.engine.pass_cache import PassCache
 from dubito.service.engine.recording import NotRecorded, record
 from dubito.service.engine.sessions import CompiledPass, DrawsAhead, PassPart, Sessions
@@ -135,6 +136,10 @@ def sums_agree(model: Model, B: int, K: int, pool: Executor, *executions: Execut
                 assert np.abs(sums - expected).max() <= CLOSE * max(K, np.abs(expected).max())
                 fewer = one.sums(job.given[:1], draws, Normals(seed, CPU))  # padded to B
                 np.testing.assert_allclose(fewer, sums[:1], rtol=1e-5, atol=1e-6)
+                for k in {1, K // 2, K - 1} - {0}:  # of fewer draws than it was compiled for
+                    some = one.sums(job.given, Draws(k, None, seed, by_graph=True), Normals(seed, CPU))
+                    expected = job.sums(Draws(k, Normals(seed, CPU).rows(k, model.factors.normals), seed))
+                    assert np.abs(some - expected).max() <= CLOSE * max(k, np.abs(expected).max())
 
 
 @pytest.mark.parametrize(("B", "K", "method"), ALL)
@@ -292,6 +297,28 @@ def test_a_seed_gives_the_answers_of_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_other_numbers_of_draws_take_the_compiled_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer draws than a pass has leave some out; more go in several passes. The answers stay those of the seed."""
+    plain, fast = Engine(small(), (1, 4)), engine(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(fast, "uncompiled", Pace([(1, 10.0)]))  # torch takes ten seconds for any pass
+        assert fast._divided(1, 64) == 20
+        patch.setattr(Job, "outputs", None)  # torch's pass, which nothing asks for
+        answers = {(K, B): result(fast, asked(K, 7, B)) for K in (1, 3, 9, 19, 21, 64) for B in (1, 3)}
+        mixed = [asked(K, None, B) for K, B in ((5, 1), (20, 1), (33, 2))]
+        together = fast.answer(mixed)
+    for (K, B), answer in answers.items():
+        same(answer, result(plain, asked(K, 7, B)), 2e-5)
+    for request, one in zip(mixed, together, strict=True):
+        assert isinstance(one, PredictResult)
+        same(one, result(plain, replace(request, seed=one.seed)), 2e-5)
+    fast.uncompiled = Pace([(1, 1e-9)])  # torch is faster than anything
+    assert fast._divided(1, 64) == 64
+    assert fast._compiled_for(1, 3) is None
+    assert fast._compiled_for(1, 20) is not None
+
+
+@pytest.mark.usefixtures("quick")
 def test_passes_are_read_from_the_folder(tmp_path: Path) -> None:
     first = engine(tmp_path)
     files = {file.name: file.read_bytes() for file in tmp_path.glob("*.pass")}
@@ -429,7 +456,7 @@ def test_sums_that_are_not_finite_are_compared_too(pool: Executor) -> None:
         check = compiled._Check(job, 3, pool)
         found = CompiledPass([write_pass(job, 3, job.plan(2, 3))], 1, model.network, 2, pool)
         check.compare(found)
-        check.expected[1].flat[0] = np.inf
+        check.expected[1][-1].flat[0] = np.inf
         with pytest.raises(NotRecorded, match="finite where torch's are not"):
             check.compare(found)
 
@@ -554,16 +581,18 @@ def test_draws_made_ahead_are_those_of_the_seed(pool: Executor) -> None:
     two, three = parts_of((2, 3), "batch", sessions)
     (other,) = parts_of((2,), "loop", sessions)
     x = np.random.default_rng(0).standard_normal((2, 1, 8, 8)).astype(np.float32)
-    for calls in ((two, three), (two, two, three), (three,), (other, three), (two, other, two), (two, three, two)):
+    orders = ((two, three), (two, two, three), (three,), (other, three), (two, other, two), (two, three, two))
+    whole = [[(part, part.K) for part in parts] for parts in orders]
+    for calls in (*whole, [(two, 1), (two, 2)], [(two, 2), (three, 1), (three, 3)], [(three, 2), (two, 2)]):
         ahead = DrawsAhead([two, three], pool)
         plain = Normals(ahead.seed, CPU)
-        for part in calls:
-            np.testing.assert_array_equal(part(x, part.given(ahead)), part(x, part.given(plain)))
+        for part, k in calls:
+            np.testing.assert_array_equal(part(x, part.given(ahead, k), k), part(x, part.given(plain, k), k))
     (again,) = parts_of((2,), "batch", sessions)
     ahead = DrawsAhead([two], pool)
     assert again.drawing is two.drawing  # equal draws, one session
-    assert not isinstance(again.given(ahead), np.ndarray)
-    assert isinstance(again.given(ahead), np.ndarray)  # they are handed out once
+    assert not isinstance(again.given(ahead, 2), np.ndarray)
+    assert isinstance(again.given(ahead, 2), np.ndarray)  # they are handed out once
 
 
 def test_draws_that_fail_ahead_are_made_again(pool: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -573,14 +602,15 @@ def test_draws_that_fail_ahead_are_made_again(pool: Executor, monkeypatch: pytes
         patch.setattr(PassPart, "draw", lambda *given: 1 / 0)
         ahead = DrawsAhead([part], pool)
         pool.submit(int).result()
-    np.testing.assert_array_equal(part(x, part.given(ahead)), part(x, part.given(Normals(ahead.seed, CPU))))
+    expected = part(x, part.given(Normals(ahead.seed, CPU), 2), 2)
+    np.testing.assert_array_equal(part(x, part.given(ahead, 2), 2), expected)
 
 
 def test_draws_that_nobody_needs_any_more_do_not_keep_the_pool(pool: Executor) -> None:
     two, three = parts_of((2, 3), "batch", Sessions())
     free = threading.Event()
     busy, left = pool.submit(free.wait), []
-    for take in (lambda ahead: three.given(ahead), lambda ahead: ahead.parts(2, two.sizes)):
+    for take in (lambda ahead: three.given(ahead, 3), lambda ahead: ahead.parts(2, two.sizes)):
         ahead = DrawsAhead([two], pool)
         left.append(ahead._made)
         take(ahead)
@@ -637,15 +667,15 @@ def test_what_does_not_depend_on_the_inputs_is_divided_off() -> None:
     assert written.draws == other.draws
     assert written.network != other.network
     draws, network = (onnx.load_from_string(part) for part in (written.draws, written.network))
-    assert [one.name for one in network.graph.input] == ["x", *written.operands]
+    assert [one.name for one in network.graph.input] == ["x", "counted", *written.operands]
     assert {one.name for one in draws.graph.input} >= {"columns_0"}
-    reached = {"x"}
+    reached = {"x", "counted"}
     for node in network.graph.node:
         assert reached.intersection(node.input), f"{node.op_type} does not depend on the inputs"
         reached.update(node.output)
     shapes = [[size.dim_value for size in one.type.tensor_type.shape.dim] for one in draws.graph.output]
     assert written.size == 4 * sum(map(math.prod, shapes))
-    whole = divide(network, "x", most=written.size - 1)  # a graph that is handed its draws
+    whole = divide(network, ("x", "counted"), most=written.size - 1)  # a graph that is handed its draws
     assert (whole.draws, whole.operands) == (b"", ())
 
 
