@@ -277,10 +277,8 @@ class Engine:
                     self.plans.bytes += self.compiled.bytes - before
                     self._time(requests[0])
                     sizes = [k for B, k in self.compiled.known if rows == B]
-                    asked = {k: replace(requests[0], samples=k, max_samples=k) for k in sizes}
-                    self.whole[rows] = {
-                        k: self.timed[-1][1] if k == K == samples else self._seconds(asked[k]) for k in sizes
-                    }
+                    seeded = {k: PredictRequest(x, k, 0, k, 0.5) for k in sizes}  # their draws are not made ahead
+                    self.whole[rows] = {k: self._seconds(request) for k, request in seeded.items()}
         self.plans.cache.save()
         if slices is not None:
             if self.timed and self.timed[-1][1] * PACED < QUICK * self.buckets[-1] < QUICK * PACED:
