@@ -103,10 +103,11 @@ def _devices(notes: list[str]) -> Iterator[dict[str, Any]]:
     """CPU and GPUs, and what would make more of them."""
     import torch
 
+    from dubito.models.numerics.processor import processor
     from dubito.models.numerics.proof import name_of
     from dubito.service.engine.device import device_of, dtype_of
 
-    yield {"device": "cpu", "name": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    yield {"device": "cpu", "name": processor(), "cores": os.cpu_count()}
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
         yield {"device": f"cuda:{i}", "name": facts.name, "bytes": facts.total_memory}

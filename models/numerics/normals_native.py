@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dubito.models.numerics.processor import features
+
 log = logging.getLogger("dubito")
 R, AREA = 3.6541528853610088, 0.00492867323399  # where the tail begins, and the area of a layer
 LAYERS, MANTISSA = 256, 1 << 23
@@ -151,8 +153,7 @@ def _library(folder: Path) -> Path:
     """The compiled library in the folder, whose name holds the checksum of what it was made from."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     source = _source()
-    cpu = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), "")
-    key = hashlib.sha256(repr((source, FLAGS, platform.machine(), cpu)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((source, FLAGS, platform.machine(), features())).encode()).hexdigest()[:32]
     path, sums = folder / f"normals-{key}.so", folder / f"normals-{key}.sha256"
     try:
         if hashlib.sha256(path.read_bytes()).hexdigest() == sums.read_text():
@@ -174,13 +175,6 @@ def _library(folder: Path) -> Path:
     finally:
         draft.unlink(missing_ok=True)
     return path
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _checked(path: Path) -> Callable[..., None]:

@@ -7,7 +7,6 @@ normals, in a third of the time. Each pass is compared with torch's before it se
 import hashlib
 import logging
 import math
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.normals_native import prepare
+from dubito.models.numerics.processor import processor
 from dubito.models.predictions.prediction import Job, evaluating, sums_of, tempered
 from dubito.models.predictions.uncertainty import Reals
 from dubito.service.engine.budget import MemoryShare
@@ -168,7 +168,7 @@ class CompiledPasses:
             versions = [FORM, torch.__version__, runtime_version(), metadata.version("dubito")]
             factors = self.factors
             digest = hashlib.sha256()
-            parts = (*versions, platform.machine(), self.network.task, factors.layers, factors.hierarchy, factors.read)
+            parts = (*versions, processor(), self.network.task, factors.layers, factors.hierarchy, factors.read)
             for part in _leaves((*parts, self.network)):
                 digest.update(part)
             self._key = digest.hexdigest()

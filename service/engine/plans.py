@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-import platform
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -23,6 +22,7 @@ from dubito.models.network.geometry import Execution
 from dubito.models.network.layers import BayesianLayer, FoldError, current
 from dubito.models.network.network import Draws, Plan
 from dubito.models.numerics.normals import Normals
+from dubito.models.numerics.processor import processor
 from dubito.models.numerics.proof import name_of
 from dubito.models.predictions.prediction import Job, evaluating
 from dubito.service.engine.executions import LayerCall
@@ -223,7 +223,7 @@ def _name(device: torch.device) -> str:
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device)
     else:
-        kind = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        kind = f"{processor()}, {torch.get_num_threads()} threads"
     return f"{kind}, torch {torch.__version__}"
 
 

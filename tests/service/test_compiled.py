@@ -382,6 +382,16 @@ def test_the_weights_are_part_of_the_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_another_processor_times_its_own_passes(passes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that several machines share: what is fastest on one may be slow on another."""
+    shutil.copytree(passes, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(compiled, "processor", lambda: "another one")
+    assert engine(tmp_path, seconds=0.0, buckets=(1,)).compiled.known == {}  # type: ignore[union-attr]
+    monkeypatch.undo()
+    assert engine(tmp_path, seconds=0.0, buckets=(1,)).compiled.known  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_switch_of_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each version answers as its own artifact does; the old one is gone with its sessions."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
