@@ -103,6 +103,11 @@ class Batcher:
     def depth(self) -> int:
         return len(self.queue) + len(self.long)
 
+    @property
+    def waiting(self) -> int:
+        """Queued tickets that somebody still waits for."""
+        return sum(ticket.counted for line in (self.queue, self.long) for ticket in line)
+
     def check_room(self, more: int, seconds: float, client: str = "", long: bool = False) -> None:
         """Raise Overloaded where the queue is full or too slow for the deadline, Gone where the model is unloaded. A
         request is never refused while nothing else is queued.

@@ -182,7 +182,7 @@ class State:
                 (): 0 if self.decoders is None else self.decoders.depth
             },
             ("dubito_queue_depth", "Requests in the queue.", ("model",)): {
-                (name,): one.batcher.depth for name, one in served.items()
+                (name,): one.batcher.waiting for name, one in served.items()
             },
             (
                 "dubito_model_bytes",

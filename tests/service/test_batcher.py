@@ -220,12 +220,14 @@ def test_who_gave_up_leaves_no_inputs_behind_while_the_device_is_busy(model: Mod
         device = batcher.workers[0].device
         device.acquire()
         late, gone = (batcher.put(ask(rows(4, i), 8), seconds) for i, seconds in enumerate((0.05, 30)))
+        assert batcher.waiting == 2
         batcher.drop(gone)
+        assert (batcher.waiting, batcher.depth) == (1, 2)  # its ticket stays in the line, and nobody waits for it
         with pytest.raises(Late):
             await batcher.result(late)
         held = [ticket.request.x for ticket in (*late, *gone)]
         assert [(x.nbytes, x.base) for x in held] == [(0, None)] * 2
-        assert (batcher.work, batcher.rows) == (0, 0)
+        assert (batcher.work, batcher.rows, batcher.waiting) == (0, 0, 0)
         device.release()
         found = await batcher.result(batcher.put(ask(rows(2), 8), 30))
         assert same(found, rows(2), 8, model)
