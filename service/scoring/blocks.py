@@ -32,7 +32,9 @@ class ScoredRows(Protocol):
     """Something to score: its number of rows, and blocks of them."""
 
     count: int
-    fingerprint: str  # changes with the contents
+
+    def fingerprint(self) -> str:
+        """A hash that changes with the contents, as they are now."""
 
     def read(self, start: int, stop: int) -> Block:
         """Rows from `start` up to `stop`. Fastest where calls go forwards."""

@@ -120,8 +120,8 @@ class ArrayRows:
     """Rows of an array (N, ...): numbers in the model's input space, or uint8 pixels for a model of pictures."""
 
     def __init__(self, path: Path, array: Lines, declared: Input) -> None:
-        self.array, self.declared = array, declared
-        self.count, self.fingerprint = array.shape[0] if array.shape else 0, fingerprint_of(path)
+        self.path, self.array, self.declared = path, array, declared
+        self.count = array.shape[0] if array.shape else 0
         self.pixels = array.dtype == np.uint8 and declared.image is not None
         if array.dtype.kind not in "fiub":
             raise InputError(f"{path} holds {array.dtype}; expected numbers.")
@@ -129,6 +129,9 @@ class ArrayRows:
         if not fits or not self.count:
             expected = "(N, H, W) or (N, H, W, channels) of uint8" if self.pixels else ("N", *declared.shape)
             raise InputError(f"{path} has shape {array.shape}; expected {expected}, N at least 1.")
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.path)
 
     def read(self, start: int, stop: int) -> Block:
         array = self.array[start:stop]
@@ -155,12 +158,14 @@ class PictureRows:
         self.count = len(self.names)
         if not self.names:
             raise InputError(f"{folder} holds no pictures; expected files {', '.join(PICTURES)}.")
+        self.pool = ThreadPoolExecutor(os.cpu_count(), "picture")
+
+    def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for name in self.names:
-            stat = (folder / name).stat()
+            stat = (self.folder / name).stat()
             digest.update(f"{name} {stat.st_size} {stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
-        self.fingerprint = digest.hexdigest()
-        self.pool = ThreadPoolExecutor(os.cpu_count(), "picture")
+        return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> Block:
         rows = list(self.pool.map(self._one, self.names[start:stop]))
@@ -190,8 +195,10 @@ class SeveralRows:
         self.parts = parts
         self.ends = np.cumsum([rows.count for _, rows in parts]).tolist()
         self.count = self.ends[-1]
-        text = "\n".join(f"{name} {rows.fingerprint}" for name, rows in parts)
-        self.fingerprint = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+    def fingerprint(self) -> str:
+        text = "\n".join(f"{name} {rows.fingerprint()}" for name, rows in self.parts)
+        return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
     def _spans(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """File, first row and last row + 1 in it, of each file that has some of the rows."""

@@ -110,7 +110,7 @@ class Scorer:
             where["gpu"] = torch.cuda.get_device_name()
         return {
             "artifact": hash_of(self.file),
-            "input": self.rows.fingerprint,
+            "input": self.rows.fingerprint(),
             **options,
             "on-bad": asked.on_bad,
             "batch": asked.batch,
@@ -223,6 +223,17 @@ class Scorer:
         self.folder.write(i, pa.table([arrays[name] for name in self.schema.names], schema=self.schema))
         return stop - start
 
+    def check_unchanged(self, job: ScoringJob) -> None:
+        try:
+            unchanged = self.rows.fingerprint() == job.given["input"]
+        except OSError:  # a file is gone
+            unchanged = False
+        if not unchanged:
+            raise ScoreError(
+                f"{self.asked.input} was changed while it was scored, and some rows may be of what it was before: "
+                "start anew with --fresh."
+            )
+
     def about(self) -> dict[str, Any]:
         """What a reply says once for all of its predictions."""
         asked = self.asked
@@ -326,6 +337,7 @@ def _score(
             scorer.score(missing, job, done)
     else:
         job, finished = spread(asked, folder, progress)
+    scorer.check_unchanged(job)
     folder.assemble(job, scorer.about())
     return Scored(job.rows, job.rows_of(finished))
 

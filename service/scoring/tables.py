@@ -28,10 +28,13 @@ class TableRows:
     def __init__(self, path: Path, bounds: list[int], declared: Input) -> None:
         """Chunk i holds the rows from `bounds[i]` up to `bounds[i + 1]`."""
         self.path, self.bounds, self.declared = path, bounds, declared
-        self.count, self.fingerprint = bounds[-1], fingerprint_of(path)
+        self.count = bounds[-1]
         if not self.count:
             raise InputError(f"{path} has no rows; expected at least one.")
         self.kept: tuple[int, Block] | None = None
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.path)
 
     def read(self, start: int, stop: int) -> Block:
         parts, bad, row = [], dict[int, str](), start

@@ -5,6 +5,8 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +304,23 @@ def test_another_job_is_refused(table_model: Path, tmp_path: Path) -> None:
         scored(table_model, tmp_path / "x.npy", tmp_path / "other.parquet")
     assert (tmp_path / "other.parquet").read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir()} == {"x.npy", "o.parquet", "other.parquet"}
+
+
+@pytest.mark.parametrize("change", ["rewritten", "gone"])
+def test_an_input_that_changes_meanwhile_is_no_output(change: str, table_model: Path, tmp_path: Path) -> None:
+    file, output = tmp_path / "x.npy", tmp_path / "o.parquet"
+    np.save(file, numbers(300))
+
+    @contextmanager
+    def progress(left: int) -> Iterator[Callable[[int], None]]:
+        yield lambda rows: file.unlink(missing_ok=True) if change == "gone" else np.save(file, -numbers(300))
+
+    asked = Scoring(table_model, str(file), output, samples=4, batch=64)
+    with pytest.raises(ScoreError, match=r"x\.npy was changed while it was scored.*--fresh"):
+        score(asked, ["cpu"], False, progress)
+    assert not output.exists()
+    np.save(file, numbers(300))
+    assert score(asked, ["cpu"], True, Silent).rows == 300
 
 
 def test_parts_of_another_job_are_not_gone_on_with(table_model: Path, tmp_path: Path) -> None:
