@@ -1,9 +1,15 @@
 """Files that are whole or not there, whatever ends the process or the machine."""
 
 import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
+
+
+def draft_of(path: Path) -> Path:
+    """A name beside the path that nobody else takes: several containers that share a folder all have process 1."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.draft")
 
 
 def write_by(part: Path, path: Path, content: bytes, *, mode: Literal["xb", "wb"]) -> None:

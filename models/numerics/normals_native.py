@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dubito.models.disk import draft_of
 from dubito.models.numerics.processor import features
 
 log = logging.getLogger("dubito")
@@ -163,7 +164,7 @@ def _library(folder: Path) -> Path:
     if compiler is None:
         raise RuntimeError("there is no C compiler")
     folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f"normals-{key}.{os.getpid()}.so"
+    draft = draft_of(path)
     try:
         command = [*compiler.split(), *FLAGS, "-x", "c", "-", "-o", str(draft), "-lm"]
         run = subprocess.run(command, input=source.encode(), capture_output=True, timeout=SECONDS, check=False)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from dubito.models.disk import draft_of
 from dubito.service.engine.plans import plan_file
 
 log = logging.getLogger("dubito")
@@ -39,9 +40,10 @@ class PassCache:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            draft = self.folder / f"{key}.{os.getpid()}"
+            path = self.folder / f"{key}.pass"
+            draft = draft_of(path)
             draft.write_bytes(hashlib.sha256(content).digest() + content)
-            draft.replace(self.folder / f"{key}.pass")
+            draft.replace(path)
             self._shrink()
         except OSError as error:
             log.warning("compiled passes cannot be kept", extra={"error": str(error)})
@@ -58,7 +60,7 @@ class PassCache:
     def _by_age(self) -> Iterator[tuple[Path, int]]:
         assert self.folder is not None
         files = []
-        drafts = self.folder.glob("*.[0-9]*")  # of processes that were killed
+        drafts = self.folder.glob("*.draft")  # of processes that were killed
         for path in (*self.folder.glob("*.pass"), *drafts):
             with suppress(FileNotFoundError):  # another process has removed it meanwhile
                 files.append((path, path.stat()))

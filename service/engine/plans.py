@@ -17,6 +17,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from dubito.models.disk import draft_of
 from dubito.models.errors import NumericsError
 from dubito.models.network.geometry import Execution
 from dubito.models.network.layers import BayesianLayer, FoldError, current
@@ -194,7 +195,7 @@ class PlanCache:
             everything = self._read()
             everything[self.device] = dict([*everything.get(self.device, {}).items(), *self.executions.items()][-MOST:])
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            draft = self.path.with_suffix(f".{os.getpid()}")
+            draft = draft_of(self.path)
             draft.write_text(json.dumps(everything))
             draft.replace(self.path)
         except OSError as error:

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dubito.models.disk import put_in_place
+from dubito.models.disk import draft_of, put_in_place
 from dubito.models.errors import DubitoError
 
 KEY = b"dubito"  # of the metadata of a Parquet file
@@ -79,9 +78,10 @@ class PartsFolder:
             return None
 
     def begin(self, job: ScoringJob) -> None:
-        draft = self.path / f".job.{os.getpid()}"
+        path = self.path / "job.json"
+        draft = draft_of(path)
         draft.write_text(json.dumps(asdict(job)))
-        put_in_place(draft, self.path / "job.json")
+        put_in_place(draft, path)
 
     def clear(self) -> None:
         """Forget the job and its parts."""
@@ -111,7 +111,7 @@ class PartsFolder:
 
     def write(self, i: int, table: pa.Table) -> None:
         """As Arrow has it in memory: Parquet, which takes longer to make, is made once, of all parts."""
-        draft = self.path / f".part-{i:06d}.{os.getpid()}"
+        draft = draft_of(self._file(i))
         with pa.ipc.new_file(draft, table.schema) as writer:
             writer.write_table(table)
         put_in_place(draft, self._file(i))
