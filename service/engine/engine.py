@@ -276,9 +276,7 @@ class Engine:
                         self.compiled.compile(job, k, self.share)
                     self.plans.bytes += self.compiled.bytes - before
                     self._time(requests[0])
-                    sizes = [k for B, k in self.compiled.known if rows == B]
-                    seeded = {k: PredictRequest(x, k, 0, k, 0.5) for k in sizes}  # their draws are not made ahead
-                    self.whole[rows] = {k: self._seconds(request) for k, request in seeded.items()}
+                    self.whole[rows] = self._whole(rows, K, self.timed[-1][1])
         self.plans.cache.save()
         if slices is not None:
             if self.timed and self.timed[-1][1] * PACED < QUICK * self.buckets[-1] < QUICK * PACED:
@@ -316,6 +314,15 @@ class Engine:
             return 1.0
         times = [self._seconds(PredictRequest(self._zeros(rows), 1, None, 1, 0.5)) for rows in (few, many)]
         return min(float(samples), max(1.0, (times[1] - times[0]) / ((many - few) * pace.b)))
+
+    def _whole(self, rows: int, K: int, seconds: float) -> dict[int, float]:
+        """Seconds of an answer by each compiled pass of so many inputs; those of K draws, where they take long."""
+        assert self.compiled is not None
+        sizes = [k for B, k in self.compiled.known if rows == B]
+        if seconds > QUICK:
+            return {k: seconds for k in sizes if k == K}
+        seeded = {k: PredictRequest(self._zeros(rows), k, 0, k, 0.5) for k in sizes}  # their draws are not made ahead
+        return {k: self._seconds(request) for k, request in seeded.items()}
 
     def _per_draw(self, request: PredictRequest) -> float:
         """Seconds of a draw beside others, for the request's rows; its own time is the last of `timed`."""
