@@ -99,8 +99,7 @@ def class_sums(logits: Tensor, distance: Tensor | None = None, counted: Tensor |
     log_p = value.log_softmax(-1)
     p = log_p.exp()
     last = [entropy(log_p), energies(value), *(() if distance is None else (wide(distance),))]
-    sums = [over_draws(each, counted) for each in (p, p.square(), *last)]
-    return torch.cat([*sums[:2], torch.stack(sums[2:], 1)], 1)
+    return over_draws(torch.cat([p, p.square(), torch.stack(last, -1)], -1), counted)
 
 
 def classes_in(sums: Reals) -> int:

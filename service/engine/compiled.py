@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan
+from dubito.models.network.plan import cheapest
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.normals_native import prepare
 from dubito.models.numerics.processor import processor
@@ -153,7 +154,7 @@ class CompiledPasses:
     def _ways(self, job: Job, K: int, largest: int) -> Iterator[tuple[list[Written], int]]:
         """Ways to compute the pass, with the threads of a session."""
         cores = min(THREADS, torch.get_num_threads())
-        for plan in _plans(job.plan(job.B, K)):
+        for plan in _plans(job.plan(job.B, K), cheapest(self.factors)):
             whole = write_pass(job, K, plan, largest)
             if cores > 1:
                 yield [whole], cores
@@ -264,11 +265,15 @@ class _Check:
                 raise NotRecorded(f"its sums differ from torch's by {error.max():.2g} of their size")
 
 
-def _plans(plan: Plan) -> list[Plan]:
-    """Plans to be tried: with all draws of a layer in one call, for which a session has no patches to copy; and as
-    measured with torch."""
-    together: Plan = {name: "batch" if how in ("loop", "unfold") else how for name, how in plan.items()}
-    return [together] if together == dict(plan) else [together, plan]
+def _plans(measured: Plan, fewest: Plan) -> list[Plan]:
+    """Plans to be tried: that of the fewest multiplications and the one that torch was measured with, with all draws of
+    a layer in one call, for which a session has no patches to copy; and the latter as it is."""
+    together: list[Plan] = [
+        {name: "batch" if how in ("loop", "unfold") else how for name, how in plan.items()}
+        for plan in (fewest, measured)
+    ]
+    plans = [*together, dict(measured)]
+    return [plan for i, plan in enumerate(plans) if plan not in plans[:i]]
 
 
 def _seconds(run: Callable[[], object], limit: float) -> float:
