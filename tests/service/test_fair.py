@@ -167,7 +167,7 @@ def paced(model: Model) -> Engine:
     """Passes take 2 + draws × (rows + 9) milliseconds by torch; a batch of one input was compiled and takes 40."""
     engine = Engine(model, BUCKETS)
     engine.slices, engine.long_passes, engine.finest = (80, 400), (100, 1000), 60
-    engine.draw_rows, engine.usual, engine.fine, engine.whole = 9.0, 20, 0.005, {1: 0.04}
+    engine.draw_rows, engine.usual, engine.fine, engine.whole = 9.0, 20, 0.005, {1: {20: 0.04}}
     engine.uncompiled.a, engine.uncompiled.b = 0.002, 0.001
     return engine
 
@@ -194,9 +194,9 @@ def test_passes_between_pauses(model: Model) -> None:
     assert engine._pass_draws(100, 1) == 20  # the compiled one, 2 ms a draw; by torch 10 draws, 10.2 ms each
     assert engine._pass_draws(100, 4) == 7  # 7 × (4 + 9) = 91
     assert engine._pass_draws(5, 4) == 1
-    engine.whole = {1: 0.4}  # longer than what others should wait for
+    engine.whole = {1: {20: 0.4}}  # longer than what others should wait for
     assert engine._pass_draws(100, 1) == 10
-    engine.whole = {1: 0.04}
+    engine.whole = {1: {20: 0.04}}
     engine.uncompiled.b = 0.0001
     assert engine._pass_draws(400, 1) == 40  # 42 ms: a compiled pass would take 80 for as many
     made: list[int] = []

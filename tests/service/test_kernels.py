@@ -22,6 +22,7 @@ from dubito.models.predictions.resident import bytes_of, reside
 from dubito.service.engine.fusion import Unit, fuse, with_units
 from dubito.service.engine.graphs import for_gpu, tap_by_tap
 from tests import forked
+from tests.faulty import need
 
 CPU = torch.device("cpu")
 
@@ -209,6 +210,7 @@ def test_a_network_that_its_units_do_not_follow_is_served_as_it_is(
     net: type[nn.Module], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The random numbers of one would be the same in every answer."""
+    need(dtype)
     torch.manual_seed(0)
     network = bayesianize(net(), "ffg-u", inducing=2).eval()
     model = Model(network, Manifest.model_construct(card=Card(input=Input(shape=(6,))), subnetwork=None))
@@ -223,6 +225,7 @@ def test_a_network_that_its_units_do_not_follow_is_served_as_it_is(
 def test_in_bfloat16_units_are_told_from_rounding(
     build_net: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
+    need(torch.bfloat16)
     torch.manual_seed(0)
     network = bayesianize(spoiled(build_net()), "ffg-u", inducing=4).eval()
     model = Model(network, Manifest.model_construct(card=Card(input=Input(shape=(3, 32, 32))), subnetwork=None))

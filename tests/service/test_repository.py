@@ -18,12 +18,13 @@ import torch
 
 from dubito.models.embedded import embedded
 from dubito.models.errors import InputError, NumericsError
+from dubito.models.numerics.proof import name_of
 from dubito.service.engine.engine import PredictRequest
 from dubito.service.problems import Late
 from dubito.service.repository import Repository, ServedModel
 from dubito.service.settings import Settings
 from dubito.service.web.state import State
-from tests.faulty import Faulty, Told
+from tests.faulty import Faulty, Told, need
 from tests.service.conftest import repository_on
 from tests.service.test_batcher import network_of
 
@@ -172,17 +173,21 @@ def of_the_model(told: Told) -> bool:
     return bool(told["weight"].shape[1] == 1 and told["weight"].shape[-1] == 3)
 
 
-def test_a_model_that_a_device_gets_wrong_is_served_in_float32(caplog: pytest.LogCaptureFixture) -> None:
-    faulty = Faulty(of_the_model)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_a_device_gets_wrong_is_served_in_float32(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    need(dtype)
+    faulty = Faulty(of_the_model, dtype)
     with caplog.at_level(logging.INFO, "dubito"):
-        repository = loads_on(faulty, torch.bfloat16)
+        repository = loads_on(faulty, dtype)
     assert faulty.met
     assert repository.get("digits").model.factors.dtype == torch.float32
     assert len(repository.devices[0].budget.shares) == 1
     (line,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert line.getMessage() == "model runs in float32"
     told = vars(line)
-    assert (told["model"], told["asked"]) == ("digits", "bfloat16")
+    assert (told["model"], told["asked"]) == ("digits", name_of(dtype))
     assert told["why"].startswith("this cpu computes the network wrongly: conv2d of ")
 
 
