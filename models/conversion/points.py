@@ -45,7 +45,8 @@ def start_points(net: nn.Module, entries: Mapping[str, Layer], examples: Example
         _check_rows_apart(net)
     x, y = chosen(net, max(sizes.values()), examples)
     seen, last = look(net, x, sizes)
-    if y is not None and not x.is_meta:
+    if examples is not None and examples[1] is not None and y is not None and not x.is_meta:
+        _check_targets(examples[1], seen[last].outputs.shape[-1], task)
         seen[last] = with_targets(seen[last], y, task)
     return Start(x[: sizes[global_[0]]] if global_ else None, {name: seen[name].first(M) for name, M in sizes.items()})
 
@@ -125,16 +126,20 @@ def seen_at(module: nn.Module, x: Tensor, output: Tensor, M: int) -> Seen:
     return Seen(torch.stack(rows), outputs[torch.arange(M, device=x.device), place], outputs)
 
 
-def with_targets(seen: Seen, y: Tensor, task: Task | None) -> Seen:
-    """Pseudo-outputs of the last layer that are the targets themselves, classes as one-hot; others stay at 0."""
-    V = torch.zeros_like(seen.outputs[:, 0])
-    C = V.shape[1]
+def _check_targets(y: Tensor, C: int, task: Task | None) -> None:
+    """Of all examples, not only of those that points start at, for a network of C outputs."""
     if task is None or task.kind == "classification":
         if y.dim() != 1 or y.is_floating_point() or not 0 <= int(y.min()) <= int(y.max()) < C:
             raise ConversionError(f"the targets of the examples are no classes from 0 to {C - 1}, as one row (N,).")
-        V = F.one_hot(y.long(), C).to(V)
+    elif y.numel() != len(y) * task.outputs or task.outputs > C:
+        raise ConversionError(f"targets have shape {tuple(y.shape)}; expected (N, {task.outputs}).")
+
+
+def with_targets(seen: Seen, y: Tensor, task: Task | None) -> Seen:
+    """Pseudo-outputs of the last layer that are the targets themselves, classes as one-hot; others stay at 0."""
+    V = torch.zeros_like(seen.outputs[:, 0])
+    if task is None or task.kind == "classification":
+        V = F.one_hot(y.long(), V.shape[1]).to(V)
     else:
-        if y.numel() != len(y) * task.outputs or task.outputs > C:
-            raise ConversionError(f"targets have shape {tuple(y.shape)}; expected (N, {task.outputs}).")
         V[:, : task.outputs] = y.view(len(y), -1).to(V)
     return replace(seen, targets=V[:, None])
