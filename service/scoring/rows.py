@@ -54,6 +54,14 @@ def input_place(given: str) -> Place:
 
 
 def _of_file(path: Path, declared: Input) -> ScoredRows:
+    before = fingerprint_of(path)
+    rows = _opened(path, declared)
+    if rows.fingerprint() != before:  # lines were looked for in what is no longer there
+        raise InputError(f"{path} was changed while it was opened: score it once nothing writes to it.")
+    return rows
+
+
+def _opened(path: Path, declared: Input) -> ScoredRows:
     match path.suffix.lower():
         case ".npy":
             return ArrayRows(path, _mapped(path), declared)

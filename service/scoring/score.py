@@ -93,6 +93,7 @@ class Scorer:
         if self.predictive == "probit" and asked.samples is not None:
             raise InputError("--method is probit, which takes no draws; leave --samples out, or say sampling.")
         self.rows, self.shape = rows_of_input(asked.input, self.model.card.input), self.model.card.input.shape
+        self.input = self.rows.fingerprint()
         self.workers, self.device = workers, torch.device(device.partition(":")[0])
         if self.device.type == "cuda":
             torch.cuda.set_device(device)
@@ -110,7 +111,7 @@ class Scorer:
             where["gpu"] = torch.cuda.get_device_name()
         return {
             "artifact": hash_of(self.file),
-            "input": self.rows.fingerprint(),
+            "input": self.input,
             **options,
             "on-bad": asked.on_bad,
             "batch": asked.batch,
@@ -229,9 +230,10 @@ class Scorer:
         except OSError:  # a file is gone
             unchanged = False
         if not unchanged:
+            self.folder.clear()  # a file may come to look as before
             raise ScoreError(
-                f"{self.asked.input} was changed while it was scored, and some rows may be of what it was before: "
-                "start anew with --fresh."
+                f"{self.asked.input} was changed while it was scored, and some rows may be of what it was before, so "
+                "nothing is kept: score it again once nothing writes to it."
             )
 
     def about(self) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from dubito.models.predictions.answers import Rulebook, answers, columns_of, row
 from dubito.service.scoring.parts import ScoreError
 from dubito.service.scoring.replies import reply_columns, schema_of
 from dubito.service.scoring.rows import rows_of_input
-from dubito.service.scoring.score import Scoring, score
-from dubito.service.scoring.tables import CHUNK
+from dubito.service.scoring.score import Scored, Scoring, score
+from dubito.service.scoring.tables import CHUNK, TableRows
 from tests import forked
 from tests.small_models import bayesian_mlp, stored
 
@@ -310,17 +310,39 @@ def test_another_job_is_refused(table_model: Path, tmp_path: Path) -> None:
 def test_an_input_that_changes_meanwhile_is_no_output(change: str, table_model: Path, tmp_path: Path) -> None:
     file, output = tmp_path / "x.npy", tmp_path / "o.parquet"
     np.save(file, numbers(300))
+    then = file.stat().st_mtime_ns
 
     @contextmanager
     def progress(left: int) -> Iterator[Callable[[int], None]]:
         yield lambda rows: file.unlink(missing_ok=True) if change == "gone" else np.save(file, -numbers(300))
 
     asked = Scoring(table_model, str(file), output, samples=4, batch=64)
-    with pytest.raises(ScoreError, match=r"x\.npy was changed while it was scored.*--fresh"):
+    with pytest.raises(ScoreError, match=r"x\.npy was changed while it was scored.* so nothing is kept"):
         score(asked, ["cpu"], False, progress)
-    assert not output.exists()
+    assert [one.name for one in tmp_path.iterdir()] == ([] if change == "gone" else ["x.npy"])
     np.save(file, numbers(300))
-    assert score(asked, ["cpu"], True, Silent).rows == 300
+    os.utime(file, ns=(then, then))  # as if it had never changed
+    assert score(asked, ["cpu"], False, Silent) == Scored(300, 0)
+
+
+def test_an_input_that_grows_while_it_is_opened_is_refused(
+    table_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log that is written to: its lines were counted before."""
+    file = tmp_path / "x.csv"
+    file.write_text("\n".join([",".join(f'"{name}"' for name in NAMES), "1,2,3"]))
+    begin = TableRows.__init__
+
+    def grown(rows: TableRows, path: Path, *more: Any) -> None:
+        begin(rows, path, *more)
+        with path.open("a") as lines:
+            lines.write("\n4,5,6")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableRows, "__init__", grown)
+        with pytest.raises(InputError, match=r"x\.csv was changed while it was opened"):
+            scored(table_model, file, tmp_path / "o.parquet")
+    assert len(scored(table_model, file, tmp_path / "o.parquet")) == 2
 
 
 def test_parts_of_another_job_are_not_gone_on_with(table_model: Path, tmp_path: Path) -> None:
