@@ -12,6 +12,16 @@ def draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.draft")
 
 
+def replace_by_draft(path: Path, content: bytes) -> None:
+    """Write a file that may be lost, as of a cache: others see all of it or what was there before."""
+    draft = draft_of(path)
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def write_by(part: Path, path: Path, content: bytes, *, mode: Literal["xb", "wb"]) -> None:
     """Into `part` first, then moved to its place: a full disk or a crash never leaves half a file under the name."""
     try:

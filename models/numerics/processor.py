@@ -23,7 +23,7 @@ def features() -> str:
 @cache
 def _lines() -> list[str]:
     try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         return []
 

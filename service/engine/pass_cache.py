@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from dubito.models.disk import draft_of
+from dubito.models.disk import replace_by_draft
 from dubito.service.engine.plans import plan_file
 
 log = logging.getLogger("dubito")
@@ -40,10 +40,7 @@ class PassCache:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / f"{key}.pass"
-            draft = draft_of(path)
-            draft.write_bytes(hashlib.sha256(content).digest() + content)
-            draft.replace(path)
+            replace_by_draft(self.folder / f"{key}.pass", hashlib.sha256(content).digest() + content)
             self._shrink()
         except OSError as error:
             log.warning("compiled passes cannot be kept", extra={"error": str(error)})

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from dubito.models.disk import draft_of
+from dubito.models.disk import replace_by_draft
 from dubito.models.errors import NumericsError
 from dubito.models.network.geometry import Execution
 from dubito.models.network.layers import BayesianLayer, FoldError, current
@@ -195,9 +195,7 @@ class PlanCache:
             everything = self._read()
             everything[self.device] = dict([*everything.get(self.device, {}).items(), *self.executions.items()][-MOST:])
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            draft = draft_of(self.path)
-            draft.write_text(json.dumps(everything))
-            draft.replace(self.path)
+            replace_by_draft(self.path, json.dumps(everything).encode())
         except OSError as error:
             log.warning("plans cannot be remembered", extra={"error": str(error)})
             self.path = None
