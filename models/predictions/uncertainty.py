@@ -87,7 +87,9 @@ def wide(x: Tensor) -> Tensor:
 
 def over_draws(values: Tensor, counted: Tensor | None) -> Tensor:
     """The sum over draws (k, …); with `counted` (k,), over those that have a 1 there, not a 0."""
-    return values.sum(0) if counted is None else (counted.view(-1, *[1] * (values.dim() - 1)) * values).sum(0)
+    if counted is None:
+        return values.sum(0)
+    return torch.where(counted.view(-1, *[1] * (values.dim() - 1)) > 0, values, 0.0).sum(0)
 
 
 def class_sums(logits: Tensor, distance: Tensor | None = None, counted: Tensor | None = None) -> Tensor:

@@ -51,7 +51,7 @@ SHORT = 0.02  # seconds of a pass that is timed so often
 THREADS = 8  # of a session, at most
 FASTER = 0.9  # of torch's time: a session that takes longer is not used
 AGREES = 1e-3  # largest difference of the means over draws, of 1 or of the mean where that is larger
-FORM = 3  # of the files in the cache
+FORM = 4  # of the files in the cache
 
 
 class CompiledPasses:
@@ -138,12 +138,22 @@ class CompiledPasses:
         largest = min(LARGEST_PASS, share.budget.left) if share.limited else LARGEST_PASS
         times: dict[CompiledPass, float] = {}
         plain = _seconds(check.plain, math.inf)
-        for written, threads in self._ways(job, K, largest):
-            found = CompiledPass(written, threads, self.network, job.B, self._pool, self._sessions, check.draw_ahead)
-            check.compare(found)
-            times[found] = _seconds(partial(check.run_unseeded, found), min([plain, *times.values()]))
-            if time.perf_counter() - began > self.left:
+        failed: NotRecorded | None = None
+        for plan in _plans(job.plan(job.B, K), cheapest(self.factors)):
+            if times and time.perf_counter() - began > self.left:
                 break
+            try:
+                for written, threads in self._ways(job, K, plan, largest):
+                    then = check.draw_ahead
+                    found = CompiledPass(written, threads, self.network, job.B, self._pool, self._sessions, then)
+                    check.compare(found)
+                    times[found] = _seconds(partial(check.run_unseeded, found), min([plain, *times.values()]))
+                    if time.perf_counter() - began > self.left:
+                        break
+            except NotRecorded as error:  # another plan may do
+                failed = error
+        if failed is not None and not times:
+            raise failed
         best = min(times, key=times.__getitem__)
         plain = min(plain, _seconds(check.plain, plain))  # before and after: the machine may have been busy
         faster = times[best] < FASTER * plain
@@ -151,17 +161,16 @@ class CompiledPasses:
         self.left -= time.perf_counter() - began
         return self._opened(best.written, best.threads, job.B) if faster else None
 
-    def _ways(self, job: Job, K: int, largest: int) -> Iterator[tuple[list[Written], int]]:
-        """Ways to compute the pass, with the threads of a session."""
+    def _ways(self, job: Job, K: int, plan: Plan, largest: int) -> Iterator[tuple[list[Written], int]]:
+        """Ways to compute the pass by a plan, with the threads of a session."""
         cores = min(THREADS, torch.get_num_threads())
-        for plan in _plans(job.plan(job.B, K), cheapest(self.factors)):
-            whole = write_pass(job, K, plan, largest)
-            if cores > 1:
-                yield [whole], cores
-            yield [whole], 1
-            if cores > 1 and K > 1:
-                first = write_pass(job, K - K // 2, plan, largest)
-                yield [first, first if K % 2 == 0 else write_pass(job, K // 2, plan, largest)], 1
+        whole = write_pass(job, K, plan, largest)
+        if cores > 1:
+            yield [whole], cores
+        yield [whole], 1
+        if cores > 1 and K > 1:
+            first = write_pass(job, K - K // 2, plan, largest)
+            yield [first, first if K % 2 == 0 else write_pass(job, K // 2, plan, largest)], 1
 
     def _key_of(self, job: Job, K: int) -> str:
         """What decides how a pass is computed and how fast it is, the weights included."""

@@ -294,6 +294,9 @@ class Engine:
             if self.graphs is None:
                 pace = Pace(by_torch)  # passes of other sizes than the compiled ones take longer
                 self.usual, self.fine = samples, fine
+                if per_draw and not pace.b:  # one size was timed, or all took as long: rows cost little
+                    pace.b = per_draw * samples / max(work for work, _ in by_torch)
+                    pace.a = max(0.0, pace.a - pace.b * samples * self.buckets[0])
                 if per_draw is not None:
                     self.draw_rows = pace.rows_of_a_draw(per_draw, self.buckets[0])
                 self.uncompiled = pace.without(samples * self.draw_rows)
@@ -503,8 +506,9 @@ class Engine:
         """`draws` of the first pass, where others made ahead may take their place."""
         graph_for: GraphFor = no_graph if self.graphs is None else self.graphs.at
         divide: Divide = in_one
-        if self.compiled is not None:
-            graph_for, divide = self._compiled_for, self._divided
+        if self.compiled is not None and stock is None:
+            # which passes a seed takes does not depend on what was timed at the start, nor then its last digits
+            graph_for, divide = (self._compiled_for, self._divided) if seed is None else (self.compiled.at, in_one)
         more = self._passes(watch, seed, len(x) * most)
         network, factors = self.model.network, self.model.factors
         normals, B = None, bucket_of(self.buckets, len(x))

@@ -32,15 +32,17 @@ from dubito.models.numerics.normals import Normals
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import Job, evaluating
 from dubito.models.predictions.resident import reside
-from dubito.models.predictions.uncertainty import Classified
+from dubito.models.predictions.uncertainty import Classified, class_sums
 from dubito.service.engine import compiled, pass_cache
+from dubito.service.engine import engine as engines
+from dubito.service.engine.bank import Bank
 from dubito.service.engine.budget import Budget
 from dubito.service.engine.compiled import write_pass
 from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
 from dubito.service.engine.pace import Pace
 from dubito.service.engine.pass_cache import PassCache
 from dubito.service.engine.recording import NotRecorded, record
-from dubito.service.engine.sessions import CompiledPass, DrawsAhead, PassPart, Sessions
+from dubito.service.engine.sessions import CompiledPass, DrawsAhead, PassPart, Sessions, Written
 from dubito.service.settings import Settings
 from tests import forked
 from tests.models.test_window_attention import SWINS
@@ -304,18 +306,89 @@ def test_other_numbers_of_draws_take_the_compiled_passes(tmp_path: Path, monkeyp
         patch.setattr(fast, "uncompiled", Pace([(1, 10.0)]))  # torch takes ten seconds for any pass
         assert fast._divided(1, 64) == 20
         patch.setattr(Job, "outputs", None)  # torch's pass, which nothing asks for
-        answers = {(K, B): result(fast, asked(K, 7, B)) for K in (1, 3, 9, 19, 21, 64) for B in (1, 3)}
+        requests = [asked(K, None, B) for K in (1, 3, 9, 19, 21, 64) for B in (1, 3)]
+        answers = [result(fast, request) for request in requests]
         mixed = [asked(K, None, B) for K, B in ((5, 1), (20, 1), (33, 2))]
         together = fast.answer(mixed)
-    for (K, B), answer in answers.items():
-        same(answer, result(plain, asked(K, 7, B)), 2e-5)
-    for request, one in zip(mixed, together, strict=True):
+    for request, one in zip([*requests, *mixed], [*answers, *together], strict=True):
         assert isinstance(one, PredictResult)
         same(one, result(plain, replace(request, seed=one.seed)), 2e-5)
     fast.uncompiled = Pace([(1, 1e-9)])  # torch is faster than anything
     assert fast._divided(1, 64) == 64
     assert fast._compiled_for(1, 3) is None
     assert fast._compiled_for(1, 20) is not None
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_seeds_bits_do_not_depend_on_what_was_timed_at_the_start(tmp_path: Path) -> None:
+    """Servers that share plans and passes answer a seed alike, however busy the machine was when each of them began."""
+    one = engine(tmp_path)
+    answers = []
+    for seconds in (1e-9, 10.0):  # of a pass by torch
+        one.uncompiled = Pace([(1, seconds)])
+        answers.append([result(one, asked(K, 7, B)) for K in (1, 3, 8, 19, 20, 64) for B in (1, 3)])
+    assert one._divided(1, 64) == 20  # without a seed it would not be the same
+    for first, second in zip(*answers, strict=True):
+        same(first, second, 0.0)
+
+
+@pytest.mark.usefixtures("quick")
+def test_draws_of_a_bank_are_not_divided_for_compiled_passes(tmp_path: Path) -> None:
+    banked = engine(tmp_path)
+    banked.uncompiled = Pace([(1, 10.0)])
+    banked.bank = Bank(banked.model, 2, 64, 1e9)
+    passes = []
+    outputs = Job.outputs
+
+    def counting(job: Job, *given: Any) -> Tensor:
+        passes.append(given)
+        return outputs(job, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Job, "outputs", counting)
+        result(banked, asked(64, None))
+    assert len(passes) == 1
+
+
+def test_a_draw_that_is_left_out_adds_nothing() -> None:
+    """Though it be infinite: 0 · ∞ is not 0."""
+    logits = torch.tensor([[[1.0, 2.0]], [[torch.inf, 0.0]], [[-1.0, 0.5]]])
+    counted = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(class_sums(logits, None, counted), class_sums(logits[[0, 2]]))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_plan_that_cannot_be_recorded_does_not_keep_others_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, tried = compiled.write_pass, list[Plan]()
+
+    def spoilt(job: Job, K: int, plan: Plan, largest: int) -> Written:
+        tried.append(plan)
+        if plan == tried[0]:
+            raise NotRecorded("too large")
+        return write(job, K, plan, largest)
+
+    monkeypatch.setattr(compiled, "write_pass", spoilt)
+    monkeypatch.setattr(compiled, "_plans", lambda measured, fewest: [{**fewest, "no layer": "loop"}, measured])
+    one = engine(tmp_path, buckets=(1,))
+    assert one.compiled is not None
+    assert (1, 20) in one.compiled.known
+    monkeypatch.setattr(compiled, "_plans", lambda measured, fewest: [tried[0]])
+    other = engine(tmp_path / "other", buckets=(1,))
+    assert other.compiled is not None
+    assert not other.compiled.known
+
+
+@pytest.mark.usefixtures("quick")
+def test_draws_cost_torch_what_they_take_where_one_size_alone_was_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a network whose batches take long."""
+    monkeypatch.setattr(engines, "QUICK", 0.0)
+    one = Engine(small(), (1, 4), pass_cache=PassCache(tmp_path))
+    one.warm(100, nullcontext(), (0.005, 0.02, 0.1))
+    assert one._by_torch(1, 1) < one._by_torch(1, 50) < one._by_torch(1, 100)
 
 
 @pytest.mark.usefixtures("quick")
