@@ -29,6 +29,6 @@ class NumericsError(DubitoError):
     """A device that computes wrongly in the requested dtype."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Of its message, without a full stop; its name where it says nothing. torch adds its own stack below."""
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

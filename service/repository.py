@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from dubito.models.artifact.artifact import load
 from dubito.models.errors import ArtifactError, DubitoError, InputError, NumericsError, first_line
 from dubito.models.manifest import Input
+from dubito.models.network.layers import takes_ids
 from dubito.models.numerics.proof import name_of
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.resident import bytes_of, reside
@@ -293,8 +293,8 @@ class Repository:
             on.budget.release(share)
             log.exception("the model fails before any request")
             reason = first_line(error)
-            looks_up = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in model.network.modules())
-            tokens = " It has a table of token ids; those are not served, only real numbers." if looks_up else ""
+            ids = takes_ids(model.network)
+            tokens = " It has a table of token ids; those are not served, only real numbers." if ids else ""
             raise ArtifactError(
                 f"{source.path} fails on inputs of zeros or of random numbers: {reason}.{tokens}"
             ) from error

@@ -17,6 +17,7 @@ from dubito.models.conversion.architectures import Standardise
 from dubito.models.conversion.named import arguments_for, network_of
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Card, Classification, Input, Provenance, Regression, Task
+from dubito.models.network.layers import takes_ids
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.numerics.parameters import Positive
 from dubito.models.predictions.model import Model
@@ -325,7 +326,7 @@ def answer_of(net: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor:
         with evaluating(net), torch.no_grad():
             answer = net(torch.zeros(1, *shape))
     except Exception as error:  # any error of a network that was built for other inputs
-        if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in net.modules()):
+        if takes_ids(net):
             raise RecipeError(
                 f"network.architecture: {name} takes token ids, as its embedding shows; expected numbers or pictures."
             ) from None

@@ -1,6 +1,7 @@
 """Exports an artifact as an ONNX graph: pictures or tensors in, predictions with their uncertainty out."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import onnx
+import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
@@ -26,12 +28,15 @@ from dubito.deploy.edge.summary import classified, regressed
 from dubito.deploy.edge.trace import affines_of, trace
 from dubito.deploy.edge.writers import V_of_all, draw, refuse
 from dubito.models.disk import write_by
+from dubito.models.errors import first_line
 from dubito.models.manifest import Fitting, Image, Interpolation
 from dubito.models.network.geometry import Conv
-from dubito.models.network.network import BayesianNetwork, NetworkFactors
+from dubito.models.network.layers import takes_ids
+from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.network.normalisation import fold_batchnorm
 from dubito.models.predictions.answers import Rule, rule_for
 from dubito.models.predictions.model import Model
+from dubito.models.predictions.prediction import evaluating
 
 CALIBRATED = 256  # inputs from which the ranges of activations are found
 KEY = "dubito"  # of the metadata, which is a JSON object
@@ -81,6 +86,8 @@ def export(
     network = with_law(model.network, law)
     factors = network.factors()
     K = samples if factors.random else 1
+    if K > 1 and network.joint is None:
+        _check_apart(network, factors, declared.shape)
     folded = fold_batchnorm(network)
     if skeleton is None:
         skeleton = trace(folded, declared.shape) if network.joint is None else trace_open(network.net, declared.shape)
@@ -446,8 +453,27 @@ def _facts(
     }
 
 
+def _check_apart(network: BayesianNetwork, factors: NetworkFactors, shape: tuple[int, ...]) -> None:
+    """All draws of a graph share one pass."""
+    x = torch.arange(2 * math.prod(shape)).remainder(2).reshape(2, *shape)  # there are two ids at least
+    draws = Draws(2, torch.zeros(2, factors.normals), 0)
+    with evaluating(network), torch.inference_mode():
+        apart = network.keeps_apart(x if takes_ids(network.net) else torch.randn(x.shape), factors, draws)
+    if apart is False:
+        raise ExportError(
+            "the network mixes rows of the batch, or gives a layer rows of its own, so its draws cannot share a graph. "
+            "Leave those layers as they are (layers={'name': 'deterministic'}), or serve it, which draws one by one."
+        )
+
+
 def _checked(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model, if it is valid ONNX and shape inference agrees."""
-    onnx.checker.check_model(model)
-    onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    try:
+        onnx.checker.check_model(model)
+        onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ExportError(
+            f"the network's graph is not valid ONNX: {first_line(error)}. Its layers may compute in several types of "
+            "numbers, or with shapes that hang on the number of inputs."
+        ) from None
     return model

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.graph import OPSET, OURS
+from dubito.models.errors import first_line
 from dubito.models.network.geometry import Conv, Geometry, Linear
-from dubito.models.network.layers import BayesianLayer, MemberLayer, Structure, layer_by_layer
+from dubito.models.network.layers import BayesianLayer, MemberLayer, Structure, layer_by_layer, takes_ids
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.network.normalisation import ScaleShift
 
@@ -52,7 +53,7 @@ def by_torch(
     net: nn.Module, shape: tuple[int, ...], weights: list[Tensor] | None = None, names: Sequence[str] = ()
 ) -> onnx.ModelProto:
     """Export a network of inputs, and optionally of weights with these names, with torch's exporter."""
-    dtype = torch.int64 if any(isinstance(m, nn.Embedding) for m in net.modules()) else torch.float32
+    dtype = torch.int64 if takes_ids(net) else torch.float32
     example = torch.zeros(2, *shape, dtype=dtype)
     more = () if weights is None else (weights,)
     rows: tuple[Any, ...] = ({0: torch.export.Dim("rows")}, *([None] * len(some) for some in more))
@@ -69,9 +70,11 @@ def by_torch(
                 verbose=False,
             )
     except Exception as error:  # torch raises many kinds, each a page long
-        reason = str(error).strip().splitlines()
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # torch's own headlines say in which of its steps, not why
+            cause = cause.__cause__
         raise ExportError(
-            f"torch cannot export this network for inputs of shape {shape}: {reason[0] if reason else error!r}. "
+            f"torch cannot export this network for inputs of shape {shape}: {first_line(cause)}. "
             "Its forward method may branch on values, or fix the number of rows."
         ) from error
     assert program is not None

@@ -49,6 +49,7 @@ class Run:
     begun: Sequence[Callable[[], object]] = ()  # draws that are under way: a capture ends when all were called for
     read: Reading | None = None  # what is read off the features, in further columns of the outputs
     features: list[Tensor] = field(default_factory=list)  # filled by the layer that is watched for `read`
+    arrived: list[tuple[int, float]] | None = None  # filled by the layers: what they get of the first draw, in brief
     points: int = 0  # inducing inputs, the first rows of each draw
     on_arrival: Mapping[nn.Module, "OnArrival"] = field(default_factory=dict)  # layers that are drawn in sequence
     drawn: dict[nn.Module, "Drawn"] = field(default_factory=dict)  # filled by them
@@ -130,7 +131,15 @@ def current(layer: nn.Module, x: Tensor) -> Run:
             "mixes or drops rows of the batch before it, or makes its own. Only layers that act on each input alone "
             f"can be sampled: leave this one out with layers={{{name!r}: 'deterministic'}}."
         )
+    if run.arrived is not None:
+        run.arrived.append(_in_brief(x[: len(x) // run.K]))
     return run
+
+
+def _in_brief(x: Tensor) -> tuple[int, float]:
+    """How many numbers, and a sum in which each has a weight of its own: another order shows, too."""
+    flat = x.detach().double().flatten()
+    return len(flat), float(flat @ torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device))
 
 
 # what torch's layers call the sizes, for networks that ask their layers
@@ -237,6 +246,11 @@ class Structure:
         convolves = any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in modules.values())
         convolves = convolves or any(isinstance(layer.geometry, Conv) for layer in layers.values())
         return cls(layers, names, attends, convolves)
+
+
+def takes_ids(net: nn.Module) -> bool:
+    """Whether its inputs may be indices into a table."""
+    return any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in net.modules())
 
 
 def layers_in(net: nn.Module) -> dict[str, BayesianLayer]:

@@ -15,7 +15,9 @@ class Learned:
 
     folds: bool = True  # draws can share a pass: False once a pass mixed up rows of the batch
     folded: set[tuple[int, ...]] = field(default_factory=set)  # shapes of inputs whose folded passes were checked
+    apart: set[tuple[int, ...]] = field(default_factory=set)  # shapes of an input whose draws were seen to stay apart
     channels_last: bool = True  # feature maps may lie so in memory: False once a `view` failed
+    inputs: tuple[int, ...] | None = None  # shape of one, of the last pass
     outputs: int | None = None  # C, of a linearised network
     batched: bool = True  # forward-mode products of several draws can share a pass (`vmap`)
     elsewhere: set[str] = field(default_factory=set)  # parameters used outside the layers that hold them

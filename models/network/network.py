@@ -20,6 +20,7 @@ from dubito.models.network.features import is_linear, watch
 from dubito.models.network.geometry import Execution, Geometry
 from dubito.models.network.layers import (
     BayesianLayer,
+    FoldError,
     MemberLayer,
     OnArrival,
     Reading,
@@ -28,6 +29,7 @@ from dubito.models.network.layers import (
     layer_by_layer,
     layers_in,
     running,
+    takes_ids,
 )
 from dubito.models.network.learned import Learned
 from dubito.models.network.regression_sums import regression_sums
@@ -490,10 +492,44 @@ class BayesianNetwork(nn.Module):
             return out
         return self._go(x, run)
 
-    def _go(self, x: Tensor, run: Run, channels_last: bool = False) -> Tensor:
-        folded = x.repeat(run.K, *[1] * (x.dim() - 1)) if run.K > 1 else x
+    def keeps_apart(self, x: Tensor, factors: NetworkFactors, draws: Draws) -> bool | None:
+        """Whether several draws of some inputs can share a pass: the rows of each stay by themselves.
+
+        By what arrives at the layers, whatever their weights make of it: where the second of two draws gets other
+        inputs, the rows of the first are as before, and as many as in a pass of its own. None: no other inputs are
+        known that would show it, or there is no memory for two draws.
+        """
+        x = x[:2]
+        if (other := self._another(x)) is None:
+            return None
+        both, alone = (self.arrange(factors, draws.part(0, K), {}) for K in (2, 1))
+        seen = []
+        for run, folded in ((alone, x.clone()), (both, torch.cat([x, x])), (both, torch.cat([x, other]))):
+            arrived: list[tuple[int, float]] = []
+            try:
+                self._go(x, replace(run, form=None, read=None, arrived=arrived), folded=folded)
+            except FoldError:
+                return False
+            except torch.OutOfMemoryError:
+                return None
+            seen.append(arrived)
+        numbers = [[n for n, _ in arrived] for arrived in seen]
+        sums = [torch.tensor([total for _, total in arrived]) for arrived in seen]
+        return numbers[0] == numbers[1] == numbers[2] and torch.equal(*(s.nan_to_num() for s in sums[1:]))
+
+    def _another(self, x: Tensor) -> Tensor | None:
+        """Other inputs of the kind of these."""
+        if not torch.equal(rolled := x.roll(1, -1), x):
+            return rolled
+        return None if takes_ids(self.net) or not x.is_floating_point() else x + 1
+
+    def _go(self, x: Tensor, run: Run, channels_last: bool = False, folded: Tensor | None = None) -> Tensor:
+        """`folded`: K times B inputs, where they are not the same for each draw."""
+        if folded is None:
+            folded = x.repeat(run.K, *[1] * (x.dim() - 1))  # of one draw, too: a network may change its input in place
         if channels_last:
             folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+        self.learned.inputs = tuple(x.shape[1:])
         here = replace(run, B=len(x), channels_last=channels_last, features=[])
         with running(here), layer_by_layer(run.structure.attends):
             try:

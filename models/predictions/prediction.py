@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dubito.models.errors import InputError, PredictionError
 from dubito.models.manifest import Predictive
 from dubito.models.network.feature_bank import Nearest
-from dubito.models.network.layers import FoldError, Reading
+from dubito.models.network.layers import FoldError, Reading, takes_ids
 from dubito.models.network.learned import Learned
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan, Planner, Shared, Stock
 from dubito.models.network.plan import cheapest
@@ -50,6 +50,7 @@ class WholePass(Protocol):
 GraphFor = Callable[[int, int], WholePass | None]  # the pass for B inputs and K draws, if it was prepared
 Divide = Callable[[int, int], int]  # draws of the next pass of B inputs, of so many that are left
 
+MIXED = "the network mixes rows of the batch, so its samples cannot share a pass."
 MAX_SAMPLES = 1 << 16
 SEED_BITS = 53  # of a seed that we choose: every reader of JSON gets it whole
 NOISE = 1 << 26  # normals held at a time: 256 MB
@@ -390,18 +391,26 @@ class Job:
         return torch.cat([self._forward(x, part, max(1, max_rows // 2)) for part in halves])
 
     def _check_folding(self, x: Tensor, draws: Draws, outputs: Tensor) -> None:
-        """Once per network and shape: is the last draw of a folded pass what it is alone?
+        """Once per network and shape: do the rows of each draw stay apart, and is the last one what it is alone?
 
         A network that turns (B, T, d) to (T, B, d) would give rows to the wrong draws, with nothing else to show it.
         """
+        learned = self.network.learned
+        if not self.factors.ahead and (shape := tuple(x.shape[1:])) not in learned.apart:
+            apart = self.network.keeps_apart(x, self.factors, draws)
+            if apart is False:
+                raise FoldError(MIXED)
+            if apart:
+                learned.apart.add(shape)
         last = draws.part(draws.K - 1, 1)
         alone = self.factors.outputs(self.network, x[-1:], last, self.plan, 1)[0, 0].float()
         folded = outputs[-1, -1].float()
         if alone.isfinite().all() and folded.isfinite().all():
             size = max(float(alone.abs().max()), float(outputs.float().abs().max()), 1e-30)
             if float((alone - folded).abs().max()) > (1e-3 if x.dtype == torch.float32 else 0.1) * size:
-                raise FoldError("the network mixes rows of the batch, so its samples cannot share a pass.")
-        self.network.learned.folded.add(tuple(x.shape))
+                raise FoldError(MIXED)
+        if self.factors.ahead or tuple(x.shape[1:]) in learned.apart:  # else the next input may show it
+            learned.folded.add(tuple(x.shape))
 
 
 def tempered(outputs: Tensor, temperature: float, read: Reading | None) -> Tensor:
@@ -457,7 +466,7 @@ def _checked(
     device, dtype = (factors.device, factors.dtype) if like is None else (like.device, like.dtype)
     if not finite:
         check(device, dtype)
-    indices = not x.is_floating_point() and any(isinstance(m, nn.Embedding) for m in network.net.modules())
+    indices = not x.is_floating_point() and takes_ids(network.net)
     dtype = x.dtype if indices else dtype
     if x.dim() < 2 or len(x) == 0:
         raise InputError(f"inputs have shape {tuple(x.shape)}; expected (B, ...) with at least one input.")

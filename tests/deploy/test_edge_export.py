@@ -376,6 +376,19 @@ def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path, monkeypatch
     with pytest.raises(ExportError, match="torch cannot export this network"):
         export(model)
 
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = self.layer(torch.cat([x, x.flip(-1)])).chunk(2)
+            return one + other  # type: ignore[no-any-return]
+
+    model = saved(bayesianize(Stacked(), "ffg-w"), tmp_path, Card(input=Input(shape=(3,))), Stacked())
+    with pytest.raises(ExportError, match="mixes rows of the batch"):
+        export(model, samples=4)
+
 
 def test_own_noise_has_the_mean_of_torch_s(tmp_path: Path) -> None:
     """Predictive means over 4,096 draws of each agree within 4 standard errors."""

@@ -470,6 +470,75 @@ def test_a_network_that_puts_time_first_is_sampled_one_draw_at_a_time(T: int, me
     torch.testing.assert_close(folded, alone, rtol=1e-5, atol=1e-6)
 
 
+class Flipped(nn.Module):
+    """Averages over a picture and its mirror image, which it puts behind the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.b(self.a(torch.cat([x, x.flip(-1)])).relu().mean((2, 3))).chunk(2)
+        return (one + other) / 2  # type: ignore[no-any-return]
+
+
+class OfItsOwn(nn.Module):
+    """One of its layers gets rows that are no inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("prototypes", torch.randn(40, 6))
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) @ self.b(self.prototypes).T[:, :5]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("net", "shape"), [(TimeFirst, (8, 4)), (Flipped, (3, 6, 6)), (OfItsOwn, (4,))])
+@pytest.mark.parametrize("method", ["ffg-w", "ensemble-w", "mc-dropout"])
+@pytest.mark.parametrize("first", ["draws agree", "inputs of zeros"])
+def test_rows_that_mix_are_seen_where_the_answers_do_not_show_it(
+    net: type[nn.Module], shape: tuple[int, ...], method: str, first: str
+) -> None:
+    """The first draw and the last may be the same member, as of five in twenty, or weights hardly vary; and an input of
+    zeros says nothing of the weights."""
+    torch.manual_seed(0)
+    network = bayesianize(net(), method)
+    factors, x = network.factors(), torch.randn(2, *shape)
+    predict(network, factors, torch.zeros_like(x) if first == "inputs of zeros" else x, 20, 0)
+    assert not network.learned.folds
+    alone = predict(network, factors, x, 8, 1, max_rows=1, keep_outputs=True).outputs
+    together = predict(network, factors, x, 8, 1, keep_outputs=True).outputs
+    assert alone is not None
+    assert together is not None
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+
+
+class Changes(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x -= 1
+        return self.a(x.relu_())  # type: ignore[no-any-return]
+
+
+def test_inputs_stay_what_they_were() -> None:
+    torch.manual_seed(0)
+    network, x = bayesianize(Changes(), "ffg-w"), torch.randn(2, 4)
+    before = x.clone()
+    answers = [predict(network, network.factors(), x, K, 0, keep_outputs=True).outputs for K in (1, 1, 2)]
+    assert torch.equal(x, before)
+    assert answers[0] is not None
+    assert answers[1] is not None
+    assert answers[2] is not None
+    assert torch.equal(answers[0], answers[1])
+    torch.testing.assert_close(answers[2][:1], answers[0])
+
+
 def test_torchs_fast_path_is_back_where_it_was_after_threads_have_used_transformers() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Flatten(), nn.Linear(40, 3)).eval()
