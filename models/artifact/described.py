@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from dubito.models.network.normalisation import fold_batchnorm
 from dubito.models.numerics.parameters import Free, Positive
 from dubito.models.traced import TorchModule, Traced
 from dubito.models.tracing.rebuild import Container, TracedNetwork, rebuild, try_out
-from dubito.models.tracing.trace import TraceError, trace
+from dubito.models.tracing.trace import TraceError, changed_by_hand, trace
 
 OURS = "dubito."
 COPY = re.compile(r"\.copies\.\d+")  # the place of one member's own module in a name
@@ -108,24 +109,23 @@ def describe_network(network: BayesianNetwork, manifest: Manifest) -> tuple[Mani
     if has_name:
         with torch.device("meta"):
             bare = bare_by(described)
-            if _is_still(network, bare, described):
+            if _is_still(network, bare, described) and not any(map(changed_by_hand, net.modules())):
                 check_input(bare, described)
                 return described, {}
     declared = manifest.card.input
     shape = before.input if before is not None and declared is None else None if declared is None else declared.shape
     try:
         traced, constants = trace(net, shape)
-    except TraceError as error:
+        by_trace = _with(manifest, known if is_factory(known.name) else Architecture(name="custom"), traced)
+        return by_trace, _prove(network, by_trace, constants, shape)
+    except (TraceError, ArtifactError) as error:
         if is_factory(known.name):
             with torch.device("meta"):
                 still = _is_still(network, bare_by(manifest), manifest)
             if still:
-                if shape is not None:
-                    Trial.of(network, shape).check(network, manifest)
+                _prove_by_name(network, manifest, shape)
                 return manifest, {}
         raise ArtifactError(str(error)) from None
-    manifest = _with(manifest, known if is_factory(known.name) else Architecture(name="custom"), traced)
-    return manifest, _prove(network, manifest, constants, shape)
 
 
 def _with(manifest: Manifest, architecture: Architecture, traced: Traced) -> Manifest:
@@ -139,6 +139,41 @@ def _is_still(network: BayesianNetwork, bare: nn.Module, manifest: Manifest) -> 
     again = skeleton_of(bare, manifest)
     shapes = [{k: v.shape for k, v in n.state_dict().items() if not k.endswith(".keep")} for n in (network, again)]
     return shapes[0] == shapes[1] and repr(network.net) == repr(again.net)
+
+
+def _trial_of(network: BayesianNetwork, manifest: Manifest, shape: tuple[int, ...] | None) -> Trial | None:
+    """A network that declares no inputs is not served, so its answers are only to come back, if it ever gave any."""
+    if shape is not None:
+        trial = Trial.of(network, shape)
+        trial.check(network, manifest)
+        return trial
+    if network.learned.inputs is None:
+        return None
+    with suppress(ArtifactError):
+        return Trial.of(network, network.learned.inputs)
+    return None
+
+
+def _prove_by_name(network: BayesianNetwork, manifest: Manifest, shape: tuple[int, ...] | None) -> None:
+    """Let its factory make the network anew, as `load` does, and compare the answers."""
+    trial = _trial_of(network, manifest, shape)
+    with torch.random.fork_rng(devices=[]):
+        torch.seed()  # tensors that the factory draws are others each time
+        again = skeleton_of(bare_by(manifest), manifest)
+    state = network.state_dict()
+    again.load_state_dict({name: t for name, t in state.items() if not name.endswith(".keep")})
+    set_masks(again, {name.removesuffix(".keep"): t for name, t in state.items() if name.endswith(".keep")})
+    own = dict(network.named_buffers())
+    lost = [n for n, t in again.named_buffers() if n in own and not torch.equal(t, own[n].to(t.device))]
+    like = next(network.parameters(), None)
+    again = again if like is None else again.to(like.device)
+    if lost or (trial is not None and not trial.agrees(again)):
+        what = f"Its buffer {lost[0].removeprefix('net.')!r}" if lost else "Something that it computes with"
+        raise ArtifactError(
+            f"the network is not what its factory {manifest.architecture.name} makes anew with the same weights: it "
+            f"answers differently. {what} is not in its state dict: register tensors as parameters or as persistent "
+            "buffers, keep modules in an nn.ModuleList, and change nothing once the factory has made it."
+        )
 
 
 def _ends_in_sigmoid(traced: Traced) -> bool:
@@ -166,11 +201,9 @@ def _prove(
     for name in again.state_dict().keys() - state.keys():
         held = buffers.get(name)
         unsaved[name] = constants[COPY.sub("", name.removeprefix("net."))] if held is None else held
-    if shape is None:
+    if (trial := _trial_of(network, manifest, shape)) is None:
         return unsaved
-    trial = Trial.of(network, shape)
-    trial.check(network, manifest)
-    if manifest.task.kind == "classification" and _ends_in_sigmoid(manifest.traced):
+    if shape is not None and manifest.task.kind == "classification" and _ends_in_sigmoid(manifest.traced):
         raise ArtifactError(
             "the network ends in a Sigmoid, as one that gives several labels at once. Expected a logit for each class, "
             "of which one is true: leave out the Sigmoid if that is so; several labels are not served."

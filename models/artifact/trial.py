@@ -25,7 +25,7 @@ class Trial:
 
     @classmethod
     def of(cls, network: BayesianNetwork, shape: tuple[int, ...]) -> Self:
-        factors = network.factors()
+        factors = replace(network.factors(), read=None)  # what is read off the features is no answer
         numbers = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(factors.device, factors.dtype)
         for x in (numbers, numbers.round().long()):
             try:

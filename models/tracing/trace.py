@@ -46,6 +46,13 @@ PYTHONS = sysconfig.get_path("stdlib")
 THEIRS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/", "<frozen")  # files of torch and of ours
 
 
+def changed_by_hand(part: nn.Module) -> str | None:
+    """What was done to a module after it was made that no description of it holds; None: nothing."""
+    if "forward" in vars(part):
+        return "had its forward method replaced"
+    return "has hooks" if len(part._forward_pre_hooks) > watched(part) or part._forward_hooks else None
+
+
 class TraceError(DubitoError):
     """A network that cannot be written as data; the message names the line of its code."""
 
@@ -210,6 +217,8 @@ class _NetworkTracer(ThreadTracer):
         if len(given) > 1 and given[1].kind is given[1].POSITIONAL_OR_KEYWORD:
             names = ", ".join(p.name for p in given)
             raise TraceError(f"the network takes several inputs ({names}); expected one: join them into one tensor.")
+        if (changed := changed_by_hand(module)) is not None:
+            raise TraceError(f"the network {changed}, which cannot be written as data.")
         self.entries = {part: describe(part) for part in module.modules()}  # while torch's modules are as ever
         try:
             with self.alone(), _recorded_factories(self), _recorded_len(self, module), torch.no_grad():
@@ -279,8 +288,8 @@ class _NetworkTracer(ThreadTracer):
         alone = alone and len(args) == 1 and isinstance(args[0], fx.Proxy) and not kwargs
         if self.entry(m) is None and not alone:
             return super().module(m, forward, args, kwargs)
-        if len(m._forward_pre_hooks) > watched(m) or m._forward_hooks:
-            raise _Stuck(f"{type(m).__name__} has hooks, which cannot be written as data")
+        if (changed := changed_by_hand(m)) is not None:
+            raise _Stuck(f"{type(m).__name__} {changed}, which cannot be written as data")
         name = self.path_of_module(m)
         if self.entry(m) is None:
             self.inner.setdefault(name, args[0].node.meta["hints"])

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, build, load, save
+from dubito.models.conversion.architectures import FACTORIES
 from dubito.models.errors import ArchitectureError, ArtifactError, ConversionError, InputError
 from dubito.models.manifest import Card, Input, Regression, Task
+from dubito.models.network.feature_bank import FeatureBank
+from dubito.models.predictions.prediction import predict
 
 Both = namedtuple("Both", "logits features")
 instance = nn.Linear(4, 3)  # taken for a factory
@@ -171,3 +174,87 @@ def test_a_factory_is_a_name_of_what_builds_a_network() -> None:
         build(mlp())  # type: ignore[arg-type]
     with pytest.raises(ArchitectureError, match="is a Linear that is built already; expected a class, or a function"):
         build(f"{__name__}:instance")
+
+
+class Kept(nn.Module):
+    """Computes with numbers that its state dict may not hold, in a way that cannot be followed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.head, numbers = nn.Linear(8, 3), torch.randn(4, 8)
+        if how == "attribute":
+            self.numbers = numbers
+        else:
+            self.register_buffer("numbers", torch.ones(4, 8) if how == "constant" else numbers, how == "buffer")
+
+    def forward(self, x: Tensor) -> Any:
+        if not torch.isfinite(x).all():
+            raise ValueError("it is not finite")
+        return self.head(torch.sin(x @ self.numbers))
+
+
+class AsksForTheType(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x) * 2 if isinstance(x, Tensor) else self.layer(x)
+
+
+def answers_again(network: Any, tmp_path: Path, **card: Any) -> None:
+    """As it is saved, so it is loaded."""
+    x = torch.randn(3, 4)
+    before = predict(network, network.factors(), x, 4, 0, keep_outputs=True).outputs
+    save(network, tmp_path / "m.safetensors", **card)
+    after = load(tmp_path / "m.safetensors").predict(x, 4, 0, keep_outputs=True).outputs
+    assert before is not None
+    assert after is not None
+    torch.testing.assert_close(after, before)
+
+
+@pytest.mark.parametrize("card", [{}, {"card": Card(input=Input(shape=(4,)))}])
+@pytest.mark.parametrize("how", ["buffer", "constant", "buffer not kept", "attribute"])
+def test_what_a_factory_makes_anew_must_answer_alike(
+    how: str, card: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FACTORIES, "tests:kept", lambda: Kept(how))
+    network = bayesianize(build("tests:kept"), "ffg-w")
+    if how in ("buffer", "constant"):
+        answers_again(network, tmp_path, **card)
+        return
+    said = "buffer 'numbers' is" if how == "buffer not kept" else "Something that it computes with is"
+    with pytest.raises(ArtifactError, match=rf"tests:kept makes anew .* differently\. .*{said} not in its state"):
+        answers_again(network, tmp_path, **card)
+
+
+def test_a_network_that_is_followed_wrongly_is_kept_by_its_factory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FACTORIES, "tests:asks", AsksForTheType)
+    answers_again(bayesianize(build("tests:asks"), "ffg-w"), tmp_path, card=Card(input=Input(shape=(4,))))
+
+
+def test_without_declared_inputs_those_that_were_seen_are_tried(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="ask for the type of its input"):
+        answers_again(bayesianize(AsksForTheType(), "ffg-w"), tmp_path)
+
+
+@pytest.mark.parametrize("made", [mlp, lambda: build("mlp", inputs=4, outputs=3)])
+def test_what_was_changed_by_hand_is_not_saved(made: Callable[[], nn.Module], tmp_path: Path) -> None:
+    hooked, replaced, within = made(), made(), made()
+    hooked.register_forward_pre_hook(lambda module, given: (given[0] * 3,))
+    inner = replaced.forward
+    replaced.forward = lambda x: inner(x) * 2
+    relu = next(part for part in within.modules() if isinstance(part, nn.ReLU))
+    relu.forward = torch.tanh  # type: ignore[method-assign]
+    for net, said in ((hooked, "has hooks"), (replaced, "its forward method replaced"), (within, "method replaced")):
+        with pytest.raises(ArtifactError, match=said):
+            answers_again(bayesianize(net, "ffg-w"), tmp_path)
+
+
+def test_a_network_with_a_feature_bank_is_tried_by_its_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FACTORIES, "tests:kept", lambda: Kept("buffer"))
+    network = bayesianize(build("tests:kept"), "ffg-w")
+    network.set_feature_bank(FeatureBank.of(torch.randn(1, 20, 8), "head"))
+    answers_again(network, tmp_path, card=Card(input=Input(shape=(4,)), labels=("a", "b", "c")))
