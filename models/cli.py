@@ -311,6 +311,7 @@ def list_zoo(context: typer.Context, as_json: AsJson = False) -> None:
 
 FIRST = ("name", "data", "method", "network")  # columns of words
 WIDTH = 130  # that a row needs
+TABLES = (".csv", ".tsv", ".parquet", ".pq", ".npz")
 
 
 @zoo.command("verify")
@@ -398,6 +399,11 @@ def _inputs(path: Path, name: str, model: "Model") -> list[tuple[str, "Tensor"]]
     declared = model.card.input
     if declared is None:
         raise InputError("this artifact does not say what its inputs look like; save it with a card that does.")
+    if path.suffix.lower() in TABLES:
+        raise InputError(
+            f"{path} holds rows; expected a picture, or a .npy file with inputs of shape {declared.shape}. For a table "
+            "or an .npz: dubito score."
+        )
     if path.suffix.lower() != ".npy":
         return [(name, prepare(torch.from_numpy(_pixels(path, declared)), declared))]
     array = _numbers(path)

@@ -223,7 +223,7 @@ def _by_functions(recipe: Any) -> bool:
 
 def _show_layers(console: Any, table: Any, layers: list[dict[str, Any]], entries: Mapping[str, Entry]) -> None:
     for name in ("layer", "method", "W", "V or g", "λ", "law of λ", "noise in W", "parameters", "bytes"):
-        table.add_column(name, no_wrap=name == "layer")
+        table.add_column(name, no_wrap=name == "layer", overflow="ellipsis" if name == "layer" else "fold")
     for row in layers:
         V, law = entries[row["name"]].cells(row)
         lam = f"{row['lambda']:.2g}" if "lambda" in row else ""

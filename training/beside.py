@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.models import load, save
+from dubito.models.errors import InputError
 from dubito.models.manifest import Card, Difference, Plain, Precision
 from dubito.models.names import Measure
 from dubito.models.network.network import BayesianNetwork
@@ -92,6 +93,23 @@ def differences(mine: Answers, other: Answers, y: Tensor, seed: int) -> dict[str
 
 def _less(mine: QualityFigures, other: QualityFigures) -> QualityFigures:
     return {name: mine[name] - other[name] for name in mine if name in other}
+
+
+def check_alike(model: Model, other: Model, name: str) -> None:
+    """Refuse to compare models that would take the same inputs or answers for different ones."""
+    inputs = model.card.input, other.card.input
+    columns = tuple(None if one is None else one.columns for one in inputs)
+    named = {
+        "columns": columns,
+        "targets": (model.card.targets, other.card.targets),
+        "labels": (model.card.labels, other.card.labels),
+    }
+    for what, (mine, theirs) in named.items():
+        if mine is not None and theirs is not None and mine != theirs:
+            raise InputError(
+                f"{name} has the {what} {', '.join(theirs[:8])}, the first model {', '.join(mine[:8])}; expected two "
+                "models with the same ones in one order. Evaluate each alone."
+            )
 
 
 def compare(

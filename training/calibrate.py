@@ -69,6 +69,16 @@ def check_held_out(model: Model, held: Examples) -> None:
         )
 
 
+def tell_training_inputs(model: Model, examples: Examples) -> None:
+    """Say so where figures are measured on what the model was trained on."""
+    seen = set(model.card.provenance.train_sample)
+    if seen and (back := sum(one in seen for one in examples.fingerprints())):
+        remark(
+            f"{back} of {len(examples)} inputs are among the {len(seen)} training inputs that the artifact remembers: "
+            "figures on such are too good. Measure on data that it has not seen"
+        )
+
+
 def calibrate(
     model: Model,
     held: Examples,

@@ -750,7 +750,8 @@ def evaluate(
     from dubito.models.errors import InputError
     from dubito.models.remote.address import place_of
     from dubito.models.verdict import beside_plain
-    from dubito.training.beside import compare
+    from dubito.training.beside import check_alike, compare
+    from dubito.training.calibrate import tell_training_inputs
     from dubito.training.data.data import part_of
     from dubito.training.data.sources import read_for
     from dubito.training.evaluation.evaluate import evaluate as measure_all
@@ -771,7 +772,9 @@ def evaluate(
             f"{model.manifest.task.kind}; expected two models of one kind."
         )
     name, examples = part_of(read_for(model.manifest, data, data_root, download=download), model.card, part)
+    tell_training_inputs(model, examples)
     if rival is not None:
+        check_alike(model, rival, str(place_of(str(against))))
         check_examples(rival, examples)
     outside = {}
     for other in ood or []:

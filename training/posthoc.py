@@ -67,6 +67,9 @@ def from_artifact(
     trained_by = (origin.recipe or {}).get("seed", 0)
     divided_by = trained_by if same and isinstance(trained_by, int) else seed
     architecture = model.manifest.architecture
+    calibrate = Calibrate() if calibrate is None else calibrate
+    if model.manifest.task.kind == "regression":
+        calibrate = calibrate.model_copy(update={"temperature": False})
     recipe = Recipe(
         seed=divided_by,
         task=model.manifest.task.kind,
@@ -74,7 +77,7 @@ def from_artifact(
         network=Network(architecture=architecture.name, arguments=architecture.arguments),
         posterior=PosteriorOptions(method=LAPLACE, options=settings.model_dump(mode="json", exclude_defaults=True)),
         fit=_fit_of(origin),
-        calibrate=Calibrate() if calibrate is None else calibrate,
+        calibrate=calibrate,
         precision=model.manifest.precision if precision is None else precision,
     )
     parts = parts_of(data_set, recipe)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models import bayesianize, load, save
+from dubito.models.artifact.trial import SHARES, is_shares
 from dubito.models.conversion.architectures import Standardise
 from dubito.models.conversion.named import arguments_for, network_of
 from dubito.models.errors import DubitoError
@@ -46,6 +47,7 @@ from dubito.training.laplace import check_size, describe, linearise
 from dubito.training.plain import look_first
 from dubito.training.weights import Weights, fill, fitting_names, read_weights
 
+REPEATED = 0.01  # share of a part that may stand in the training part, too, without a word
 REMEMBERED = 1024  # training inputs whose hashes are stored in the artifact, to recognise them
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch
 MOST_NUMBERS = 1 << 23  # of the training examples among which inducing points are chosen
@@ -218,7 +220,20 @@ def parts_of(data: DataSet, recipe: Recipe) -> Parts:
     divided(*held, recipe.calibrate, recipe.task, recipe.seed)  # raises before the work if calibration would fail
     if recipe.task == "regression":
         _check_units(parts.train.y, d.name)
+    _tell_repeated(parts, d.name)
     return parts
+
+
+def _tell_repeated(parts: Parts, name: str) -> None:
+    """Say so where inputs of the parts that measure stand in the training part, too."""
+    seen = set(parts.train.fingerprints())
+    for part, measured in (("test", parts.test), ("calibration", parts.calibration)):
+        back = sum(one in seen for one in measured.fingerprints())
+        if back > REPEATED * len(measured):
+            remark(
+                f"{name}: {back} of {len(measured)} inputs of the {part} part are in the training part, too: figures "
+                "and promises would be too good for new inputs. Leave repeated rows out"
+            )
 
 
 def read_context(recipe: Recipe, train: Examples, root: Path | None, download: bool = False) -> Tensor | None:
@@ -300,13 +315,14 @@ def build_network(recipe: Recipe, parts: Parts, declared: Input, weights: Weight
         for said in weights.remarks:
             remark(said)
         fill(net, weights, name)
-    _check_sizes(net, name, declared.shape, outputs)
+    _check_sizes(net, name, declared.shape, outputs, parts.labels is not None)
     return net
 
 
-def _check_sizes(net: nn.Module, name: str, shape: tuple[int, ...], outputs: int) -> None:
+def _check_sizes(net: nn.Module, name: str, shape: tuple[int, ...], outputs: int, classes: bool) -> None:
     """Check that the network takes one input of this shape, and has one output per class or target."""
-    came = tuple(answer_of(net, name, shape).shape)
+    answer = answer_of(net, name, shape)
+    came = tuple(answer.shape)
     if len(came) > 2:
         raise RecipeError(
             f"network.architecture: {name} answers with {came[1:]} numbers, as for each pixel or token; expected "
@@ -314,6 +330,8 @@ def _check_sizes(net: nn.Module, name: str, shape: tuple[int, ...], outputs: int
         )
     if came != (1, outputs):
         raise RecipeError(f"network.arguments: {name} answers with {came[1:]} numbers; the data has {outputs}.")
+    if classes and outputs > 1 and not answer.is_meta and is_shares(answer):
+        raise RecipeError(f"network.architecture: {name}'s {SHARES}")
 
 
 def answer_of(net: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor:

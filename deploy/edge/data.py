@@ -55,12 +55,13 @@ def _read(path: str, model: Model) -> LabelledData:
     try:
         with open(path, "rb") as opened:
             if opened.read(2) != b"PK":
-                raise InputError(f"{path} is no .npz file; expected one with arrays x and y.")
+                raise InputError(f"{path} is no .npz file; expected npz:PATH, a file with arrays x and y.")
             opened.seek(0)
             file = np.load(opened, allow_pickle=False)
             x, y = file["x"], file["y"]
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}.") from None
+        expected = "expected npz:PATH, a file with arrays x and y"
+        raise InputError(f"cannot read {path}: {error.strerror or error}; {expected}.") from None
     except KeyError:
         raise InputError(f"{path} lacks x or y; expected an .npz file with both arrays.") from None
     except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, struct.error):

@@ -12,6 +12,10 @@ from dubito.models.network.layers import Structure
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.predictions.prediction import evaluating
 
+SHARES = (
+    "outputs are probabilities: positive numbers with a sum of 1. Expected logits, of which dubito takes the softmax "
+    "itself: leave out the Softmax at the network's end."
+)
 SAME = 1e-3  # of the largest output: how far an input's answer may move with the inputs beside it
 
 
@@ -38,11 +42,8 @@ class Trial:
     def check(self, network: BayesianNetwork, manifest: Manifest) -> None:
         """One row of logits or values for each input, whatever inputs come beside it."""
         check_width(tuple(self.answer.shape[1:]), manifest)
-        if manifest.task.kind == "classification" and _is_shares(self.answer):
-            raise ArtifactError(
-                "the network's outputs are probabilities: positive numbers with a sum of 1. Expected logits, of which "
-                "dubito takes the softmax itself: leave out the Softmax at the network's end."
-            )
+        if manifest.task.kind == "classification" and is_shares(self.answer):
+            raise ArtifactError(f"the network's {SHARES}")
         again = _answer(network, self.factors, self.x)
         if self._moved(again):
             raise ArtifactError(
@@ -95,7 +96,7 @@ def _answer(network: BayesianNetwork, factors: NetworkFactors, x: Tensor) -> Ten
         return own.outputs(network, x, Draws(1, None, 0), lambda B, K: {}, len(x))[0]
 
 
-def _is_shares(answer: Tensor) -> bool:
+def is_shares(answer: Tensor) -> bool:
     """Whether rows are probabilities of classes, which logits are by no chance."""
     sums = answer.double().sum(-1)
     return bool((answer >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4)

@@ -13,6 +13,7 @@ from dubito.models.remote.store import RemoteFile, download, stat, upload
 from dubito.service.scoring.parts import ScoreError
 
 WRITABLE = ("s3", "gs", "az")
+OTHERS = (".csv", ".tsv", ".json", ".jsonl", ".npy", ".npz", ".feather", ".xlsx")  # which would mislead
 
 
 @contextmanager
@@ -22,6 +23,10 @@ def delivered(output: str, *, fresh: bool) -> Iterator[Path]:
     A file that is there already is fetched first, so that the caller sees whether it is the output of the same job.
     """
     target = place_of(output)
+    if output.lower().endswith(OTHERS):
+        raise ScoreError(
+            f"OUTPUT is {target}, and scores are written as Parquet: name it so ({Path(output).stem}.parquet)."
+        )
     if isinstance(target, Path):
         yield target
         return

@@ -135,7 +135,8 @@ class ArrayRows:
             raise InputError(f"{path} holds {array.dtype}; expected numbers.")
         fits = len(array.shape) in (3, 4) if self.pixels else array.shape[1:] == declared.shape
         if not fits or not self.count:
-            expected = "(N, H, W) or (N, H, W, channels) of uint8" if self.pixels else ("N", *declared.shape)
+            own = ", ".join(map(str, declared.shape))
+            expected = "(N, H, W) or (N, H, W, channels) of uint8" if self.pixels else f"(N, {own})"
             raise InputError(f"{path} has shape {array.shape}; expected {expected}, N at least 1.")
 
     def fingerprint(self) -> str:

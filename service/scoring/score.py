@@ -193,7 +193,7 @@ class Scorer:
                 if block.bad and self.asked.on_bad == "stop":
                     row, what = min(block.bad.items())
                     raise InputError(
-                        f"row {start + row}: {what}. Mend it and start anew with --fresh, or take --on-bad null."
+                        f"row {start + row}: {what}. Mend it and start anew: --fresh; or --fresh --on-bad null."
                     )
                 for a in range(start, stop, job.batch):
                     b = min(stop, a + job.batch)

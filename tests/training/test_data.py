@@ -221,7 +221,7 @@ Y = np.arange(3)
         ({"x": X, "y": [0.5, np.inf, 1]}, "y holds NaN, infinity"),
         ({"x": X + 1e39, "y": Y}, "x holds NaN, infinity or numbers beyond float32"),
         ({"x": X, "y": Y - 1}, "values from -1 to 1; expected classes 0, 1, 2, …"),
-        ({"x": X, "y": Y + (1 << 40)}, 'expected classes 0, 1, 2, … of shape (N,). To predict numbers, set task="reg'),
+        ({"x": X, "y": Y + (1 << 40)}, "expected classes 0, 1, 2, … of shape (N,). To predict numbers: --set task=reg"),
         ({"x": X, "y": Y.astype(np.uint64) + np.uint64(2**63)}, "expected classes"),
         ({"x": pixels(3, 8, 8, 4), "y": Y}, "expected pictures with 1 or 3 channels, first or last"),
         ({"x": X, "y": Y, "x_test": X[:, :1], "y_test": Y}, "x_test float64 (3, 1)"),

@@ -92,7 +92,7 @@ def test_classes_go_by_name(manifest: Manifest, tmp_path: Path) -> None:
     assert data.train.x.tolist() == [[1, 2], [3, 4]]
 
 
-def test_columns_go_by_name(manifest: Manifest, tmp_path: Path) -> None:
+def test_columns_go_by_name(manifest: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     card = manifest.card.model_copy(update={"input": Input(shape=(2,), columns=("a", "b"))})
     named = manifest.model_copy(update={"card": card})
     (tmp_path / "turned.csv").write_text("what,b,a\nowl,2,1\ncat,4,3\n")
@@ -100,7 +100,53 @@ def test_columns_go_by_name(manifest: Manifest, tmp_path: Path) -> None:
         data = read_for(named, f"csv:{tmp_path / 'turned.csv'}", labelled=labelled)
         assert data.train.x.tolist() == [[1, 2], [3, 4]]
     (tmp_path / "other.csv").write_text("what,c,a\nowl,2,1\ncat,4,3\n")
-    assert read_for(named, f"csv:{tmp_path / 'other.csv'}").train.x.tolist() == [[2, 1], [4, 3]]
+    with pytest.raises(DataError, match=r"other\.csv has no column b, which this model takes; its columns are: c, a"):
+        read_for(named, f"csv:{tmp_path / 'other.csv'}")
+    outside = read_for(named, f"csv:{tmp_path / 'other.csv'}", labelled=False)
+    assert outside.train.x.tolist() == [[2, 1], [4, 3]]  # of other things
+    assert "the columns c, a, the model a, b: they are taken in order" in capsys.readouterr().err
+    (tmp_path / "more.csv").write_text("id,b,a,what\n7,2,1,owl\n8,4,3,cat\n")
+    target = named.model_copy(update={"card": card.model_copy(update={"targets": ("what",)})})
+    assert read_for(target, f"csv:{tmp_path / 'more.csv'}").train.x.tolist() == [[1, 2], [3, 4]]
+    assert "column id is left out" in capsys.readouterr().err
+
+
+def test_the_target_goes_by_its_name(manifest: Manifest, tmp_path: Path) -> None:
+    """Wherever it stands; it may be missing where targets do not matter."""
+    card = manifest.card.model_copy(update={"input": Input(shape=(2,), columns=("a", "b")), "targets": ("kind",)})
+    unnamed = card.model_copy(update={"provenance": Provenance()})  # no recipe says which column it is
+    named = manifest.model_copy(update={"card": unnamed})
+    (tmp_path / "first.csv").write_text("kind,b,a\nowl,2,1\ncat,4,3\n")
+    data = read_for(named, f"csv:{tmp_path / 'first.csv'}")
+    assert data.train.x.tolist() == [[1, 2], [3, 4]]
+    assert data.train.y.tolist() == [2, 0]
+    (tmp_path / "without.csv").write_text("b,a\n2,1\n")
+    assert read_for(named, f"csv:{tmp_path / 'without.csv'}", labelled=False).train.x.tolist() == [[1, 2]]
+    with pytest.raises(DataError, match="has no column 'kind'"):
+        read_for(named, f"csv:{tmp_path / 'without.csv'}")
+
+
+def test_classes_of_a_table_go_by_name_where_any_is_known(manifest: Manifest, tmp_path: Path) -> None:
+    named = manifest.model_copy(update={"card": manifest.card.model_copy(update={"labels": ("1", "2", "3")})})
+    (tmp_path / "shifted.csv").write_text("what,a,b\n1,1,2\n0,3,4\n2,5,6\n")
+    with pytest.raises(DataError, match=r"has the classes 0, 1, 2, this model 1, 2, 3: only 1, 2 are the same"):
+        read_for(named, f"csv:{tmp_path / 'shifted.csv'}")
+    (tmp_path / "some.csv").write_text("what,a,b\n3,1,2\n2,3,4\n")
+    assert read_for(named, f"csv:{tmp_path / 'some.csv'}").train.y.tolist() == [2, 1]
+
+
+def test_numbers_that_float32_does_not_tell_apart_are_refused(tmp_path: Path) -> None:
+    seconds = 1.7e9 + np.arange(0, 600, 3.0)
+    rows = "\n".join(f"{t},{i % 7},{np.sin(t)}" for i, t in enumerate(seconds))
+    (tmp_path / "t.csv").write_text(f"t,i,y\n{rows}\n")
+    with pytest.raises(
+        DataError, match=r"column .t. has numbers near 1\.7e\+09 that .* Subtract 1\.7e\+09"
+    ):
+        read_data(f"csv:{tmp_path / 't.csv'}")
+    y = 1e9 + np.random.default_rng(0).standard_normal(50)
+    np.savez(tmp_path / "y.npz", x=np.full((50, 2), 0.1), y=y)  # a constant column is no such
+    with pytest.raises(DataError, match=r"column 'y\[:, 0\]' has numbers near 1e\+09"):
+        read_data(f"npz:{tmp_path / 'y.npz'}")
 
 
 def test_unknown_names_go_by_number_where_there_are_as_many(manifest: Manifest, tmp_path: Path) -> None:

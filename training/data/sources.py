@@ -4,6 +4,7 @@ import csv
 import os
 import warnings
 import zipfile
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -30,6 +31,8 @@ ARRAYS = ("x", "y", "x_test", "y_test", "group", "group_test")  # of an .npz fil
 DIVIDERS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of tables that are not divided by commas
 MOST_LETTERS = 100  # of a group's name
 UCI = {"uci": "standard", "uci-gap": "gap"}  # divided at random; or the middle third of one feature is the test part
+MANY_CLASSES = 20  # whole numbers of which there are more, of few examples each, may be no classes
+TELLS_APART = 0.05  # of their standard deviation, by which float32 may move numbers
 MOST_CLASSES = 1 << 16  # larger whole numbers are not classes
 PEEKED = 100  # pictures whose size is looked at before they are read
 MOST_BYTES = 1 << 34  # of pictures in the size of the first one, if the recipe gives no size
@@ -58,12 +61,17 @@ def read_for(
         )
     shape = None if declared is None or image is None else declared.shape
     fitting = None if image is None else image.fitting
+    target = None if recipe is None else recipe.target
+    if target is None and name.startswith("csv:") and manifest.card.targets is not None:
+        (target, *_) = manifest.card.targets
     data = read_data(
         name,
         root,
         download=download,
         regression=regression if labelled else None,
-        target=None if recipe is None else recipe.target,
+        target=target,
+        labelled=labelled,
+        columns=None if declared is None else declared.columns,
         group=None if recipe is None else recipe.group,
         grouped=grouped,
         size=None if shape is None else (shape[1], shape[2]),
@@ -71,27 +79,12 @@ def read_for(
         fitting=fitting,
         split=recipe.split if recipe is not None and recipe.name == name else 0,
     )
-    data = _ordered(data, None if declared is None else declared.columns)
     if not labelled:
         return data
     if regression != (data.labels is None):
         kinds = ("classes", "numbers")
         raise DataError(f"{name} has {kinds[not regression]} for targets; this model predicts {kinds[regression]}.")
     return data if manifest.card.labels is None else numbered(data, name, manifest.card.labels)
-
-
-def _ordered(data: DataSet, known: tuple[str, ...] | None) -> DataSet:
-    """The columns of a table in the model's order, if the names are the same."""
-    columns = data.columns
-    if known is None or columns is None or columns == known or sorted(columns) != sorted(known):
-        return data
-    if len(set(known)) < len(known):  # two columns of one name cannot be told apart
-        return data
-    place = torch.tensor([columns.index(name) for name in known])
-    both = (data.train, data.test)
-    train, test = (None if part is None else replace(part, x=part.x[:, place]) for part in both)
-    assert train is not None
-    return replace(data, train=train, test=test, columns=known)
 
 
 def numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
@@ -106,12 +99,14 @@ def numbered(data: DataSet, name: str, known: tuple[str, ...]) -> DataSet:
         assert train is not None
         return replace(data, train=train, test=test, labels=known)
     numbers = labels == tuple(map(str, range(len(labels))))
+    places = numbers and not name.startswith(("csv:", "folder:"))  # classes of arrays are places, those of tables names
+    shared = tuple(label for label in labels if label in known)
+    if shared and not places and (numbers or len(labels) == len(known)):
+        raise DataError(
+            f"{name} has the classes {_some(labels)}, this model {_some(known)}: only {_some(shared)} are the same. "
+            "Expected the model's names, in any order."
+        )
     if len(labels) == len(known) and not numbers and known != tuple(map(str, range(len(known)))):
-        if shared := tuple(label for label in labels if label in known):
-            raise DataError(
-                f"{name} has the classes {_some(labels)}, this model {_some(known)}: only {_some(shared)} are the "
-                "same. Expected the model's names, in any order."
-            )
         pairs = _some(tuple(f"{one} for {other}" for one, other in zip(labels, known, strict=True)))
         remark(f"{name} and the model name their classes differently: they are taken in order, {pairs}")
     if len(labels) == len(known) or (len(labels) < len(known) and numbers):
@@ -135,6 +130,8 @@ def read_data(
     target: str | None = None,
     group: str | None = None,
     grouped: bool = True,
+    labelled: bool = True,
+    columns: tuple[str, ...] | None = None,
     size: tuple[int, int] | None = None,
     channels: int | None = None,
     fitting: Fitting | None = None,
@@ -142,7 +139,8 @@ def read_data(
 ) -> DataSet:
     """Read a data set by name; `regression` decides about targets that could be either (None: words and integers are
     classes). With a `fitting`, all pictures are brought to `size` and `channels`; without one, those of folders. Unless
-    `grouped`, a table may lack the column `group`."""
+    `grouped`, a table may lack the column `group`, and unless `labelled` that of the target. With `columns`, a table
+    gives these, whatever others it has."""
     kind, colon, place = name.partition(":")
     if name == "digits":
         return _brought(_digits(), size, channels, fitting)
@@ -157,7 +155,7 @@ def read_data(
             return _folder(path, size, channels or 3, fitting or Fitting())
         if kind == "npz":
             return _brought(_npz(path, regression), size, channels, fitting)
-        return _csv(path, regression, target, group, grouped)
+        return _csv(path, regression, target, group, grouped, labelled, columns)
 
 
 def own_place(kind: str, text: str) -> Place:
@@ -424,7 +422,10 @@ def _npz(path: Path, regression: bool | None) -> DataSet:
     seen = torch.cat([part.y for part in (train, test) if part is not None]).unique()
     if len(seen) < most + 1:
         absent = [c for c in range(most + 1) if c not in set(seen.tolist())]
-        remark(f"{path}: y goes up to {most}, but has no example of class {_some(tuple(map(str, absent)))}")
+        remark(
+            f"{path}: y goes up to {most}, but has no example of class {_some(tuple(map(str, absent)))}. To predict "
+            "numbers: --set task=regression; classes are numbered from 0 without gaps"
+        )
     return DataSet(train, test, tuple(map(str, range(most + 1))))
 
 
@@ -442,7 +443,10 @@ def _groups(path: Path, names: NDArray[Any] | None, n: int) -> NDArray[np.str_] 
     return groups
 
 
-def _arrays(path: Path, x: NDArray[Any], y: NDArray[Any], regression: bool | None) -> Examples:
+def _arrays(
+    path: Path, x: NDArray[Any], y: NDArray[Any], regression: bool | None, names: Sequence[str] = ()
+) -> Examples:
+    """`names` of the columns and of the target, of a table."""
     if x.dtype.kind not in "fiub" or y.dtype.kind not in "fiub":
         raise DataError(f"{path}: x holds {x.dtype} and y {y.dtype}; expected numbers.")
     if not 2 <= x.ndim <= 5 or y.ndim < 1 or len(x) != len(y) or 0 in x.shape or 0 in y.shape:
@@ -455,12 +459,15 @@ def _arrays(path: Path, x: NDArray[Any], y: NDArray[Any], regression: bool | Non
         regression = y.dtype.kind == "f" or y.ndim > 1
     inputs = _pixels(path, x) if x.dtype == np.uint8 and x.ndim in (3, 4) else _floats(path, "x", x)
     targets = _floats(path, "y", y)
+    if x.ndim == 2:
+        _check_steps(path, x, names[:-1] or [f"x[:, {i}]" for i in range(x.shape[1])])
     if regression:
+        _check_steps(path, y.reshape(len(y), -1), names[-1:] or [f"y[:, {i}]" for i in range(y.size // len(y))])
         return Examples(inputs, targets.reshape(len(y), -1))
     if y.ndim != 1 or y.min() < 0 or y.max() >= MOST_CLASSES or (y != np.floor(y)).any():
         raise DataError(
             f"{path}: y has shape {y.shape} and values from {y.min()} to {y.max()}; expected classes 0, 1, 2, … of "
-            'shape (N,). To predict numbers, set task="regression".'
+            "shape (N,). To predict numbers: --set task=regression."
         )
     return Examples(inputs, torch.from_numpy(y.astype(np.int64)))
 
@@ -486,10 +493,38 @@ def _floats(path: Path, name: str, values: NDArray[Any]) -> Tensor:
     return floats
 
 
-def _csv(path: Path, regression: bool | None, target: str | None, group: str | None, grouped: bool) -> DataSet:
+def _check_steps(path: Path, columns: NDArray[Any], names: Sequence[str]) -> None:
+    """Refuse numbers that lie so far from 0 that float32, in which networks compute, does not tell them apart."""
+    if columns.dtype.kind == "f" and columns.dtype.itemsize <= 4:
+        return
+    wide = columns.astype(np.float64)
+    lost, spread = np.abs(wide - wide.astype(np.float32)).max(0), wide.std(0)
+    differ = spread > 1e-12 * np.abs(wide).max(0)
+    for i in np.flatnonzero(differ & (lost > TELLS_APART * spread)).tolist():
+        middle = f"{wide[:, i].mean():.3g}"
+        raise DataError(
+            f"{path}: column {names[i]!r} has numbers near {middle} that differ by about {spread[i]:.2g}: float32, in "
+            f"which networks compute, does not tell them apart. Subtract {middle} from them."
+        )
+
+
+def _csv(
+    path: Path,
+    regression: bool | None,
+    target: str | None,
+    group: str | None,
+    grouped: bool,
+    labelled: bool,
+    known: tuple[str, ...] | None,
+) -> DataSet:
     """A table with a header; the target is a column of numbers (regression) or of words or integers (classes)."""
     header, lines, body = _table(path)
+    if known is not None and len(set(known)) < len(known):  # two columns of one name cannot be told apart
+        known = None
     group = group if grouped or group in header else None
+    if not labelled and target is not None and target not in header:
+        header.append(target)
+        body = [[*row, "0"] for row in body]
     for wanted in (target, group):
         if wanted is not None and header.count(wanted) != 1:
             many = f"{header.count(wanted)} columns" if wanted in header else "no column"
@@ -505,21 +540,45 @@ def _csv(path: Path, regression: bool | None, target: str | None, group: str | N
     last, name = [row.pop(column) for row in body], header.pop(column)
     if all(_number(h) is not None for h in header) and (_number(name) is not None or name in last):
         raise DataError(f"{path} begins with {', '.join(header)}, {name}; expected a header that names the columns.")
+    if known is not None and not (strange := not labelled and not set(known) <= set(header)):
+        header, body = _chosen(path, header, body, known)
+    elif known is not None and strange and header != list(known):
+        remark(f"{path} has the columns {_some(tuple(header))}, the model {_some(known)}: they are taken in order")
     x = np.array([_parse(path, line, header, row) for line, row in zip(lines, body, strict=True)])
     if "" in last:
         raise DataError(f"{path}: line {lines[last.index('')]} has nothing in the target column {name!r}.")
+    asked = regression
     if regression is None:
         regression = any(_number(text) is not None and not _is_integer(text) for text in last)
     if regression:
         values = [_parse(path, line, [name], [text]) for line, text in zip(lines, last, strict=True)]
-        examples = replace(_arrays(path, x, np.array(values), True), group=groups)
+        examples = replace(_arrays(path, x, np.array(values), True, [*header, name]), group=groups)
         return DataSet(examples, None, None, tuple(header), (name,))
     names = [_class(path, line, text) for line, text in zip(lines, last, strict=True)]
     labels = sorted(set(names), key=lambda n: (not _is_integer(n), int(n) if _is_integer(n) else 0, n))
+    if asked is None and labelled and len(labels) > max(MANY_CLASSES, len(names) / 5) and all(map(_is_integer, labels)):
+        remark(
+            f"{path}: the {len(labels)} whole numbers in column {name!r} are taken for classes; to predict numbers: "
+            "--set task=regression"
+        )
     index = {label: i for i, label in enumerate(labels)}
     classes = np.array([index[n] for n in names])
-    examples = replace(_arrays(path, x, classes, False), group=groups)
+    examples = replace(_arrays(path, x, classes, False, [*header, name]), group=groups)
     return DataSet(examples, None, tuple(labels), tuple(header), (name,))
+
+
+def _chosen(
+    path: Path, header: list[str], body: list[list[str]], known: tuple[str, ...]
+) -> tuple[list[str], list[list[str]]]:
+    """The columns that a model knows, in its order."""
+    if missing := tuple(name for name in known if name not in header):
+        raise DataError(
+            f"{path} has no column {_some(missing)}, which this model takes; its columns are: {', '.join(header)}."
+        )
+    if others := tuple(name for name in header if name not in known):
+        remark(f"{path}: column {_some(others)} is left out, since the model does not take it")
+    place = [header.index(name) for name in known]
+    return list(known), [[row[i] for i in place] for row in body]
 
 
 def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
@@ -586,7 +645,7 @@ def _class(path: Path, line: int, text: str) -> str:
         return text
     if not number.is_integer():
         raise DataError(
-            f'{path}: line {line} has the target {text}; expected classes. To predict numbers, set task="regression".'
+            f"{path}: line {line} has the target {text}; expected classes. To predict numbers: --set task=regression."
         )
     return str(int(number))
 

@@ -186,7 +186,8 @@ class FitRun:
         """The part of a step that runs on the device."""
         loss, nll, kl, right = self._parts(x, y, weights, context)
         self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        if loss.requires_grad:  # else there is nothing to train, as in a network of priors alone
+            loss.backward()
         self.ranks.add_gradients(self.network)
         if self.fit.clip is not None:
             nn.utils.clip_grad_norm_(self.network.parameters(), self.fit.clip)
