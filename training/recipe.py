@@ -47,6 +47,7 @@ from dubito.training.laplace import check_size, describe, linearise
 from dubito.training.plain import look_first
 from dubito.training.weights import Weights, fill, fitting_names, read_weights
 
+MANY_CLASSES = 20  # whole numbers of which there are more, of few examples each, may be no classes
 REPEATED = 0.01  # share of a part that may stand in the training part, too, without a word
 REMEMBERED = 1024  # training inputs whose hashes are stored in the artifact, to recognise them
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch
@@ -221,7 +222,15 @@ def parts_of(data: DataSet, recipe: Recipe) -> Parts:
     if recipe.task == "regression":
         _check_units(parts.train.y, d.name)
     _tell_repeated(parts, d.name)
+    _tell_numbers(parts, d.name)
     return parts
+
+
+def _tell_numbers(parts: Parts, name: str) -> None:
+    """Say so where classes look like numbers that are to be predicted."""
+    labels, examples = parts.labels or (), sum(map(len, (parts.train, parts.validation, parts.calibration)))
+    if len(labels) > max(MANY_CLASSES, examples / 5) and all(label.lstrip("+-").isdigit() for label in labels):
+        remark(f"{name}: {len(labels)} whole numbers are taken for classes; to predict numbers: --set task=regression")
 
 
 def _tell_repeated(parts: Parts, name: str) -> None:

@@ -110,6 +110,7 @@ def test_a_killed_run_goes_on_and_uploads_whole_files_only(bucket: Bucket, tmp_p
         ("s3://bucket/none.csv", "o.parquet", "there is no such file; expected none.csv in bucket"),
         ("s3://bucket/bad.npy", "o.parquet", "cannot read s3://bucket/bad.npy as .npy"),
         ("x.npy", "https://host/o.parquet", "OUTPUT is https://host/o.parquet; expected a path, or an address"),
+        ("x.npy", "scores.csv", "OUTPUT is scores.csv, and scores are written as Parquet: name it so (scores.parquet)"),
         ("x.npy", "s3://bucket/", "OUTPUT is s3://bucket/; expected a path, or an address"),
         ("x.npy", "s3://bucket/theirs.txt", "s3://bucket/theirs.txt is no output of `dubito score`"),
         ("x.npy", "s3://nowhere/o.parquet", "there is no bucket nowhere; expected one"),

@@ -139,9 +139,7 @@ def test_numbers_that_float32_does_not_tell_apart_are_refused(tmp_path: Path) ->
     seconds = 1.7e9 + np.arange(0, 600, 3.0)
     rows = "\n".join(f"{t},{i % 7},{np.sin(t)}" for i, t in enumerate(seconds))
     (tmp_path / "t.csv").write_text(f"t,i,y\n{rows}\n")
-    with pytest.raises(
-        DataError, match=r"column .t. has numbers near 1\.7e\+09 that .* Subtract 1\.7e\+09"
-    ):
+    with pytest.raises(DataError, match=r"column .t. has numbers near 1\.7e\+09 that .* Subtract 1\.7e\+09"):
         read_data(f"csv:{tmp_path / 't.csv'}")
     y = 1e9 + np.random.default_rng(0).standard_normal(50)
     np.savez(tmp_path / "y.npz", x=np.full((50, 2), 0.1), y=y)  # a constant column is no such

@@ -31,7 +31,6 @@ ARRAYS = ("x", "y", "x_test", "y_test", "group", "group_test")  # of an .npz fil
 DIVIDERS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of tables that are not divided by commas
 MOST_LETTERS = 100  # of a group's name
 UCI = {"uci": "standard", "uci-gap": "gap"}  # divided at random; or the middle third of one feature is the test part
-MANY_CLASSES = 20  # whole numbers of which there are more, of few examples each, may be no classes
 TELLS_APART = 0.05  # of their standard deviation, by which float32 may move numbers
 MOST_CLASSES = 1 << 16  # larger whole numbers are not classes
 PEEKED = 100  # pictures whose size is looked at before they are read
@@ -547,7 +546,6 @@ def _csv(
     x = np.array([_parse(path, line, header, row) for line, row in zip(lines, body, strict=True)])
     if "" in last:
         raise DataError(f"{path}: line {lines[last.index('')]} has nothing in the target column {name!r}.")
-    asked = regression
     if regression is None:
         regression = any(_number(text) is not None and not _is_integer(text) for text in last)
     if regression:
@@ -556,11 +554,6 @@ def _csv(
         return DataSet(examples, None, None, tuple(header), (name,))
     names = [_class(path, line, text) for line, text in zip(lines, last, strict=True)]
     labels = sorted(set(names), key=lambda n: (not _is_integer(n), int(n) if _is_integer(n) else 0, n))
-    if asked is None and labelled and len(labels) > max(MANY_CLASSES, len(names) / 5) and all(map(_is_integer, labels)):
-        remark(
-            f"{path}: the {len(labels)} whole numbers in column {name!r} are taken for classes; to predict numbers: "
-            "--set task=regression"
-        )
     index = {label: i for i, label in enumerate(labels)}
     classes = np.array([index[n] for n in names])
     examples = replace(_arrays(path, x, classes, False, [*header, name]), group=groups)
