@@ -6,6 +6,7 @@ The projections of torch's attention, and of torchvision's within windows, count
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, get_args
 
 import torch
@@ -205,11 +206,14 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
             continue
         own = [p for part, p in module._parameters.items() if p is not None and part not in POSITIONS]
         plain = type(module) in CONVERTIBLE and "weight" in module._parameters and not _hooked(module)
+        plain = plain and not any(p.is_complex() for p in own)
         tied = any(standing[p] > 1 for p in own)
         past = any(f"{name}.{tensor}" in read for tensor in module._parameters)
         if plain and not tied and not past:
             convertible[name] = module
-        elif (whole := isinstance(module, CONVERTIBLE) or reads_past(module)) or any(_is_matrix(p) for p in own):
+        elif (whole := isinstance(module, CONVERTIBLE) or reads_past(module)) or (
+            any(_is_matrix(p) for p in own) and not isinstance(module, nn.LayerNorm | nn.RMSNorm)
+        ):
             if whole or isinstance(module, nn.MultiheadAttention):
                 closed.append(name)
             why = (
@@ -233,8 +237,29 @@ def _check_network(net: object) -> None:
     if not isinstance(net, nn.Module):
         came = f"the class {net.__name__}" if isinstance(net, type) else type(net).__name__
         raise ConversionError(f"bayesianize got {came}; expected a network, an instance of nn.Module.")
-    if isinstance(net, torch.jit.ScriptModule):
-        raise ConversionError("bayesianize got a TorchScript module; expected the nn.Module that it was made from.")
+    for name, module in net.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            came = f"its part {name!r} is" if name else "bayesianize got"
+            raise ConversionError(f"{came} a TorchScript module; expected the nn.Module that it was made from.")
+        if (held := _holds_function(module)) is not None:
+            raise ConversionError(
+                f"{name or 'the network'} has {held}, a function that holds modules of the network: a copy of it would "
+                "call these, not its own Bayesian layers. Make it a method, which gets them from self."
+            )
+
+
+def _holds_function(module: nn.Module) -> str | None:
+    """The name of a function that holds weights in its closure, which no copy of the module replaces."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    named = [(f"the attribute {name}", value) for name, value in vars(module).items() if not name.startswith("_")]
+    for name, value in [*named, ("a hook", hooks)]:
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        for one in values:
+            for cell in getattr(one, "__closure__", None) or ():
+                with suppress(ValueError):  # an empty cell
+                    if isinstance(cell.cell_contents, nn.Module) and [*cell.cell_contents.parameters()]:
+                        return name
+    return None
 
 
 def _apart(module: nn.Module) -> str:
@@ -247,6 +272,8 @@ def _apart(module: nn.Module) -> str:
         return ", without sizes yet: run the network once first"
     if parametrize.is_parametrized(module):
         return ", parametrized: call torch.nn.utils.parametrize.remove_parametrizations first"
+    if any(p.is_complex() for p in module.parameters(recurse=False)):
+        return ", of complex numbers"
     if isinstance(module, CONVERTIBLE):
         return ", with hooks" if _hooked(module) else ", a class of its own"
     return ""

@@ -197,9 +197,11 @@ class BayesianLayer(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """What the layer that stood here would say of its sizes; it has no one weight to show."""
         if name in ("weight", "bias"):
+            run = _thread.run
+            where = "its name" if run is None else run.structure.names.get(self, "its name")
             raise NoWeightError(
                 f"a Bayesian layer has no one {name}: it has a distribution. The network reads this layer's {name} "
-                "past its forward method; leave that layer out with layers={'its name': 'deterministic'}."
+                f"past its forward method; leave that layer out with layers={{{where!r}: 'deterministic'}}."
             )
         if name in (known := SIZES[type(self.__dict__["geometry"])] if "geometry" in self.__dict__ else {}):
             return getattr(self.geometry, known[name])

@@ -38,8 +38,11 @@ def folds(network: BayesianNetwork) -> dict[int, object]:
     memo: dict[int, object] = {}
     if network.joint is not None and network.joint.over_weights:
         return memo
-    for module in network.modules():
+    read: frozenset[str] = getattr(network.net, "tensors_read", frozenset())  # past the modules that hold them
+    for name, module in network.net.named_modules():
         if isinstance(module, FOLDABLE) and type(module) in FOLDABLE and module.running_mean is not None:
+            if any(f"{name}.{tensor}" in read for tensor in (*module._parameters, *module._buffers)):
+                continue
             memo[id(module)] = folded(module)
     return memo
 

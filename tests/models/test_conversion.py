@@ -1,6 +1,7 @@
 """From any network to a Bayesian one: exact starts, overrides, and errors that name the layer."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
-from dubito.models import bayesianize, build, ensemble, predict
+from dubito.models import bayesianize, build, ensemble, load, predict, save
 from dubito.models.conversion.start import weight_of
 from dubito.models.errors import ConversionError
-from dubito.models.manifest import Regression
+from dubito.models.manifest import Card, Input, Regression
 from dubito.models.network.geometry import Conv
 from dubito.models.numerics.parameters import count
 from dubito.models.posteriors.inducing import Inducing, leading
 from dubito.models.posteriors.protocol import Dense, Factored
+from dubito.models.predictions.resident import reside
 from dubito.models.pruning import prune
 from tests.small_models import mlp
 
@@ -506,3 +508,65 @@ def test_starting_from_the_prior_gives_weights_of_the_priors_size() -> None:
     share = mean.dense().var() / q.sigma**2
     expected = 50 * 50 / (300 * 200)  # the share of directions that V decides
     assert abs(share - expected) < 0.2 * expected
+
+
+class Stepwise(nn.Module):
+    """Its steps are functions that hold its layers, of which a copy of the network has others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = self.layer = nn.Linear(4, 3)
+        self.steps = [lambda x: layer(x)]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.steps[0](x)
+
+
+def test_functions_that_hold_the_networks_layers_are_refused() -> None:
+    """The copy would call the plain layer: all draws would be the same."""
+    replaced, hooked = (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(2))
+    replaced.forward = lambda x: replaced[2](replaced[0](x))  # type: ignore[method-assign]
+    gate = nn.Linear(8, 8)
+    hooked[1].register_forward_hook(lambda module, given, out: out * gate(out))
+    cases = (Stepwise(), "the attribute steps"), (replaced, "the attribute forward"), (hooked, "1 has a hook")
+    for net, what in cases:
+        with pytest.raises(ConversionError, match=f"{what}, a function that holds modules of the network"):
+            bayesianize(net, "ffg-w")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+def test_parts_that_cannot_be_made_bayesian_are_named() -> None:
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(ConversionError, match="its part '0' is a TorchScript module"):
+        bayesianize(nn.Sequential(scripted, nn.Linear(4, 3)), "ffg-w")
+    with pytest.raises(ConversionError, match=r"0 \(Linear, of complex numbers\)"):
+        bayesianize(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 3)), "ffg-w")
+
+
+def test_a_norm_over_several_axes_stays_as_it_is() -> None:
+    network = bayesianize(nn.Sequential(nn.LayerNorm([2, 4]), nn.Flatten(), nn.Linear(8, 3)), "ffg-w")
+    assert list(network.layers) == ["2"]
+
+
+class ReadsTheNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.norm(self.conv(x)) * self.norm.weight.view(1, -1, 1, 1)
+        return self.head(h.mean((2, 3)))
+
+
+def test_a_batchnorm_whose_weights_are_read_past_it_is_not_folded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = ReadsTheNorm()
+    nn.init.uniform_(net.norm.weight)
+    network, x = bayesianize(net, "ffg-w"), torch.randn(2, 1, 6, 6)
+    before = predict(network, network.factors(), x, 4, 0, keep_outputs=True).outputs
+    save(network, tmp_path / "m.safetensors", card=Card(input=Input(shape=(1, 6, 6))))
+    served = reside(load(tmp_path / "m.safetensors"), torch.device("cpu"), torch.float32)
+    after = served.predict(x, 4, 0, keep_outputs=True).outputs
+    assert before is not None
+    assert after is not None
+    torch.testing.assert_close(after, before)
