@@ -17,6 +17,7 @@ from dubito.models.pixels import pixels_of
 
 LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
 LARGEST_RESIZED = 1 << 25  # pixels, before the middle is cut out
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")  # of files in folders
 AT_ONCE = 1 << 24  # numbers of pictures that are prepared at a time: in float32 they take four times the bytes
 
 

@@ -117,6 +117,11 @@ def chosen(net: nn.Module, M: int, examples: Examples | None) -> tuple[Tensor, T
 def seen_at(module: nn.Module, x: Tensor, output: Tensor, M: int) -> Seen:
     """The layer's outputs at all places, and what it got at one place of each point, chosen at random."""
     geometry = geometry_of(module)
+    if len(x) % M:
+        raise ConversionError(
+            f"a layer ({geometry}) gets {len(x)} rows of {M} examples: the network mixes rows of the batch, so no rows "
+            "of it are those of an inducing point. Use another method, such as ffg-u."
+        )
     outputs = (output.movedim(1, -1) if geometry.dims else output).reshape(M, -1, geometry.outputs)
     if outputs.is_meta:
         return Seen(outputs.new_empty(M, geometry.shape[1]), outputs[:, 0], outputs)

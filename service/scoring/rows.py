@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from dubito.models.errors import InputError
-from dubito.models.images import pictures_in, prepare, read_pixels
+from dubito.models.images import SUFFIXES, pictures_in, prepare, read_pixels
 from dubito.models.manifest import Input
 from dubito.models.remote.address import Address, Place, place_of
 from dubito.models.remote.cache import local_copy
@@ -23,7 +23,6 @@ from dubito.service.scoring.blocks import Block, ScoredRows, checked, fingerprin
 from dubito.service.scoring.tables import CsvRows, ParquetRows
 
 FILES = (".parquet", ".pq", ".csv", ".npy", ".npz")
-PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 
 def rows_of_input(given: str, declared: Input) -> ScoredRows:
@@ -163,10 +162,10 @@ class PictureRows:
             raise InputError(f"{folder} is a folder; this model takes tensors of shape {declared.shape}, not pictures.")
         self.folder, self.declared = folder, declared
         every = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
-        self.names = [name for name in every if name.lower().endswith(PICTURES)]
+        self.names = [name for name in every if name.lower().endswith(SUFFIXES)]
         self.count = len(self.names)
         if not self.names:
-            raise InputError(f"{folder} holds no pictures; expected files {', '.join(PICTURES)}.")
+            raise InputError(f"{folder} holds no pictures; expected files {', '.join(SUFFIXES)}.")
         self.pool = ThreadPoolExecutor(os.cpu_count(), "picture")
 
     def fingerprint(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from dubito.models import save
 from dubito.models.manifest import Card, Input, Manifest, Provenance, Regression
@@ -179,3 +180,19 @@ def test_digits_are_read_the_same_for_a_model_as_for_training(tmp_path: Path) ->
     net = bayesian_mlp((64, 4, 10), "ffg-u", inducing=2)
     card = trained_on(data).model_copy(update={"labels": data.labels})
     assert read_for(save(net, tmp_path / "m.safetensors", card=card), "digits").hash() == data.hash()
+
+
+def test_pictures_of_all_kinds_are_read_and_others_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `dubito score` reads them."""
+    for kind in ("cat", "dog"):
+        (tmp_path / kind).mkdir()
+        for suffix in ("png", "gif", "tif", "ppm"):
+            Image.new("RGB", (6, 6), (200, 0, 0) if kind == "cat" else (0, 200, 0)).save(
+                tmp_path / kind / f"1.{suffix}"
+            )
+    (tmp_path / "dog" / "2.heic").write_bytes(b"?")
+    (tmp_path / "dog" / "notes.txt").write_text("?")
+    data = read_data(f"folder:{tmp_path}")
+    assert data.train.y.tolist() == [0] * 4 + [1] * 4
+    said = " ".join(capsys.readouterr().err.split())
+    assert "pictures are left out (1 of .heic)" in said

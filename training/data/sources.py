@@ -4,6 +4,7 @@ import csv
 import os
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.errors import InputError
-from dubito.models.images import fitted, read_pixels
+from dubito.models.images import SUFFIXES, fitted, read_pixels
 from dubito.models.manifest import Fitting, Manifest
 from dubito.models.remote.address import Address, Place, place_of
 from dubito.models.remote.cache import local_copy
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 ARRAYS = ("x", "y", "x_test", "y_test", "group", "group_test")  # of an .npz file
 DIVIDERS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of tables that are not divided by commas
+UNREAD = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".svg", ".tga", ".ico", ".psd", ".dng", ".cr2", ".nef", ".pdf")
 MOST_LETTERS = 100  # of a group's name
 UCI = {"uci": "standard", "uci-gap": "gap"}  # divided at random; or the middle third of one feature is the test part
 TELLS_APART = 0.05  # of their standard deviation, by which float32 may move numbers
@@ -315,6 +317,7 @@ def _pictures(
     from rich.progress import track
 
     folder = _image_folder(path)
+    _tell_left_out(path, folder.classes)
     pixels: list[Tensor] = []
     console = Console(stderr=True)
     unseen = not console.is_terminal
@@ -339,7 +342,6 @@ def _pictures(
 def _image_folder(path: Path) -> "ImageFolder":
     """Classes and pictures, but not what is hidden there: `.ipynb_checkpoints`, `__MACOSX`, `._1.jpg`."""
     from torchvision.datasets import ImageFolder
-    from torchvision.datasets.folder import IMG_EXTENSIONS
 
     class Shown(ImageFolder):  # type: ignore[misc]  # torchvision has no types
         def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
@@ -349,12 +351,21 @@ def _image_folder(path: Path) -> "ImageFolder":
             return names, {name: i for i, name in enumerate(names)}
 
     def is_picture(file: str) -> bool:
-        return file.lower().endswith(IMG_EXTENSIONS) and _is_shown(os.path.basename(file))
+        return file.lower().endswith(SUFFIXES) and _is_shown(os.path.basename(file))
 
     try:
         return Shown(str(path), is_valid_file=is_picture)
     except OSError as error:
-        raise DataError(f"{path}: {_reason(error)}; expected one folder of pictures per class.") from None
+        kinds = ", ".join(SUFFIXES)
+        raise DataError(f"{path}: {_reason(error)}; expected one folder of pictures per class ({kinds}).") from None
+
+
+def _tell_left_out(path: Path, classes: Sequence[str]) -> None:
+    """Say so where pictures of the classes are of kinds that are not read."""
+    files = (file for one in classes for _, _, names in os.walk(path / one) for file in names if _is_shown(file))
+    others = Counter(os.path.splitext(file)[1].lower() for file in files)
+    if left := tuple(f"{others[kind]} of {kind}" for kind in UNREAD if others[kind]):
+        remark(f"{path}: pictures are left out ({_some(left)}); those that are read: {', '.join(SUFFIXES)}")
 
 
 def _is_shown(name: str) -> bool:
