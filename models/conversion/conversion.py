@@ -26,7 +26,7 @@ from dubito.models.network.attention import opened
 from dubito.models.network.features import watched
 from dubito.models.network.geometry import Linear
 from dubito.models.network.layers import BayesianLayer, MemberLayer
-from dubito.models.network.network import BayesianNetwork
+from dubito.models.network.network import BayesianNetwork, Draws
 from dubito.models.network.sequence import InducingInputs
 from dubito.models.network.window_attention import WindowAttention, reads_past
 from dubito.models.numerics.parameters import owners
@@ -109,9 +109,25 @@ def bayesianize(
             converted.layers[name].q.observe(seen, start == "network")
     if points.U_0 is not None:
         converted.set_joint(InducingInputs(points.U_0))
+        _check_points_apart(converted, points.U_0)
     if data is not None:
         _print_quality(whole, converted, data)
     return converted
+
+
+def _check_points_apart(network: BayesianNetwork, U_0: Tensor) -> None:
+    """In training, inducing inputs go through the network in front of each batch."""
+    if U_0.is_meta:
+        return
+    factors = network.factors()
+    draws = Draws(2, torch.zeros(2, factors.normals, device=U_0.device), 0)
+    with evaluating(network), torch.no_grad():
+        apart = network.keeps_apart(U_0, factors, draws)
+    if apart is False:
+        raise ConversionError(
+            "gi and dgp send inducing inputs through the network beside each batch, and this network mixes rows of a "
+            "batch, or gives a layer rows of its own. Use another method, such as ffg-u."
+        )
 
 
 def ensemble(networks: Sequence[nn.Module], task: Task | None = None) -> BayesianNetwork:

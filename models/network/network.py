@@ -502,6 +502,8 @@ class BayesianNetwork(nn.Module):
         x = x[:2]
         if (other := self._another(x)) is None:
             return None
+        if factors.ahead and draws.stock is None:
+            draws = replace(draws, noise=None, key=None, start=0, stock=factors.stock(self, draws.part(0, 2)))
         both, alone = (self.arrange(factors, draws.part(0, K), {}) for K in (2, 1))
         seen = []
         for run, folded in ((alone, x.clone()), (both, torch.cat([x, x])), (both, torch.cat([x, other]))):

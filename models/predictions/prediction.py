@@ -396,7 +396,7 @@ class Job:
         A network that turns (B, T, d) to (T, B, d) would give rows to the wrong draws, with nothing else to show it.
         """
         learned = self.network.learned
-        if not self.factors.ahead and (shape := tuple(x.shape[1:])) not in learned.apart:
+        if (shape := tuple(x.shape[1:])) not in learned.apart:
             apart = self.network.keeps_apart(x, self.factors, draws)
             if apart is False:
                 raise FoldError(MIXED)
@@ -409,7 +409,7 @@ class Job:
             size = max(float(alone.abs().max()), float(outputs.float().abs().max()), 1e-30)
             if float((alone - folded).abs().max()) > (1e-3 if x.dtype == torch.float32 else 0.1) * size:
                 raise FoldError(MIXED)
-        if self.factors.ahead or tuple(x.shape[1:]) in learned.apart:  # else the next input may show it
+        if shape in learned.apart:  # else the next input may show it
             learned.folded.add(tuple(x.shape))
 
 

@@ -544,6 +544,35 @@ class TestRefusals:
         with pytest.raises(ConversionError, match=r"layer '0': gi regresses .* 2 groups\. Give it another method"):
             bayesianize(net, "gi", inducing=3, examples=(torch.randn(3, 4, 4, 4), None))
 
+    @pytest.mark.parametrize("method", ["gi", "dgp"])
+    def test_networks_that_mix_rows(self, method: str) -> None:
+        """Their inducing inputs would be other examples of the batch."""
+
+        class Stacked(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                one, other = self.a(torch.cat([x, x.flip(-1)])).relu().chunk(2)
+                return self.b(one - other)  # type: ignore[no-any-return]
+
+        class TimeFirst(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.b(self.a(x.transpose(0, 1)).relu()[-1])  # type: ignore[no-any-return]
+
+        for net, x in (
+            (Stacked(), torch.randn(9, 4)),
+            (TimeFirst(), torch.randn(9, 8, 4)),
+            (TimeFirst(), torch.randn(9, 7, 4)),
+        ):
+            with pytest.raises(ConversionError, match="mixes rows of"):
+                bayesianize(net, method, inducing=4, examples=(x, None))
+
     def test_inputs_that_are_not_known(self) -> None:
         with pytest.raises(ConversionError, match="gi and dgp need inputs to start from: give examples="):
             bayesianize(nn.Sequential(nn.Linear(2, 2)), "gi")

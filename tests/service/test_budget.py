@@ -170,7 +170,7 @@ def test_out_of_memory_halves_the_samples_first_and_then_the_rows() -> None:
         )
         outputs = predict(network, network.factors(), torch.randn(6, 4), 8, 0, keep_outputs=True).outputs
         assert outputs is not None
-        assert {one for one in asked if one != (1, 1)} == {expected}  # with one of each, foldability is checked
+        assert {one for one in asked if max(one) > 2} == {expected}  # with few of each, foldability is checked
 
 
 def test_out_of_memory_while_drawing_changes_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
