@@ -50,6 +50,7 @@ FEWEST = 20  # fewest examples for a temperature or the constants of RAPS
 MANY = 1000  # examples for thresholds: from here on they count for the temperature too
 LAMBDAS, K_REGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3), (2, 3, 5, 8)  # grid of the constants of RAPS
 MOST_GROUPS = 1 << 12
+REPEATED = 0.01  # share of examples that may be training inputs without a word
 OWN_DRAWS = 1 << 40  # added to the seed, so that an evaluation never uses the draws of the calibration
 
 
@@ -72,7 +73,8 @@ def check_held_out(model: Model, held: Examples) -> None:
 def tell_training_inputs(model: Model, examples: Examples) -> None:
     """Say so where figures are measured on what the model was trained on."""
     seen = set(model.card.provenance.train_sample)
-    if seen and (back := sum(one in seen for one in examples.fingerprints())):
+    back = sum(one in seen for one in examples.fingerprints()) if seen else 0
+    if back > REPEATED * len(examples):
         remark(
             f"{back} of {len(examples)} inputs are among the {len(seen)} training inputs that the artifact remembers: "
             "figures on such are too good. Measure on data that it has not seen"

@@ -772,7 +772,8 @@ def evaluate(
             f"{model.manifest.task.kind}; expected two models of one kind."
         )
     name, examples = part_of(read_for(model.manifest, data, data_root, download=download), model.card, part)
-    tell_training_inputs(model, examples)
+    if name not in ("test", "calibration", "validation"):
+        tell_training_inputs(model, examples)
     if rival is not None:
         check_alike(model, rival, str(place_of(str(against))))
         check_examples(rival, examples)

@@ -48,6 +48,7 @@ from dubito.training.plain import look_first
 from dubito.training.weights import Weights, fill, fitting_names, read_weights
 
 MANY_CLASSES = 20  # whole numbers of which there are more, of few examples each, may be no classes
+FEW_KINDS = 0.3  # share of inputs that differ, below which they repeat by nature, as a few categories do
 REPEATED = 0.01  # share of a part that may stand in the training part, too, without a word
 REMEMBERED = 1024  # training inputs whose hashes are stored in the artifact, to recognise them
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch
@@ -235,14 +236,20 @@ def _tell_numbers(parts: Parts, name: str) -> None:
 
 def _tell_repeated(parts: Parts, name: str) -> None:
     """Say so where inputs of the parts that measure stand in the training part, too."""
-    seen = set(parts.train.fingerprints())
+    inputs = parts.train.fingerprints()
+    if len(set(inputs)) <= FEW_KINDS * len(inputs):
+        return  # they repeat by their nature
+    seen = {(x, y.tobytes()) for x, y in zip(inputs, parts.train.y.numpy(), strict=True)}
+    counted = []
     for part, measured in (("test", parts.test), ("calibration", parts.calibration)):
-        back = sum(one in seen for one in measured.fingerprints())
-        if back > REPEATED * len(measured):
-            remark(
-                f"{name}: {back} of {len(measured)} inputs of the {part} part are in the training part, too: figures "
-                "and promises would be too good for new inputs. Leave repeated rows out"
-            )
+        both = zip(measured.fingerprints(), measured.y.numpy(), strict=True)
+        if (back := sum((x, y.tobytes()) in seen for x, y in both)) > REPEATED * len(measured):
+            counted.append(f"{back} of {len(measured)} of the {part} part")
+    if counted:
+        remark(
+            f"{name}: examples are in the training part, too ({', '.join(counted)}): figures and promises would be too "
+            "good for new ones. Leave repeated rows out"
+        )
 
 
 def read_context(recipe: Recipe, train: Examples, root: Path | None, download: bool = False) -> Tensor | None:

@@ -458,7 +458,8 @@ def _check_apart(network: BayesianNetwork, factors: NetworkFactors, shape: tuple
     x = torch.arange(2 * math.prod(shape)).remainder(2).reshape(2, *shape)  # there are two ids at least
     draws = Draws(2, torch.zeros(2, factors.normals), 0)
     with evaluating(network), torch.inference_mode():
-        apart = network.keeps_apart(x if takes_ids(network.net) else torch.randn(x.shape), factors, draws)
+        numbers = torch.rand(x.shape, generator=torch.Generator().manual_seed(0))
+        apart = network.keeps_apart(x if takes_ids(network.net) else numbers, factors, draws)
     if apart is False:
         raise ExportError(
             "the network mixes rows of the batch, or gives a layer rows of its own, so its draws cannot share a graph. "

@@ -157,17 +157,20 @@ def _trial_of(network: BayesianNetwork, manifest: Manifest, shape: tuple[int, ..
 def _prove_by_name(network: BayesianNetwork, manifest: Manifest, shape: tuple[int, ...] | None) -> None:
     """Let its factory make the network anew, as `load` does, and compare the answers."""
     trial = _trial_of(network, manifest, shape)
+    like = next(network.parameters(), None)
     with torch.random.fork_rng(devices=[]):
-        torch.seed()  # tensors that the factory draws are others each time
+        torch.default_generator.seed()  # tensors that the factory draws are others each time
         again = skeleton_of(bare_by(manifest), manifest)
-    state = network.state_dict()
+    again = again if like is None else again.to(like.device, like.dtype)
+    state, own = network.state_dict(), dict(network.named_buffers())
     again.load_state_dict({name: t for name, t in state.items() if not name.endswith(".keep")})
     set_masks(again, {name.removesuffix(".keep"): t for name, t in state.items() if name.endswith(".keep")})
-    own = dict(network.named_buffers())
-    lost = [n for n, t in again.named_buffers() if n in own and not torch.equal(t, own[n].to(t.device))]
-    like = next(network.parameters(), None)
-    again = again if like is None else again.to(like.device)
-    if lost or (trial is not None and not trial.agrees(again)):
+    lost = [
+        name
+        for name, t in again.named_buffers()
+        if name in own and name not in state and not torch.equal(t, own[name].to(t.device, t.dtype))
+    ]
+    if bool(lost) if trial is None else not trial.agrees(again):
         what = f"Its buffer {lost[0].removeprefix('net.')!r}" if lost else "Something that it computes with"
         raise ArtifactError(
             f"the network is not what its factory {manifest.architecture.name} makes anew with the same weights: it "

@@ -273,9 +273,16 @@ def _holds_function(module: nn.Module) -> str | None:
         for one in values:
             for cell in getattr(one, "__closure__", None) or ():
                 with suppress(ValueError):  # an empty cell
-                    if isinstance(cell.cell_contents, nn.Module) and [*cell.cell_contents.parameters()]:
+                    if isinstance(cell.cell_contents, nn.Module) and _calls(one, cell.cell_contents):
                         return name
     return None
+
+
+def _calls(function: Any, module: nn.Module) -> bool:
+    """Whether a function that holds a module may use its weights; else it reads a number of it, say."""
+    parts = {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
+    by_number = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) or not any(module.children())
+    return any(True for _ in module.parameters()) and (by_number or bool(parts & {*function.__code__.co_names}))
 
 
 def _apart(module: nn.Module) -> str:

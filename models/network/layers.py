@@ -139,6 +139,7 @@ def current(layer: nn.Module, x: Tensor) -> Run:
 def _in_brief(x: Tensor) -> tuple[int, float]:
     """How many numbers, and a sum in which each has a weight of its own: another order shows, too."""
     flat = x.detach().double().flatten()
+    flat = flat.nan_to_num()
     return len(flat), float(flat @ torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device))
 
 

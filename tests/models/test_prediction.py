@@ -514,6 +514,27 @@ def test_rows_that_mix_are_seen_where_the_answers_do_not_show_it(
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
 
 
+class OneHot(nn.Module):
+    """Its first column is a number of a category."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kinds = nn.functional.one_hot(x[:, 0].long(), 5).to(x)
+        return self.b(self.a(torch.cat([kinds, x[:, 1:]], 1)).relu())  # type: ignore[no-any-return]
+
+
+def test_other_inputs_that_show_whether_rows_mix_are_such_as_the_network_takes() -> None:
+    x = 30 * torch.randn(6, 4)
+    x[:, 0] = torch.arange(6) % 5
+    network = bayesianize(OneHot(), "ffg-w")
+    predict(network, network.factors(), x, 4, 0)
+    assert network.learned.folds
+    assert network.learned.apart == {(4,)}
+
+
 class Changes(nn.Module):
     """Changes its input in place."""
 

@@ -228,6 +228,32 @@ def test_what_a_factory_makes_anew_must_answer_alike(
         answers_again(network, tmp_path, **card)
 
 
+class Counts(nn.Module):
+    """Keeps a cache, in double precision, that no file needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("scale", torch.ones(4, dtype=torch.float64))
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        if not torch.isfinite(x).all():
+            raise ValueError("it is not finite")
+        self.seen += len(x)
+        return self.head(x.double() * self.scale).float()
+
+
+def test_caches_need_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FACTORIES, "tests:counts", Counts)
+    network = bayesianize(build("tests:counts"), "deterministic")
+    answers_again(network, tmp_path, card=Card(input=Input(shape=(4,))))
+    before = torch.get_rng_state()
+    save(network, tmp_path / "m.safetensors", card=Card(input=Input(shape=(4,))))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_network_that_is_followed_wrongly_is_kept_by_its_factory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,17 @@ def test_the_target_goes_by_its_name(manifest: Manifest, tmp_path: Path) -> None
         read_for(named, f"csv:{tmp_path / 'without.csv'}")
 
 
+def test_outside_tables_have_targets_of_their_own(manifest: Manifest, tmp_path: Path) -> None:
+    """Whose names and words do not matter."""
+    card = manifest.card.model_copy(update={"input": Input(shape=(2,), columns=("a", "b")), "targets": ("y",)})
+    named = manifest.model_copy(update={"card": card.model_copy(update={"provenance": Provenance()})})
+    (tmp_path / "other.csv").write_text("u,v,kind\n1,2,x0\n3,4,x1\n")
+    assert read_for(named, f"csv:{tmp_path / 'other.csv'}", labelled=False).train.x.tolist() == [[1, 2], [3, 4]]
+    (tmp_path / "bare.csv").write_text("0.1,0.2\n0.3,0.4\n")
+    with pytest.raises(DataError, match="expected a header"):
+        read_for(named, f"csv:{tmp_path / 'bare.csv'}", labelled=False)
+
+
 def test_classes_of_a_table_go_by_name_where_any_is_known(manifest: Manifest, tmp_path: Path) -> None:
     named = manifest.model_copy(update={"card": manifest.card.model_copy(update={"labels": ("1", "2", "3")})})
     (tmp_path / "shifted.csv").write_text("what,a,b\n1,1,2\n0,3,4\n2,5,6\n")
@@ -136,12 +147,15 @@ def test_classes_of_a_table_go_by_name_where_any_is_known(manifest: Manifest, tm
     assert read_for(named, f"csv:{tmp_path / 'some.csv'}").train.y.tolist() == [2, 1]
 
 
-def test_numbers_that_float32_does_not_tell_apart_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_float32_does_not_tell_apart_are_refused(manifest: Manifest, tmp_path: Path) -> None:
     seconds = 1.7e9 + np.arange(0, 600, 3.0)
     rows = "\n".join(f"{t},{i % 7},{np.sin(t)}" for i, t in enumerate(seconds))
     (tmp_path / "t.csv").write_text(f"t,i,y\n{rows}\n")
     with pytest.raises(DataError, match=r"column .t. has numbers near 1\.7e\+09 that .* Subtract 1\.7e\+09"):
         read_data(f"csv:{tmp_path / 't.csv'}")
+    declared = Card(input=Input(shape=(2,), columns=("t", "i")), targets=("y",))
+    model = manifest.model_copy(update={"card": declared, "task": Regression()})
+    assert len(read_for(model, f"csv:{tmp_path / 't.csv'}").train) == 200  # a part of what a model tells apart
     y = 1e9 + np.random.default_rng(0).standard_normal(50)
     np.savez(tmp_path / "y.npz", x=np.full((50, 2), 0.1), y=y)  # a constant column is no such
     with pytest.raises(DataError, match=r"column 'y\[:, 0\]' has numbers near 1e\+09"):

@@ -33,6 +33,7 @@ DIVIDERS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of tables that are 
 UNREAD = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".svg", ".tga", ".ico", ".psd", ".dng", ".cr2", ".nef", ".pdf")
 MOST_LETTERS = 100  # of a group's name
 UCI = {"uci": "standard", "uci-gap": "gap"}  # divided at random; or the middle third of one feature is the test part
+JITTER = 1e-8  # of its size, by which a column that is nearly constant may vary
 TELLS_APART = 0.05  # of their standard deviation, by which float32 may move numbers
 MOST_CLASSES = 1 << 16  # larger whole numbers are not classes
 PEEKED = 100  # pictures whose size is looked at before they are read
@@ -72,6 +73,7 @@ def read_for(
         regression=regression if labelled else None,
         target=target,
         labelled=labelled,
+        trained=False,
         columns=None if declared is None else declared.columns,
         group=None if recipe is None else recipe.group,
         grouped=grouped,
@@ -133,6 +135,7 @@ def read_data(
     grouped: bool = True,
     labelled: bool = True,
     columns: tuple[str, ...] | None = None,
+    trained: bool = True,
     size: tuple[int, int] | None = None,
     channels: int | None = None,
     fitting: Fitting | None = None,
@@ -141,7 +144,7 @@ def read_data(
     """Read a data set by name; `regression` decides about targets that could be either (None: words and integers are
     classes). With a `fitting`, all pictures are brought to `size` and `channels`; without one, those of folders. Unless
     `grouped`, a table may lack the column `group`, and unless `labelled` that of the target. With `columns`, a table
-    gives these, whatever others it has."""
+    gives these, whatever others it has. Unless it is `trained` on, its numbers may be nearly alike."""
     kind, colon, place = name.partition(":")
     if name == "digits":
         return _brought(_digits(), size, channels, fitting)
@@ -155,8 +158,8 @@ def read_data(
         if kind == "folder":
             return _folder(path, size, channels or 3, fitting or Fitting())
         if kind == "npz":
-            return _brought(_npz(path, regression), size, channels, fitting)
-        return _csv(path, regression, target, group, grouped, labelled, columns)
+            return _brought(_npz(path, regression, trained), size, channels, fitting)
+        return _csv(path, regression, target, group, grouped, labelled, columns, trained)
 
 
 def own_place(kind: str, text: str) -> Place:
@@ -403,7 +406,7 @@ def _picture(file: str, fitting: Fitting) -> Tensor:
     return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1)
 
 
-def _npz(path: Path, regression: bool | None) -> DataSet:
+def _npz(path: Path, regression: bool | None, trained: bool) -> DataSet:
     """Arrays `x` (uint8 pictures, channels first or last, or floats) and `y`; optionally `x_test` and `y_test`.
 
     `group` and `group_test` name the group of each example by a word or a whole number.
@@ -418,9 +421,9 @@ def _npz(path: Path, regression: bool | None) -> DataSet:
         raise DataError(f"cannot read {path}: {_reason(error)}; expected arrays of numbers.") from None
     if not {"x", "y"} <= contents.keys() or ("x_test" in contents) != ("y_test" in contents):
         raise DataError(f"{path} holds {', '.join(names) or 'nothing'}; expected arrays x and y (and x_test, y_test).")
-    train, test = _arrays(path, contents["x"], contents["y"], regression), None
+    train, test = _arrays(path, contents["x"], contents["y"], regression, trained=trained), None
     if "x_test" in contents:
-        test = _arrays(path, contents["x_test"], contents["y_test"], train.y.dim() == 2)
+        test = _arrays(path, contents["x_test"], contents["y_test"], train.y.dim() == 2, trained=trained)
         if (train.x.shape[1:], train.x.dtype, train.y.shape[1:]) != (test.x.shape[1:], test.x.dtype, test.y.shape[1:]):
             came = ", ".join(f"{key} {array.dtype} {array.shape}" for key, array in contents.items())
             raise DataError(f"{path} holds {came}; expected training and test examples of one kind and shape.")
@@ -454,7 +457,12 @@ def _groups(path: Path, names: NDArray[Any] | None, n: int) -> NDArray[np.str_] 
 
 
 def _arrays(
-    path: Path, x: NDArray[Any], y: NDArray[Any], regression: bool | None, names: Sequence[str] = ()
+    path: Path,
+    x: NDArray[Any],
+    y: NDArray[Any],
+    regression: bool | None,
+    names: Sequence[str] = (),
+    trained: bool = False,
 ) -> Examples:
     """`names` of the columns and of the target, of a table."""
     if x.dtype.kind not in "fiub" or y.dtype.kind not in "fiub":
@@ -469,10 +477,11 @@ def _arrays(
         regression = y.dtype.kind == "f" or y.ndim > 1
     inputs = _pixels(path, x) if x.dtype == np.uint8 and x.ndim in (3, 4) else _floats(path, "x", x)
     targets = _floats(path, "y", y)
-    if x.ndim == 2:
-        _check_steps(path, x, names[:-1] or [f"x[:, {i}]" for i in range(x.shape[1])])
+    if x.ndim == 2 and trained:
+        _check_steps(path, x, JITTER, names[:-1] or [f"x[:, {i}]" for i in range(x.shape[1])])
+    if regression and trained:
+        _check_steps(path, y.reshape(len(y), -1), 0, names[-1:] or [f"y[:, {i}]" for i in range(y.size // len(y))])
     if regression:
-        _check_steps(path, y.reshape(len(y), -1), names[-1:] or [f"y[:, {i}]" for i in range(y.size // len(y))])
         return Examples(inputs, targets.reshape(len(y), -1))
     if y.ndim != 1 or y.min() < 0 or y.max() >= MOST_CLASSES or (y != np.floor(y)).any():
         raise DataError(
@@ -503,19 +512,23 @@ def _floats(path: Path, name: str, values: NDArray[Any]) -> Tensor:
     return floats
 
 
-def _check_steps(path: Path, columns: NDArray[Any], names: Sequence[str]) -> None:
-    """Refuse numbers that lie so far from 0 that float32, in which networks compute, does not tell them apart."""
-    if columns.dtype.kind == "f" and columns.dtype.itemsize <= 4:
+def _check_steps(path: Path, columns: NDArray[Any], least: float, names: Sequence[str]) -> None:
+    """Refuse numbers that lie so far from 0 that float32, in which networks compute, does not tell them apart.
+
+    Those that differ by less than `least` of their size are nearly constant, and taken so.
+    """
+    if columns.dtype.itemsize <= (4 if columns.dtype.kind == "f" else 2):
         return
-    wide = columns.astype(np.float64)
-    lost, spread = np.abs(wide - wide.astype(np.float32)).max(0), wide.std(0)
-    differ = spread > 1e-12 * np.abs(wide).max(0)
-    for i in np.flatnonzero(differ & (lost > TELLS_APART * spread)).tolist():
-        middle = f"{wide[:, i].mean():.3g}"
-        raise DataError(
-            f"{path}: column {names[i]!r} has numbers near {middle} that differ by about {spread[i]:.2g}: float32, in "
-            f"which networks compute, does not tell them apart. Subtract {middle} from them."
-        )
+    for i, name in enumerate(names):
+        wide = columns[:, i].astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            lost, spread = np.abs(wide - wide.astype(np.float32)).max(), wide.std()
+        if lost > TELLS_APART * spread and spread > max(least, 1e-12) * np.abs(wide).max():
+            middle = f"{wide.mean():.3g}"
+            raise DataError(
+                f"{path}: column {name!r} has numbers near {middle} that differ by about {spread:.2g}: float32, in "
+                f"which networks compute, does not tell them apart. Subtract {middle} from them."
+            )
 
 
 def _csv(
@@ -526,6 +539,7 @@ def _csv(
     grouped: bool,
     labelled: bool,
     known: tuple[str, ...] | None,
+    trained: bool,
 ) -> DataSet:
     """A table with a header; the target is a column of numbers (regression) or of words or integers (classes)."""
     header, lines, body = _table(path)
@@ -533,8 +547,12 @@ def _csv(
         known = None
     group = group if grouped or group in header else None
     if not labelled and target is not None and target not in header:
-        header.append(target)
-        body = [[*row, "0"] for row in body]
+        if known is None or set(known) <= set(header) or len(header) == len(known):  # a table of inputs alone
+            _check_header(path, header)
+            header.append(target)
+            body = [[*row, "0"] for row in body]
+        else:
+            target = None
     for wanted in (target, group):
         if wanted is not None and header.count(wanted) != 1:
             many = f"{header.count(wanted)} columns" if wanted in header else "no column"
@@ -548,8 +566,8 @@ def _csv(
         header.pop(column)
     column = len(header) - 1 if target is None else header.index(target)
     last, name = [row.pop(column) for row in body], header.pop(column)
-    if all(_number(h) is not None for h in header) and (_number(name) is not None or name in last):
-        raise DataError(f"{path} begins with {', '.join(header)}, {name}; expected a header that names the columns.")
+    if _number(name) is not None or name in last:
+        _check_header(path, header, f", {name}")
     if known is not None and not (strange := not labelled and not set(known) <= set(header)):
         header, body = _chosen(path, header, body, known)
     elif known is not None and strange and header != list(known):
@@ -561,14 +579,19 @@ def _csv(
         regression = any(_number(text) is not None and not _is_integer(text) for text in last)
     if regression:
         values = [_parse(path, line, [name], [text]) for line, text in zip(lines, last, strict=True)]
-        examples = replace(_arrays(path, x, np.array(values), True, [*header, name]), group=groups)
+        examples = replace(_arrays(path, x, np.array(values), True, [*header, name], trained), group=groups)
         return DataSet(examples, None, None, tuple(header), (name,))
     names = [_class(path, line, text) for line, text in zip(lines, last, strict=True)]
     labels = sorted(set(names), key=lambda n: (not _is_integer(n), int(n) if _is_integer(n) else 0, n))
     index = {label: i for i, label in enumerate(labels)}
     classes = np.array([index[n] for n in names])
-    examples = replace(_arrays(path, x, classes, False, [*header, name]), group=groups)
+    examples = replace(_arrays(path, x, classes, False, [*header, name], trained), group=groups)
     return DataSet(examples, None, tuple(labels), tuple(header), (name,))
+
+
+def _check_header(path: Path, header: list[str], more: str = "") -> None:
+    if all(_number(h) is not None for h in header):
+        raise DataError(f"{path} begins with {', '.join(header)}{more}; expected a header that names the columns.")
 
 
 def _chosen(
