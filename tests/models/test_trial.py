@@ -231,6 +231,9 @@ def test_what_a_factory_makes_anew_must_answer_alike(
 class Counts(nn.Module):
     """Keeps a cache, in double precision, that no file needs."""
 
+    seen: Tensor
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(4, 3)
