@@ -297,9 +297,9 @@ def test_filters_that_lie_channels_last(lam_max: float, execution: Execution) ->
 
 @pytest.mark.slow
 def test_a_gpu_holds_less_than_a_third_of_the_plain_network(tmp_path: Path) -> None:
-    """Factors, units and what is drawn together, in bfloat16: each storage once."""
+    """Factors, units and what is drawn together, in two bytes: each storage once."""
     plain = build("resnet50-cifar")
     network = bayesianize(plain, "ffg-u", inducing=64, start="prior", lam_max=0.0).eval()
     save(network, tmp_path / "m.safetensors", card=Card(input=Input(shape=(3, 32, 32))))
-    model = for_gpu(reside(load(tmp_path / "m.safetensors"), CPU, torch.bfloat16))
+    model = for_gpu(reside(load(tmp_path / "m.safetensors"), CPU, torch.float16))
     assert bytes_of((model.factors, model.network)) < 0.3 * 2 * sum(p.numel() for p in plain.parameters())
