@@ -49,6 +49,7 @@ Network = Annotated[
         "package.module:factory. Its code runs.",
     ),
 ]
+TABLES = (".csv", ".tsv", ".parquet", ".pq", ".npz")  # which `dubito predict` does not read
 ADDRESSES = "s3://, gs://, az://, https://, hf://"
 Artifact = Annotated[
     str,
@@ -311,7 +312,6 @@ def list_zoo(context: typer.Context, as_json: AsJson = False) -> None:
 
 FIRST = ("name", "data", "method", "network")  # columns of words
 WIDTH = 130  # that a row needs
-TABLES = (".csv", ".tsv", ".parquet", ".pq", ".npz")
 
 
 @zoo.command("verify")

@@ -97,19 +97,17 @@ def _less(mine: QualityFigures, other: QualityFigures) -> QualityFigures:
 
 def check_alike(model: Model, other: Model, name: str) -> None:
     """Refuse to compare models that would take the same inputs or answers for different ones."""
-    inputs = model.card.input, other.card.input
-    columns = tuple(None if one is None else one.columns for one in inputs)
-    named = {
-        "columns": columns,
-        "targets": (model.card.targets, other.card.targets),
-        "labels": (model.card.labels, other.card.labels),
-    }
-    for what, (mine, theirs) in named.items():
+    for (what, mine), theirs in zip(_names(model.card).items(), _names(other.card).values(), strict=True):
         if mine is not None and theirs is not None and mine != theirs:
             raise InputError(
                 f"{name} has the {what} {', '.join(theirs[:8])}, the first model {', '.join(mine[:8])}; expected two "
                 "models with the same ones in one order. Evaluate each alone."
             )
+
+
+def _names(card: Card) -> dict[str, tuple[str, ...] | None]:
+    columns = None if card.input is None else card.input.columns
+    return {"columns": columns, "targets": card.targets, "labels": card.labels}
 
 
 def compare(

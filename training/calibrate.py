@@ -58,26 +58,30 @@ class CalibrationError(DubitoError):
     """Data or settings with which a model cannot be calibrated."""
 
 
+def _trained_on(model: Model, examples: Examples) -> list[int]:
+    """Which of the examples are among the training inputs that the artifact remembers."""
+    seen = set(model.card.provenance.train_sample)
+    return [i for i, f in enumerate(examples.fingerprints()) if f in seen] if seen else []
+
+
 def check_held_out(model: Model, held: Examples) -> None:
     """Refuse data with inputs of the training part: thresholds set on them would be too tight."""
-    seen = set(model.card.provenance.train_sample)
-    back = [i for i, f in enumerate(held.fingerprints()) if f in seen] if seen else []
-    if back:
+    if back := _trained_on(model, held):
         which = ", ".join(map(str, back[:5])) + (", …" if len(back) > 5 else "")
         raise CalibrationError(
             f"these {len(held)} examples overlap the training part: {len(back)} of them (examples {which}) are among "
-            f"the {len(seen)} training inputs that the artifact remembers. Calibrate on data that it has not seen."
+            f"the {len(set(model.card.provenance.train_sample))} training inputs that the artifact remembers. "
+            "Calibrate on data that it has not seen."
         )
 
 
 def tell_training_inputs(model: Model, examples: Examples) -> None:
     """Say so where figures are measured on what the model was trained on."""
-    seen = set(model.card.provenance.train_sample)
-    back = sum(one in seen for one in examples.fingerprints()) if seen else 0
-    if back > REPEATED * len(examples):
+    if len(back := _trained_on(model, examples)) > REPEATED * len(examples):
         remark(
-            f"{back} of {len(examples)} inputs are among the {len(seen)} training inputs that the artifact remembers: "
-            "figures on such are too good. Measure on data that it has not seen"
+            f"{len(back)} of {len(examples)} inputs are among the {len(set(model.card.provenance.train_sample))} "
+            "training inputs that the artifact remembers: figures on such are too good. Measure on data that it has "
+            "not seen"
         )
 
 

@@ -26,11 +26,11 @@ from dubito.models.predictions.prediction import evaluating
 from dubito.models.remote.cache import fetched
 from dubito.models.terminal import duration, remark
 from dubito.training.beside import as_stored, beside_plain
-from dubito.training.calibrate import calibrate, divided
+from dubito.training.calibrate import REPEATED, calibrate, divided
 from dubito.training.config import Fit, Recipe, RecipeError
 from dubito.training.data.augment import augmentation
 from dubito.training.data.data import DataSet, Examples, Parts, divide, enter, input_of
-from dubito.training.data.sources import numbered, read_data
+from dubito.training.data.sources import is_integer, numbered, read_data
 from dubito.training.estimate import in_all, time_phases
 from dubito.training.evaluation.evaluate import measure
 from dubito.training.fit.checkpoint import draft_of, resume, save_checkpoint
@@ -49,7 +49,6 @@ from dubito.training.weights import Weights, fill, fitting_names, read_weights
 
 MANY_CLASSES = 20  # whole numbers of which there are more, of few examples each, may be no classes
 FEW_KINDS = 0.3  # share of inputs that differ, below which they repeat by nature, as a few categories do
-REPEATED = 0.01  # share of a part that may stand in the training part, too, without a word
 REMEMBERED = 1024  # training inputs whose hashes are stored in the artifact, to recognise them
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch
 MOST_NUMBERS = 1 << 23  # of the training examples among which inducing points are chosen
@@ -230,7 +229,7 @@ def parts_of(data: DataSet, recipe: Recipe) -> Parts:
 def _tell_numbers(parts: Parts, name: str) -> None:
     """Say so where classes look like numbers that are to be predicted."""
     labels, examples = parts.labels or (), sum(map(len, (parts.train, parts.validation, parts.calibration)))
-    if len(labels) > max(MANY_CLASSES, examples / 5) and all(label.lstrip("+-").isdigit() for label in labels):
+    if len(labels) > max(MANY_CLASSES, examples / 5) and all(map(is_integer, labels)):
         remark(f"{name}: {len(labels)} whole numbers are taken for classes; to predict numbers: --set task=regression")
 
 

@@ -16,6 +16,8 @@ from dubito.models.images import pictures_in, prepare_array
 from dubito.models.predictions.model import Model
 from dubito.models.remote.cache import local_copy
 
+EXPECTED = "expected npz:PATH, a file with arrays x and y"
+
 
 @dataclass(frozen=True)
 class LabelledData:
@@ -55,13 +57,12 @@ def _read(path: str, model: Model) -> LabelledData:
     try:
         with open(path, "rb") as opened:
             if opened.read(2) != b"PK":
-                raise InputError(f"{path} is no .npz file; expected npz:PATH, a file with arrays x and y.")
+                raise InputError(f"{path} is no .npz file; {EXPECTED}.")
             opened.seek(0)
             file = np.load(opened, allow_pickle=False)
             x, y = file["x"], file["y"]
     except OSError as error:
-        expected = "expected npz:PATH, a file with arrays x and y"
-        raise InputError(f"cannot read {path}: {error.strerror or error}; {expected}.") from None
+        raise InputError(f"cannot read {path}: {error.strerror or error}; {EXPECTED}.") from None
     except KeyError:
         raise InputError(f"{path} lacks x or y; expected an .npz file with both arrays.") from None
     except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, struct.error):

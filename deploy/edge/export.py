@@ -32,11 +32,10 @@ from dubito.models.errors import first_line
 from dubito.models.manifest import Fitting, Image, Interpolation
 from dubito.models.network.geometry import Conv
 from dubito.models.network.layers import takes_ids
-from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
+from dubito.models.network.network import BayesianNetwork, NetworkFactors
 from dubito.models.network.normalisation import fold_batchnorm
 from dubito.models.predictions.answers import Rule, rule_for
 from dubito.models.predictions.model import Model
-from dubito.models.predictions.prediction import evaluating
 
 CALIBRATED = 256  # inputs from which the ranges of activations are found
 KEY = "dubito"  # of the metadata, which is a JSON object
@@ -455,12 +454,9 @@ def _facts(
 
 def _check_apart(network: BayesianNetwork, factors: NetworkFactors, shape: tuple[int, ...]) -> None:
     """All draws of a graph share one pass."""
-    x = torch.arange(2 * math.prod(shape)).remainder(2).reshape(2, *shape)  # there are two ids at least
-    draws = Draws(2, torch.zeros(2, factors.normals), 0)
-    with evaluating(network), torch.inference_mode():
-        numbers = torch.rand(x.shape, generator=torch.Generator().manual_seed(0))
-        apart = network.keeps_apart(x if takes_ids(network.net) else numbers, factors, draws)
-    if apart is False:
+    ids = torch.arange(math.prod(shape)).remainder(2).reshape(1, *shape)  # there are two at least
+    numbers = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0))
+    if network.keeps_apart(ids if takes_ids(network.net) else numbers, factors) is False:
         raise ExportError(
             "the network mixes rows of the batch, or gives a layer rows of its own, so its draws cannot share a graph. "
             "Leave those layers as they are (layers={'name': 'deterministic'}), or serve it, which draws one by one."

@@ -78,6 +78,13 @@ def skeleton_of(bare: nn.Module, manifest: Manifest) -> BayesianNetwork:
     return fold_batchnorm(network) if manifest.batchnorm == "folded" else network
 
 
+def state_and_masks(network: BayesianNetwork) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a network but for its masks, and the masks of pruned tensors by their places."""
+    state = network.state_dict()
+    masks = {name.removesuffix(".keep"): t for name, t in state.items() if name.endswith(".keep")}
+    return {name: t for name, t in state.items() if not name.endswith(".keep")}, masks
+
+
 def set_masks(network: BayesianNetwork, masks: dict[str, Tensor]) -> None:
     """Of pruned tensors, by the place of the tensor."""
     for place, keep in masks.items():
@@ -137,7 +144,7 @@ def _with(manifest: Manifest, architecture: Architecture, traced: Traced) -> Man
 def _is_still(network: BayesianNetwork, bare: nn.Module, manifest: Manifest) -> bool:
     """Whether it is the network that the manifest describes: a changed head would not come back."""
     again = skeleton_of(bare, manifest)
-    shapes = [{k: v.shape for k, v in n.state_dict().items() if not k.endswith(".keep")} for n in (network, again)]
+    shapes = [{name: t.shape for name, t in state_and_masks(one)[0].items()} for one in (network, again)]
     return shapes[0] == shapes[1] and repr(network.net) == repr(again.net)
 
 
@@ -162,9 +169,9 @@ def _prove_by_name(network: BayesianNetwork, manifest: Manifest, shape: tuple[in
         torch.default_generator.seed()  # tensors that the factory draws are others each time
         again = skeleton_of(bare_by(manifest), manifest)
     again = again if like is None else again.to(like.device, like.dtype)
-    state, own = network.state_dict(), dict(network.named_buffers())
-    again.load_state_dict({name: t for name, t in state.items() if not name.endswith(".keep")})
-    set_masks(again, {name.removesuffix(".keep"): t for name, t in state.items() if name.endswith(".keep")})
+    (state, masks), own = state_and_masks(network), dict(network.named_buffers())
+    again.load_state_dict(state)
+    set_masks(again, masks)
     lost = [
         name
         for name, t in again.named_buffers()
@@ -197,9 +204,7 @@ def _prove(
         if shape is not None:
             try_out(bare, shape)
         again = skeleton_of(bare, manifest)
-    state, buffers = network.state_dict(), dict(network.named_buffers())
-    masks = {name.removesuffix(".keep"): t for name, t in state.items() if name.endswith(".keep")}
-    state = {name: t for name, t in state.items() if not name.endswith(".keep")}
+    (state, masks), buffers = state_and_masks(network), dict(network.named_buffers())
     unsaved: dict[str, Tensor] = {}
     for name in again.state_dict().keys() - state.keys():
         held = buffers.get(name)

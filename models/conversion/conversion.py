@@ -26,7 +26,7 @@ from dubito.models.network.attention import opened
 from dubito.models.network.features import watched
 from dubito.models.network.geometry import Linear
 from dubito.models.network.layers import BayesianLayer, MemberLayer
-from dubito.models.network.network import BayesianNetwork, Draws
+from dubito.models.network.network import BayesianNetwork
 from dubito.models.network.sequence import InducingInputs
 from dubito.models.network.window_attention import WindowAttention, reads_past
 from dubito.models.numerics.parameters import owners
@@ -109,25 +109,14 @@ def bayesianize(
             converted.layers[name].q.observe(seen, start == "network")
     if points.U_0 is not None:
         converted.set_joint(InducingInputs(points.U_0))
-        _check_points_apart(converted, points.U_0)
+        if not points.U_0.is_meta and converted.keeps_apart(points.U_0, converted.factors()) is False:
+            raise ConversionError(
+                "gi and dgp send inducing inputs through the network beside each batch, and this network mixes rows of "
+                "a batch, or gives a layer rows of its own. Use another method, such as ffg-u."
+            )
     if data is not None:
         _print_quality(whole, converted, data)
     return converted
-
-
-def _check_points_apart(network: BayesianNetwork, U_0: Tensor) -> None:
-    """In training, inducing inputs go through the network in front of each batch."""
-    if U_0.is_meta:
-        return
-    factors = network.factors()
-    draws = Draws(2, torch.zeros(2, factors.normals, device=U_0.device), 0)
-    with evaluating(network), torch.no_grad():
-        apart = network.keeps_apart(U_0, factors, draws)
-    if apart is False:
-        raise ConversionError(
-            "gi and dgp send inducing inputs through the network beside each batch, and this network mixes rows of a "
-            "batch, or gives a layer rows of its own. Use another method, such as ffg-u."
-        )
 
 
 def ensemble(networks: Sequence[nn.Module], task: Task | None = None) -> BayesianNetwork:
@@ -220,6 +209,8 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
         if isinstance(module, WindowAttention):  # positions stay as they are, and layers that compute them
             closed += [f"{name}.{part}".lstrip(".") for part in module.by_place]
             continue
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # they have a number for each place, and no matrix
+            continue
         own = [p for part, p in module._parameters.items() if p is not None and part not in POSITIONS]
         plain = type(module) in CONVERTIBLE and "weight" in module._parameters and not _hooked(module)
         plain = plain and not any(p.is_complex() for p in own)
@@ -227,9 +218,7 @@ def _convertible(net: nn.Module, unsupported: str) -> dict[str, nn.Module]:
         past = any(f"{name}.{tensor}" in read for tensor in module._parameters)
         if plain and not tied and not past:
             convertible[name] = module
-        elif (whole := isinstance(module, CONVERTIBLE) or reads_past(module)) or (
-            any(_is_matrix(p) for p in own) and not isinstance(module, nn.LayerNorm | nn.RMSNorm)
-        ):
+        elif (whole := isinstance(module, CONVERTIBLE) or reads_past(module)) or any(_is_matrix(p) for p in own):
             if whole or isinstance(module, nn.MultiheadAttention):
                 closed.append(name)
             why = (
@@ -270,12 +259,18 @@ def _holds_function(module: nn.Module) -> str | None:
     named = [(f"the attribute {name}", value) for name, value in vars(module).items() if not name.startswith("_")]
     for name, value in [*named, ("a hook", hooks)]:
         values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-        for one in values:
-            for cell in getattr(one, "__closure__", None) or ():
-                with suppress(ValueError):  # an empty cell
-                    if isinstance(cell.cell_contents, nn.Module) and _calls(one, cell.cell_contents):
-                        return name
+        if any(_calls(one, held) for one in values for held in _held_by(one)):
+            return name
     return None
+
+
+def _held_by(function: object) -> list[nn.Module]:
+    """The modules in the closure of a function; none of anything else."""
+    held = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # an empty cell
+            held.append(cell.cell_contents)
+    return [one for one in held if isinstance(one, nn.Module)]
 
 
 def _calls(function: Any, module: nn.Module) -> bool:

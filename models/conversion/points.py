@@ -45,8 +45,9 @@ def start_points(net: nn.Module, entries: Mapping[str, Layer], examples: Example
         _check_rows_apart(net)
     x, y = chosen(net, max(sizes.values()), examples)
     seen, last = look(net, x, sizes)
-    if examples is not None and examples[1] is not None and y is not None and not x.is_meta:
-        _check_targets(examples[1], seen[last].outputs.shape[-1], task)
+    targets = None if examples is None else examples[1]
+    if targets is not None and y is not None and not x.is_meta:
+        _check_targets(targets, seen[last].outputs.shape[-1], task)
         seen[last] = with_targets(seen[last], y, task)
     return Start(x[: sizes[global_[0]]] if global_ else None, {name: seen[name].first(M) for name, M in sizes.items()})
 

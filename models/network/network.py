@@ -492,8 +492,9 @@ class BayesianNetwork(nn.Module):
             return out
         return self._go(x, run)
 
-    def keeps_apart(self, x: Tensor, factors: NetworkFactors, draws: Draws) -> bool | None:
-        """Whether several draws of some inputs can share a pass: the rows of each stay by themselves.
+    def keeps_apart(self, x: Tensor, factors: NetworkFactors, draws: Draws | None = None) -> bool | None:
+        """Whether several draws (any two, if none are given) of some inputs can share a pass: the rows of each stay by
+        themselves.
 
         By what arrives at the layers, whatever their weights make of it: where the second of two draws gets other
         inputs, the rows of the first are as before, and as many as in a pass of its own. None: no other inputs are
@@ -503,15 +504,18 @@ class BayesianNetwork(nn.Module):
         x = x[:1]
         if (other := self._another(x)) is None:
             return None
+        if draws is None:
+            draws = Draws(2, torch.zeros(2, factors.normals, device=factors.device), 0)
         try:
-            if factors.ahead and draws.stock is None:
-                draws = replace(draws, noise=None, key=None, start=0, stock=factors.stock(self, draws.part(0, 2)))
-            both, alone = (self.arrange(factors, draws.part(0, K), {}) for K in (2, 1))
-            one, two = self._arriving(x, x, alone), self._arriving(x, torch.cat([x, x]), both)
-            beside = self._arriving(x, torch.cat([x, other]), both)
-            if [n for n, _ in one] == [n for n, _ in two] and beside == two:
-                return True
-            return two != self._arriving(x, torch.cat([x, x]), both)
+            with self.learned.evaluating(self), torch.no_grad():
+                if factors.ahead and draws.stock is None:
+                    draws = replace(draws, noise=None, key=None, start=0, stock=factors.stock(self, draws.part(0, 2)))
+                both, alone = (self.arrange(factors, draws.part(0, K), {}) for K in (2, 1))
+                one, two = self._arriving(x, x, alone), self._arriving(x, torch.cat([x, x]), both)
+                beside = self._arriving(x, torch.cat([x, other]), both)
+                if [n for n, _ in one] == [n for n, _ in two] and beside == two:
+                    return True
+                return two != self._arriving(x, torch.cat([x, x]), both)
         except FoldError:
             return False
         except Exception:

@@ -295,8 +295,8 @@ class Engine:
                 pace = Pace(by_torch)  # passes of other sizes than the compiled ones take longer
                 self.usual, self.fine = samples, fine
                 if per_draw and not pace.b:  # one size was timed, or all took as long: rows cost little
-                    pace.b = per_draw * samples / max(work for work, _ in by_torch)
-                    pace.a = max(0.0, pace.a - pace.b * samples * self.buckets[0])
+                    sloped = pace.with_slope(per_draw * samples / max(work for work, _ in by_torch))
+                    pace = sloped.without(samples * self.buckets[0])
                 if per_draw is not None:
                     self.draw_rows = pace.rows_of_a_draw(per_draw, self.buckets[0])
                 self.uncompiled = pace.without(samples * self.draw_rows)

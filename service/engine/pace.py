@@ -61,6 +61,12 @@ class Pace:
         """Rows that take as long as a draw does beside its rows; `seconds` is that of a draw with `rows` of them."""
         return max(0.0, seconds / self.b - rows) if self.b > 0 else 0.0
 
+    def with_slope(self, b: float) -> "Pace":
+        """The pace where a unit of work takes so long beside the fixed cost, which has it still."""
+        other = copy.copy(self)
+        other.b = b
+        return other
+
     def without(self, work: float) -> "Pace":
         """The pace where each batch has so much work that was counted as fixed cost."""
         other = copy.copy(self)

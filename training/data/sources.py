@@ -568,21 +568,21 @@ def _csv(
     last, name = [row.pop(column) for row in body], header.pop(column)
     if _number(name) is not None or name in last:
         _check_header(path, header, f", {name}")
-    if known is not None and not (strange := not labelled and not set(known) <= set(header)):
+    if known is not None and (labelled or set(known) <= set(header)):
         header, body = _chosen(path, header, body, known)
-    elif known is not None and strange and header != list(known):
+    elif known is not None:
         remark(f"{path} has the columns {_some(tuple(header))}, the model {_some(known)}: they are taken in order")
     x = np.array([_parse(path, line, header, row) for line, row in zip(lines, body, strict=True)])
     if "" in last:
         raise DataError(f"{path}: line {lines[last.index('')]} has nothing in the target column {name!r}.")
     if regression is None:
-        regression = any(_number(text) is not None and not _is_integer(text) for text in last)
+        regression = any(_number(text) is not None and not is_integer(text) for text in last)
     if regression:
         values = [_parse(path, line, [name], [text]) for line, text in zip(lines, last, strict=True)]
         examples = replace(_arrays(path, x, np.array(values), True, [*header, name], trained), group=groups)
         return DataSet(examples, None, None, tuple(header), (name,))
     names = [_class(path, line, text) for line, text in zip(lines, last, strict=True)]
-    labels = sorted(set(names), key=lambda n: (not _is_integer(n), int(n) if _is_integer(n) else 0, n))
+    labels = sorted(set(names), key=lambda n: (not is_integer(n), int(n) if is_integer(n) else 0, n))
     index = {label: i for i, label in enumerate(labels)}
     classes = np.array([index[n] for n in names])
     examples = replace(_arrays(path, x, classes, False, [*header, name], trained), group=groups)
@@ -657,7 +657,8 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _is_integer(text: str) -> bool:
+def is_integer(text: str) -> bool:
+    """Whether it is a whole number, in Python's ways to write one."""
     try:
         int(text)
     except ValueError:
@@ -668,7 +669,7 @@ def _is_integer(text: str) -> bool:
 def _class(path: Path, line: int, text: str) -> str:
     """A class from a cell: words and integers unchanged; 2.0, as spreadsheets write it, is 2."""
     number = _number(text)
-    if number is None or _is_integer(text):
+    if number is None or is_integer(text):
         return text
     if not number.is_integer():
         raise DataError(
