@@ -75,12 +75,10 @@ class Front(uvicorn.Server):
             made = Acceptor(listener, self.config.backlog, self.limits, self._protocol, self.at_a_time)
             self.acceptors.append(made)
 
-    def _protocol(self, first: bytes) -> asyncio.Protocol:
-        made: Any = self.config.http_protocol_class
-        protocol: asyncio.Protocol = made(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state, first=first
-        )
-        return protocol
+    def _protocol(self, first: bytes, ticket: int) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = kind(self.config, self.server_state, self.lifespan.state, first=first, ticket=ticket)
+        return made
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for acceptor in self.acceptors:

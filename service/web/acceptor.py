@@ -22,7 +22,7 @@ READ = 1 << 14  # bytes that are read before there is a protocol
 PAUSE = 0.05  # seconds without accepting, where the process has no more file descriptors
 LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
-Make = Callable[[bytes], asyncio.Protocol]  # a protocol whose client has sent these bytes
+Make = Callable[[bytes, int], asyncio.Protocol]  # a protocol whose client has sent these bytes, and its ticket, or 0
 
 
 class Acceptor:
@@ -75,7 +75,7 @@ class Acceptor:
             return
         address = self.limits.address_of(host)
         if self._few() and not self.crowded(address):
-            self.begin(plain, first or b"")
+            self.begin(plain, first or b"", None)
             return
         arrival = Newcomer(self, plain, address)
         self.arrivals.add(arrival)
@@ -109,8 +109,8 @@ class Acceptor:
         """Whether an address has so many connections that only whole requests of it get a protocol."""
         return address != "" and 2 * self.limits.by_address[address] > self.limits.settings.connections_per_address
 
-    def begin(self, plain: socket.socket, first: bytes) -> None:
-        task = self.loop.create_task(self._begin(plain, first))
+    def begin(self, plain: socket.socket, first: bytes, arrival: "Newcomer | None") -> None:
+        task = self.loop.create_task(self._begin(plain, first, arrival))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
@@ -126,11 +126,15 @@ class Acceptor:
         if self.ready:
             self.loop.call_soon(self._begin_some)
 
-    async def _begin(self, plain: socket.socket, first: bytes) -> None:
+    async def _begin(self, plain: socket.socket, first: bytes, arrival: "Newcomer | None") -> None:
+        ticket = 0 if arrival is None else arrival.ticket
         try:
-            await self.loop.connect_accepted_socket(lambda: self.make(first), plain)
+            await self.loop.connect_accepted_socket(lambda: self.make(first, ticket), plain)
         except OSError:  # its client has gone
             plain.close()
+        finally:
+            if arrival is not None:
+                self.limits.leave(arrival)  # unless the protocol has its place
 
     async def close(self) -> None:
         """Accept no more; those that were accepted get a protocol, and may still send a request."""
@@ -154,7 +158,7 @@ class Newcomer:
         self.acceptor, self.plain, self.address = acceptor, plain, address
         self.deadline = acceptor.loop.time() + acceptor.limits.settings.header_seconds
         self.kind = "header_seconds"  # limit that the deadline comes from
-        self.unsent = 0
+        self.unsent = self.ticket = 0
         self.data = b""
         self.waiting = False  # the acceptor reads when something comes
 
@@ -189,10 +193,11 @@ class Newcomer:
             self.acceptor.selector.unregister(self.plain)
 
     def begin(self) -> None:
-        """Hand the connection over to a protocol, unless it was closed."""
+        """Hand the connection over to a protocol, unless it was closed. It keeps its place until the protocol has it:
+        who came in between would be counted as one too many after that, and closed while it waits for its client."""
         if self in self.acceptor.arrivals:
-            self._leave()
-            self.acceptor.begin(self.plain, self.data)
+            self._stop()
+            self.acceptor.begin(self.plain, self.data, self)
 
     def expire(self) -> None:
         self.acceptor.limits.closed[self.kind] += 1
@@ -206,13 +211,13 @@ class Newcomer:
         self._close()
 
     def _close(self) -> None:
-        self._leave()
+        self._stop()
+        self.acceptor.limits.leave(self)
         self.plain.close()
 
-    def _leave(self) -> None:
+    def _stop(self) -> None:
         self.deadline = math.inf
         self._stop_waiting()
-        self.acceptor.limits.leave(self)
         self.acceptor.arrivals.discard(self)
 
 

@@ -52,9 +52,10 @@ def protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
             server_state: Any,
             app_state: dict[str, Any],
             first: bytes = b"",
+            ticket: int = 0,
             **_: object,
         ) -> None:
-            super().__init__(limits, starts, openings, config.loaded_app, server_state, app_state, first)
+            super().__init__(limits, starts, openings, config.loaded_app, server_state, app_state, first, ticket)
 
     return LimitedConnection
 
@@ -71,10 +72,13 @@ class HttpConnection(asyncio.Protocol):
         state: Any,
         app_state: dict[str, Any],
         first: bytes = b"",
+        ticket: int = 0,
     ) -> None:
-        """`first`: bytes of the client that were read before."""
+        """`first`: bytes of the client that were read before; `ticket`: of its place among the connections, if it has
+        one."""
         self.limits, self.starts, self.openings = limits, starts, openings
         self.app, self.state, self.app_state, self.first = app, state, app_state, first
+        self.ticket = ticket
         self.settings = limits.settings
         self.loop = asyncio.get_running_loop()
         self.answered = self.loop.time()  # when its last reply was complete, or it was made

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from itertools import count
 from typing import Protocol
 
 from dubito.service.settings import Settings
@@ -35,6 +36,7 @@ class Waiting(Protocol):
     address: str  # "" where the number for each address is not limited
     deadline: float  # of what its client has to do next; infinite while the server is at work
     unsent: int  # bytes of the body that is being sent, where it waits for its client
+    ticket: int  # by which it has its place in the order; 0 before it has one
 
     def expire(self) -> None:
         """Close it: its deadline has passed."""
@@ -49,7 +51,8 @@ class ConnectionLimits:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.most = max(1, min(settings.max_connections, descriptors() - RESERVED))
-        self.open: OrderedDict[Waiting, None] = OrderedDict()
+        self.open: OrderedDict[int, Waiting] = OrderedDict()  # by their tickets
+        self.tickets = count(1)
         self.by_address: Counter[str] = Counter()
         self.closed: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self.bodies: dict[int, tuple[int, int]] = {}  # large bodies being sent, by identity: their senders, their bytes
@@ -66,10 +69,14 @@ class ConnectionLimits:
     def enter(self, connection: Waiting) -> str:
         """Count a new connection, and close another one where there are too many.
 
+        One that comes with a ticket takes the place of the one that had it before.
+
         Returns the limit for which the new one must be refused: all others are being answered. "" where it need not be.
         """
-        self.open[connection] = None
-        self.by_address[connection.address] += 1
+        if connection.ticket not in self.open:
+            connection.ticket = next(self.tickets)
+            self.by_address[connection.address] += 1
+        self.open[connection.ticket] = connection
         if self.sweeping is None:
             self.sweeping = asyncio.get_running_loop().call_later(SWEEP, self._sweep)
         reason = ""
@@ -82,7 +89,7 @@ class ConnectionLimits:
     def _make_room(self, new: Waiting, reason: str, group: Callable[[Waiting], str]) -> str:
         """Close the connection of the same group that has waited longest; the reason, if there is none."""
         mine = group(new)
-        for one in self.open:
+        for one in self.open.values():
             if one.deadline < math.inf and one is not new and group(one) == mine:
                 self.leave(one)
                 one.evict(reason)
@@ -90,16 +97,16 @@ class ConnectionLimits:
         return reason
 
     def leave(self, connection: Waiting) -> None:
-        if connection in self.open:
-            del self.open[connection]
+        if self.open.get(connection.ticket) is connection:
+            del self.open[connection.ticket]
             self.by_address[connection.address] -= 1
             if not self.by_address[connection.address]:
                 del self.by_address[connection.address]
 
     def answered(self, connection: Waiting) -> None:
         """A reply is complete: the connection goes to the end of the order."""
-        if connection in self.open:
-            self.open.move_to_end(connection)
+        if connection.ticket in self.open:
+            self.open.move_to_end(connection.ticket)
 
     def hold(self, body: bytes) -> None:
         """A large body waits to be sent. One that several connections send, such as a static file, counts once.
@@ -111,7 +118,7 @@ class ConnectionLimits:
         self.bodies[id(body)] = (senders + 1, size)
         self.unsent += size if senders == 0 else 0
         if self.unsent > self.settings.unsent_bytes:
-            sending = [one for one in self.open if one.unsent]
+            sending = [one for one in self.open.values() if one.unsent]
             slow = [one for one in sending if one.deadline < math.inf] or sending
             if slow:
                 slow[0].evict("unsent_bytes")
@@ -127,7 +134,7 @@ class ConnectionLimits:
         self.sweeping = None
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for connection in [one for one in self.open if one.deadline <= now]:
+        for connection in [one for one in self.open.values() if one.deadline <= now]:
             connection.expire()
         if self.open:
             self.sweeping = loop.call_later(SWEEP, self._sweep)

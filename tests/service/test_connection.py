@@ -1,9 +1,10 @@
 """Connections beside uvicorn's own protocol: whatever comes in whatever pieces, both answer the same bytes."""
 
 import asyncio
-from collections.abc import Coroutine
-from contextlib import asynccontextmanager, suppress
-from functools import cache
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from dubito.service.settings import Settings
+from dubito.service.web.acceptor import Acceptor
 from dubito.service.web.connection import protocol
 from dubito.service.web.http import Receive, Scope, Send
 from dubito.service.web.limits import ConnectionLimits
@@ -114,17 +116,22 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
 settings_of = cache(Settings)  # which looks through the environment: here a thousand times for few different ones
 
 
+def maker(kind: Any) -> tuple[Callable[..., Any], ServerState]:
+    """What makes connections of this class, and the state of their server."""
+    config = uvicorn.Config(app, http=kind, ws="none", log_config=None, access_log=False, lifespan="off")
+    config.load()
+    state = ServerState()
+    state.default_headers = [(b"date", b"today")]
+    return partial(kind, config, state, {}), state
+
+
 @asynccontextmanager
 async def served(ours: bool, **limits: Any) -> Any:
     """A port of our protocol or of uvicorn's, the state of the server behind it, and the limits."""
     RELEASED["/held"] = asyncio.Event()
     held = ConnectionLimits(settings_of(**limits))
-    kind: Any = protocol(held) if ours else HttpToolsProtocol
-    config = uvicorn.Config(app, http=kind, ws="none", log_config=None, access_log=False, lifespan="off")
-    config.load()
-    state = ServerState()
-    state.default_headers = [(b"date", b"today")]
-    server = await asyncio.get_running_loop().create_server(lambda: kind(config, state, {}), "127.0.0.1", 0)
+    make, state = maker(protocol(held) if ours else HttpToolsProtocol)
+    server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
     try:
         yield server.sockets[0].getsockname()[1], state, held
     finally:
@@ -164,12 +171,8 @@ class Recorder(asyncio.Transport):
 
 def made(ours: bool, transport: Recorder, **limits: Any) -> tuple[Any, ServerState]:
     """A connection of our protocol or of uvicorn's, and the state of its server."""
-    kind: Any = protocol(ConnectionLimits(settings_of(**limits))) if ours else HttpToolsProtocol
-    config = uvicorn.Config(app, http=kind, ws="none", log_config=None, access_log=False, lifespan="off")
-    config.load()
-    state = ServerState()
-    state.default_headers = [(b"date", b"today")]
-    connection = kind(config, state, {})
+    make, state = maker(protocol(ConnectionLimits(settings_of(**limits))) if ours else HttpToolsProtocol)
+    connection = make()
     connection.connection_made(transport)
     return connection, state
 
@@ -530,7 +533,7 @@ def test_slow_readers_share_a_body_and_are_closed() -> None:
             before = memory().rss
             for _, writer in slow:
                 writer.write(request("/huge", b"", "GET"))
-            await until(lambda: sum(one.unsent > 0 for one in limits.open) == 30)
+            await until(lambda: sum(one.unsent > 0 for one in limits.open.values()) == 30)
             assert limits.unsent == len(HUGE)
             async with connected(port) as (reader, writer):
                 writer.write(request("/huge", b"", "GET"))
@@ -596,6 +599,37 @@ def test_where_all_are_being_answered_one_more_is_refused() -> None:
             for reader, _ in busy:
                 assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
             assert limits.closed["max_connections"] == 1
+
+    run(go())
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_newcomer_is_not_closed_for_those_that_get_their_protocols(turns: int) -> None:
+    """Fifty connections, all there may be, speak at once; another one comes some turns of the event loop later and
+    waits. Until the fifty have protocols it is the only one that waits for its client, and none too many."""
+
+    async def go() -> None:
+        limits = ConnectionLimits(settings_of(connections_per_address=50))
+        make, state = maker(protocol(limits))
+        listener = socket.create_server(("127.0.0.1", 0))
+        acceptor = Acceptor(listener, 512, limits, lambda first, ticket: make(first=first, ticket=ticket))
+        address = listener.getsockname()
+        try:
+            with ExitStack() as stack:
+                clients = [stack.enter_context(socket.create_connection(address)) for _ in range(200)]
+                await until(lambda: limits.closed["connections_per_address"] == 150)
+                for client in clients[150:]:
+                    client.sendall(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{")
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                async with connected(address[1]) as (reader, writer):
+                    await until(lambda: len(state.connections) >= 49)
+                    writer.write(LAST)
+                    assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+                assert limits.closed["connections_per_address"] == 151
+            await until(lambda: not limits.open)
+        finally:
+            await acceptor.close()
 
     run(go())
 

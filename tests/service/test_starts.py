@@ -141,7 +141,7 @@ def test_a_connection_with_one_request_does_not_wait_for_a_flood_with_several() 
     made: list[bytes] = []
     turns: list[int] = []
 
-    def make(first: bytes) -> asyncio.Protocol:
+    def make(first: bytes, ticket: int) -> asyncio.Protocol:
         made.append(first)
         return asyncio.Protocol()
 
