@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import pytest
 import torch
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 from dubito.models import bayesianize, build, save
 from dubito.models.embedded import embedded
@@ -30,6 +31,8 @@ from tests.forking import Forked
 from tests.small_models import mlp
 
 LIMIT = 90.0  # seconds to start or to stop on a busy machine
+for kind in ("connect", "read", "write", "pool"):  # of every request that names no timeout: httpx gives it 5 seconds
+    setattr(DEFAULT_TIMEOUT_CONFIG, kind, LIMIT)
 # a server starts sooner by seconds
 SOON = {"DUBITO_PLAN_SECONDS": "0", "DUBITO_BUCKETS": "1,4", "DUBITO_DECODE_PROCESSES": "1"}
 TWO_DECODERS = {"DUBITO_DECODE_PROCESSES": "2"}  # the server's default: long bodies do not keep short ones waiting
