@@ -34,6 +34,14 @@ class Overloaded(TooManyRequests):
         super().__init__(detail, wait)
 
 
+class Crowded(TooManyRequests):
+    """The queue of a model has room, but is too long for a deadline."""
+
+    def __init__(self, seconds: float, wait: float) -> None:
+        detail = f"about {wait:.3f} s would pass before this request is begun, which has {max(0.0, seconds):.3f} s"
+        super().__init__(f"{detail}; try again later, or with a longer timeout_ms.", wait, "deadline")
+
+
 class Late(Problem):
     """The deadline passed before the answer was there."""
 

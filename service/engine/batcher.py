@@ -15,7 +15,7 @@ from dubito.service.engine.pace import Pace
 from dubito.service.engine.turn import Turn
 from dubito.service.engine.worker import Batch, Ticket, Worker
 from dubito.service.fair import FairQueue
-from dubito.service.problems import Gone, Hopeless, Late, Overloaded
+from dubito.service.problems import Crowded, Gone, Hopeless, Late, Overloaded
 
 PATIENCE = 0.05  # seconds after which an answer counts as slow
 WORTH = 1.05  # gain in inputs per second for which some requests are left to the next batch
@@ -109,8 +109,8 @@ class Batcher:
         return sum(ticket.counted for line in (self.queue, self.long) for ticket in line)
 
     def check_room(self, more: int, seconds: float, client: str = "", long: bool = False) -> None:
-        """Raise Overloaded where the queue is full or too slow for the deadline, Gone where the model is unloaded. A
-        request is never refused while nothing else is queued.
+        """Raise Overloaded where the queue is full, Crowded where it is too slow for the deadline, Gone where the model
+        is unloaded. A request is never refused while nothing else is queued.
 
         A client that has less than its share of the queue finds room where others have filled it. Long requests may
         fill half of it.
@@ -133,8 +133,10 @@ class Batcher:
         )
         if long and self.long_work:
             full = full or self.long_work + more > self.max_queue // 2
-        if full or wait > seconds:
+        if full:
             raise Overloaded(self.work, self.max_queue, min(LONGEST_WAIT, max(0.1, wait)))
+        if wait > seconds:
+            raise Crowded(seconds, min(LONGEST_WAIT, wait))
 
     def put(
         self,

@@ -178,6 +178,7 @@ class GrpcServer:
     async def _predict(self, call: Call, context: RequestContext, counted: str) -> bytes:
         predictor = self.server.predictor()
         message = await self._read(call, counted, context.began)
+        context.came = time.monotonic()
         context.more = True  # a call and its message come in several turns of the loop, as do those beside it
         if context.trace is not None:
             context.trace.body_came()

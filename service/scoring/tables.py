@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dubito.models.errors import InputError
 from dubito.models.manifest import Input
+from dubito.models.numerics.text import number_in
 from dubito.service.scoring.blocks import Block, checked, fingerprint_of
 
 CHUNK = 4096  # lines of a CSV file that are parsed together
@@ -193,11 +194,10 @@ class CsvRows(TableRows):
     def _numbers(self, cells: list[str], where: str, i: int, bad: dict[int, str]) -> NDArray[np.float64]:
         values = np.zeros(len(cells))
         for j, (name, text) in enumerate(zip(self.columns, cells, strict=True)):
-            try:
-                values[j] = float(text)
-            except ValueError:
+            if (value := number_in(text)) is None:
                 bad[i] = f"{where}, column {name!r} is {text[:40]!r}; expected a number"
                 break
+            values[j] = value
         return values
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("dubito")
 SAFE = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 SAFE_AT_EDGE = [(name.encode(), value.encode()) for name, value in EDGE.items()]
+SHOWN = ("X-Request-ID", "Inference-Header-Content-Length", "Retry-After", "Traceresponse")  # to pages of other origins
 CLOSE = (b"connection", b"close")
 V1_ROUTE, V2_ROUTE = "/v1/models/{name}/predict", "/v2/models/{name}/infer"  # names of spans
 CHANGES = re.compile(
@@ -52,6 +53,8 @@ class Server:
             if scope["method"] == "POST" and CHANGES.match(path):
                 check_changeable(self.state, headers)
             if (hot := V2.fullmatch(path) or V1.fullmatch(path)) is None:
+                if scope["method"] == "HEAD":  # the connection leaves out the body
+                    scope = {**scope, "method": "GET"}
                 if scope["method"] == "GET" and (simple := self.simple.get(path)) is not None:
                     response = await simple()
                     await response(scope, receive, out)
@@ -162,5 +165,7 @@ def application(server: Server) -> Any:
     origins = server.state.settings.cors_origins
     if not origins:
         return server
-    allowed = ["Content-Type", "X-API-Key", "Authorization", "X-Request-ID", "Inference-Header-Content-Length"]
-    return CORSMiddleware(server, origins, allow_methods=["GET", "POST"], allow_headers=allowed, max_age=600)
+    allowed = ["Content-Type", "Content-Encoding", "X-API-Key", "Authorization", "Traceparent", "Tracestate", *SHOWN]
+    return CORSMiddleware(
+        server, origins, allow_methods=["GET", "POST"], allow_headers=allowed, expose_headers=[*SHOWN], max_age=600
+    )

@@ -272,6 +272,8 @@ class HttpConnection(asyncio.Protocol):
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expects = True
+        elif name == b"transfer-encoding" and value.strip().lower() != b"chunked" and self.in_head:
+            self._stop_parser((501, "A body may be chunked; it has another transfer coding.", "malformed"))
         if self.in_head:
             self.headers.append((name, value))
         # else a trailer, behind a chunked body: not passed on
@@ -307,7 +309,8 @@ class HttpConnection(asyncio.Protocol):
             "query_string": query,
         }
         self.replayed = None
-        exchange = Exchange(self, scope, version != "1.0" and parser.should_keep_alive(), self.expects)
+        new = version != "1.0"  # an older client takes `100 Continue` for the reply
+        exchange = Exchange(self, scope, new and parser.should_keep_alive(), new and self.expects)
         self.reading, self.in_head, self.crossed = exchange, False, True
         self._forget_deadline()
         if self.current is None:

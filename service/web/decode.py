@@ -119,10 +119,8 @@ def _split(body: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
 
 def _v1(body: bytes, limits: RequestLimits) -> Iterator[Piece | bytes]:
     fields = parse(body, limits, "; expected one with `inputs` or `images`")
-    inputs, images = fields.pop("inputs", None), fields.pop("images", None)
+    inputs, images = given_inputs(fields)
     rest = _head(fields)
-    if (inputs is None) == (images is None):
-        raise Problem(400, no_inputs(fields, both=inputs is not None))
     if images is None:
         yield Piece(numbers(inputs, limits))
     else:
@@ -130,7 +128,15 @@ def _v1(body: bytes, limits: RequestLimits) -> Iterator[Piece | bytes]:
     yield rest
 
 
-def no_inputs(fields: dict[str, Any], *, both: bool) -> str:
+def given_inputs(fields: dict[str, Any]) -> tuple[Any, Any]:
+    """The inputs and the images of a body, of which one is None; taken out of its fields."""
+    inputs, images = fields.pop("inputs", None), fields.pop("images", None)
+    if (inputs is None) == (images is None):
+        raise Problem(400, _no_inputs(fields, both=inputs is not None))
+    return inputs, images
+
+
+def _no_inputs(fields: dict[str, Any], *, both: bool) -> str:
     """The body has neither inputs nor images, or both: name what came instead."""
     known = (*oip.PARAMETERS, "return", "version", "inputs", "images")
     other = next((key for key in fields if key not in known), None)

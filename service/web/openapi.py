@@ -75,6 +75,7 @@ def answer(schema: Json, what: str, statuses: tuple[int, ...] = OF_ANY, *, v2: b
     return {"200": {"description": what, **content(schema, **more)}, **errors(statuses, v2=v2)}
 
 
+DIGITS: Json = {"type": "string", "pattern": "^[0-9]{1,19}$"}
 METHOD: Json = {"enum": list(get_args(Predictive))}
 DRAWN: Json = {"description": "With `auto`, how many draws this input took; with `return`, the draws themselves."}
 CERTAIN = ["label", "class", "max_probability", "entropy", "expected_entropy", "mutual_information"]
@@ -224,7 +225,10 @@ def _options(settings: Settings) -> Json:
             "default": settings.samples,
             "description": "Posterior draws K; 0 is the posterior mean, `auto` draws until the answer has settled.",
         },
-        "seed": {"type": "integer", "minimum": 0, "maximum": MOST_SEED, "description": "Fixes the draws."},
+        "seed": {
+            "anyOf": [{"type": "integer", "minimum": 0, "maximum": MOST_SEED}, DIGITS],
+            "description": "Fixes the draws.",
+        },
         "method": {
             **METHOD,
             "description": "Of a linearised network: `probit`, its closed form, which takes no draws, or `sampling`. "
@@ -305,7 +309,7 @@ def _inference_request(settings: Settings) -> Json:
         ["name"],
     )
     ours = {name: s for name, s in _options(settings).items() if name in PARAMETERS}
-    parameters = {"binary_data_output": FLAG, "timeout": {"type": "integer", "minimum": 0}, **ours}
+    parameters = {"binary_data_output": FLAG, "timeout": {"anyOf": [{"type": "integer", "minimum": 0}, DIGITS]}, **ours}
     return thing(
         {
             "id": TEXT,

@@ -30,7 +30,7 @@ from dubito.service.web.decode import (
     Piece,
     RequestLimits,
     decode,
-    no_inputs,
+    given_inputs,
     pictures_of,
     task_of,
 )
@@ -74,6 +74,7 @@ class RequestContext:
     headers: Headers
     began: float
     client: str = ""  # name of the key's owner, else the address
+    came: float = 0.0  # time at which the body had come; the request's timeout begins here
     until: float = math.inf  # deadline of the transport itself, beside the request's timeout
     served: ServedModel | None = None
     held: int = 0  # bytes of the body and the inputs
@@ -85,6 +86,19 @@ class RequestContext:
     more: bool = False  # others that came with it may follow some turns of the event loop later
     trace: "RequestTrace | None" = None  # where requests are traced
     also: Sequence[tuple[bytes, bytes]] = ()  # further headers of the reply
+
+    def __post_init__(self) -> None:
+        self.came = self.began
+
+    def left(self, timeout_ms: int) -> float:
+        """Seconds until the first of both deadlines."""
+        return min(self.came + timeout_ms / 1000, self.until) - time.monotonic()
+
+    def late(self, timeout_ms: int) -> Late:
+        """What to say once it has passed: name the timeout of the request, or the deadline of the call."""
+        if self.until < self.came + timeout_ms / 1000:
+            return Late(0.0, "no answer within the deadline of the call; ask for fewer samples or give it more time.")
+        return Late(timeout_ms / 1000)
 
     def stages(self) -> dict[str, float]:
         """Seconds of each stage so far."""
@@ -153,12 +167,12 @@ class Predictor:
             body, coding = await self._raw(context, limits, body, coding), ""
         coded, read, fields = self._v1_inputs(body, coding, kind, content_type, limits)
         given = {**query_of(context.scope), **fields}
-        options = read_options(given, self.settings) if given else self.usual
+        long = coded is not None and coded.kind == "v1"  # its options are known once it is decoded, and go before these
+        options = self.usual if long else self._options(given)
         quick = len(body) <= HEAVY and not (kind in NPY and limits.pictures)  # of small pictures that may be thousands
         served, x, rest = await self._inputs(context, name, options.version, options, coded, read, quick)
-        if rest:  # the options of a long body
-            given |= json_object(rest)
-            options = read_options(given, self.settings) if given else self.usual
+        if long:
+            options = self._options(given | json_object(rest))
             if options.version is not None:
                 self.repository.get(name, options.version)
         result = await self._answer(context, served, x, options, "samples" in options.returns)
@@ -172,6 +186,9 @@ class Predictor:
             "timing_ms": context.milliseconds(),
         }
         return await self._packed(context, served, result, orjson.dumps(reply), [oip_replies.AS_JSON])
+
+    def _options(self, given: dict[str, Any]) -> PredictOptions:
+        return read_options(given, self.settings) if given else self.usual
 
     async def _rows(
         self, result: PredictResult, served: ServedModel, options: PredictOptions
@@ -212,11 +229,9 @@ class Predictor:
                 return Decode("v1", body, light=not coding and len(body) <= QUICK, coding=coding), None, {}
             case oip.JSON:
                 fields = json_object(body, "; expected one with `inputs` or `images`")
-                if ("inputs" in fields) == ("images" in fields):
-                    raise Problem(400, no_inputs(fields, both="inputs" in fields))
-                if "images" in fields:
-                    return Decode.pictures(pictures_of(fields.pop("images"), limits)), None, fields
-                inputs = fields.pop("inputs")
+                inputs, images = given_inputs(fields)
+                if images is not None:
+                    return Decode.pictures(pictures_of(images, limits)), None, fields
                 return None, lambda codec: codec.from_lists(inputs), fields
             case "multipart/form-data":
                 light = not coding and len(body) <= QUICK
@@ -325,7 +340,7 @@ class Predictor:
         given = {key: value for key, value in header.parameters.items() if key in PARAMETERS}
         if header.parameters.get("timeout", 0) not in (0, "0"):  # microseconds, as the protocol defines it; 0: none
             given["timeout_ms"] = _milliseconds(header.parameters["timeout"])
-        options = read_options(given, self.settings) if given else self.usual
+        options = self._options(given)
         keep = header.outputs is not None and DRAWS in header.outputs
         if keep and options.predictive == "probit":
             raise Problem(400, f"the output {DRAWS!r} is asked for, but method is 'probit', which takes no draws.")
@@ -351,6 +366,7 @@ class Predictor:
         most, seconds = limits.body_bytes(self.settings.body_bytes), self.settings.body_seconds
         hold = partial(self.hold, context)
         body, coding = await read_packed(context.headers, context.receive, most, seconds, hold)
+        context.came = time.monotonic()
         if context.trace is not None:
             context.trace.body_came()
         if coding and (len(body) <= HEAVY or coding not in CODINGS):
@@ -372,7 +388,7 @@ class Predictor:
         self, context: RequestContext, limits: RequestLimits, coded: "Decode", timeout_ms: int, take: Take
     ) -> bytes:
         """What another process says of a body, within the request's time."""
-        left = min(context.began + timeout_ms / 1000, context.until) - time.monotonic()
+        left = context.left(timeout_ms)
         most = limits.body_bytes(self.settings.body_bytes)
         task = task_of(coded.kind, coded.sizes, limits, coded.content_type, coded.coding, most)
         watch = DisconnectWatch(context.receive)
@@ -380,7 +396,7 @@ class Predictor:
         try:
             return await self.decoders.run(task, coded.body, take, seconds=max(0.0, left), **where)
         except Late:
-            raise Late(timeout_ms / 1000) from None
+            raise context.late(timeout_ms) from None
 
     def hold(self, context: RequestContext, more: int) -> None:
         """Count bytes that the request keeps until it is answered. Small requests are never refused for them: their
@@ -464,7 +480,7 @@ class Predictor:
         request = PredictRequest(
             x, options.samples, options.seed, options.max_samples, options.tolerance, keep, closed, group
         )
-        left = min(context.began + options.timeout_ms / 1000, context.until) - context.parsed
+        left = context.left(options.timeout_ms)
         client = DisconnectWatch(context.receive)  # started only if the answer is slow: most are there before
         tickets = served.batcher.put(request, left, client.start, context.client, context.trace, context.more)
         client.leave = lambda: served.batcher.drop(tickets)
@@ -473,7 +489,7 @@ class Predictor:
         except Hopeless:
             raise
         except Late:
-            raise Late(options.timeout_ms / 1000) from None  # name the timeout of the request, reading included
+            raise context.late(options.timeout_ms) from None
         except asyncio.CancelledError:
             if client.gone:
                 raise ClientGone from None

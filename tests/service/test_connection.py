@@ -298,10 +298,8 @@ ALIKE = {  # byte for byte as uvicorn answers
     "a chunk extension with a line feed": CHUNKED + b"3;a\nb\r\nabc\r\n0\r\n\r\n",
     "chunk sizes with zeros and capitals": CHUNKED + b"00003\r\nabc\r\n0A\r\n0123456789\r\n000\r\n\r\n",
     "trailers": CHUNKED + b"3\r\nabc\r\n0\r\nX-Trailer: 1\r\nContent-Length: 9\r\n\r\n",
-    "another coding": HEAD + b"Transfer-Encoding: gzip\r\n\r\nabc",
     "a coding behind chunked": HEAD + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
     "chunked twice": HEAD + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "xchunked": HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
     "chunked with a tab": HEAD + b"Transfer-Encoding:\tchunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
     "chunked in capitals": HEAD + b"TRANSFER-ENCODING: CHUNKED\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
     "HTTP/1.0, chunked": b"POST /whole HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
@@ -401,6 +399,22 @@ def test_what_is_malformed_is_refused_behind_the_replies_before_it() -> None:
     broken = b"POST /whole HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
     assert answer_to(GET + broken).count(b"HTTP/1.1 400 ") == 1
     assert answer_to(GET + broken).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    "coding", [b"gzip, chunked", b"gzip\r\nTransfer-Encoding: chunked", b"identity", b"gzip", b"xchunked"]
+)
+def test_a_body_in_a_transfer_coding_that_is_not_read_is_refused(coding: bytes) -> None:
+    asked = HEAD + b"Transfer-Encoding: " + coding + b"\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+    assert answer_to(GET + asked).count(b"HTTP/1.1 501 ") == 1
+    assert answer_to(asked.replace(coding, b" Chunked ")).startswith(b"HTTP/1.1 200 ")
+
+
+def test_an_old_client_is_not_told_to_continue() -> None:
+    """It would take that for the reply."""
+    asked = HEAD + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\nabc"
+    assert answer_to(asked).startswith(b"HTTP/1.1 100 ")
+    assert answer_to(asked.replace(b"HTTP/1.1", b"HTTP/1.0")).startswith(b"HTTP/1.1 200 ")
 
 
 def test_head_and_body_leave_in_one_write() -> None:

@@ -240,6 +240,17 @@ def test_numbers_that_are_none_of_their_datatype(http: httpx.Client, kind: str, 
     assert "input" in answered(http.post(V2, json={"inputs": [tensor]}), 400)
 
 
+@pytest.mark.parametrize("kind", ["INT64", "UINT64", "INT32", "UINT8"])
+def test_the_largest_numbers_of_a_datatype(http: httpx.Client, kind: str) -> None:
+    """Also those that float64 rounds."""
+    limits = np.iinfo(kind.lower())
+    tensor = {"name": "input", "shape": [1, 1, 8, 8], "datatype": kind}
+    for number in (int(limits.min), int(limits.max)):
+        answered(http.post(V2, json={"inputs": [tensor | {"data": [0] * 63 + [number]}]}), 200, 422)
+    far = tensor | {"data": [0] * 63 + [2 * int(limits.max)]}
+    assert f"no array of {kind}" in answered(http.post(V2, json={"inputs": [far]}), 400)
+
+
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", "1e39", "null"])
 def test_numbers_that_are_not_finite(http: httpx.Client, value: str) -> None:
     numbers = ",".join(["0"] * 63 + [value])

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from dubito.models.manifest import Card, Input
 from dubito.models.predictions.answers import answers
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import Prediction
+from dubito.service.web.connection import PIECE
 from dubito.service.web.options import RETURNS
 from tests.service.conftest import Serve, fields_of
 from tests.small_models import bayesian_mlp
@@ -353,6 +355,44 @@ def test_options_come_in_the_query_too_where_the_body_is_json(place: Place) -> N
     assert place.post("plants", json=body | {"seed": largest})["seed"] == largest
 
 
+@pytest.mark.parametrize("spaces", [0, 70_000], ids=["short", "long"])
+def test_options_of_the_body_count_before_those_of_the_query(place: Place, spaces: int) -> None:
+    """However long it is: a long one is decoded first."""
+
+    def told(body: dict[str, Any], **query: str) -> httpx.Response:
+        content = " " * spaces + json.dumps({"inputs": np.zeros((1, 4)).tolist()} | body)
+        headers = {"content-type": "application/json"}
+        return place.http.post("/v1/models/plants/predict", content=content, params=query, headers=headers)
+
+    body = {"samples": 3, "version": "1", "timeout_ms": 30_000, "return": []}
+    for query in ({"samples": "abc"}, {"version": "7"}, {"timeout_ms": "0"}, {"samples": "auto", "return": "samples"}):
+        reply = told(body, **query)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["samples"] == 3
+        assert told({}, **query).status_code in (400, 404)
+    assert told({"images": None}).status_code == 200
+    assert "the body has no `inputs`" in told({"inputs": None}).json()["detail"]
+    assert "the body has both" in told({"images": [""]}).json()["detail"]
+
+
+def test_the_timeout_begins_once_the_body_has_come(place: Place) -> None:
+    """Also of a body of which the application has the beginning before its end."""
+    file = io.BytesIO()
+    np.save(file, np.zeros((4096, 4), np.float32))
+    body = file.getvalue()
+    assert len(body) > PIECE
+
+    def slowly() -> Iterator[bytes]:
+        yield body[:-100]
+        time.sleep(1.5)
+        yield body[-100:]
+
+    options = {"samples": "1", "timeout_ms": "1400"}
+    headers = {"content-type": "application/x-npy"}
+    reply = place.http.post("/v1/models/plants/predict", content=slowly(), params=options, headers=headers)
+    assert reply.status_code == 200, reply.text
+
+
 WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"samples": -1}, 400, r"samples is -1; expected a whole number from 0 to 1024 or \"auto\"."),
     ({"samples": 1025}, 400, r"samples is 1025; expected .* from 0 to 1024"),
@@ -385,7 +425,7 @@ WRONG: list[tuple[dict[str, Any], int, str]] = [
     ({"inputs": [[0, 0, 0, "x"]]}, 400, r"inputs are no array of numbers; expected nested lists of shape \(B, 4\)"),
     ({"inputs": [[0], [0, 0]]}, 400, r"inputs are no array of numbers"),
     ({"inputs": {"a": 1}}, 400, r"inputs are no array of numbers"),
-    ({"inputs": None}, 400, r"inputs have shape \(\)|inputs are no array"),
+    ({"inputs": None}, 400, r"the body has no `inputs`; expected"),
     ({"inputs": "zeros"}, 400, r"inputs are no array of numbers"),
     ({"inputs": [[0, 0, 0, None]]}, 400, r"inputs are no array of numbers"),
     ({"inputs": [[0, 0, 0, True]]}, 400, r"inputs are no array of numbers"),

@@ -348,8 +348,12 @@ def test_an_input_that_grows_while_it_is_opened_is_refused(
 def test_parts_of_another_job_are_not_gone_on_with(table_model: Path, tmp_path: Path) -> None:
     """A CSV whose last row is bad leaves parts behind."""
     lines = [",".join(f'"{name}"' for name in NAMES), *(f"{a},{b},{c}" for a, b, c in numbers(300).tolist())]
-    (tmp_path / "x.csv").write_text("\n".join([*lines, "1,x,3"]))
     output = tmp_path / "o.parquet"
+    for none in ("1_0", "\uff11"):  # numbers for Python alone
+        (tmp_path / "y.csv").write_text("\n".join([lines[0], f"1,{none},3"]))
+        with pytest.raises(InputError, match=f"column 'height' is '{none}'; expected a number"):
+            scored(table_model, tmp_path / "y.csv", tmp_path / f"{ord(none[0])}.parquet")
+    (tmp_path / "x.csv").write_text("\n".join([*lines, "1,x,3"]))
     with pytest.raises(InputError, match=r"row 300: line 302, column 'height' is 'x'; expected a number"):
         scored(table_model, tmp_path / "x.csv", output, batch=64)
     with pytest.raises(ScoreError, match=r"o.parquet.parts holds parts of another job \(seed 0, now it is 5\)"):

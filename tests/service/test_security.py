@@ -195,8 +195,25 @@ def test_other_pages_may_ask_only_where_settings_say_so(live: Fixture, serve: Fi
         httpx.options(f"{server.url}/v1/models/digits/predict", headers=asked).headers["access-control-allow-origin"]
         == "https://good.example"
     )
+    headers = httpx.get(f"{server.url}/v1/models", headers=asked).headers
+    assert {"x-request-id", "inference-header-content-length", "retry-after"} <= {
+        name.strip().lower() for name in headers["access-control-expose-headers"].split(",")
+    }
+    packed = asked | {"Access-Control-Request-Headers": "content-encoding"}
+    assert httpx.options(f"{server.url}/v1/models/digits/predict", headers=packed).status_code == 200
     asked["Origin"] = "https://evil.example"
     assert "access-control-allow-origin" not in httpx.get(f"{server.url}/v1/models", headers=asked).headers
+
+
+def test_what_can_be_got_has_a_head(live: Fixture) -> None:
+    for path in ("/healthz", "/readyz", "/v2", "/v1/models", "/v2/models/digits", "/metrics", "/", "/openapi.json"):
+        head, whole = (httpx.request(method, live.url + path) for method in ("HEAD", "GET"))
+        assert (head.status_code, head.content) == (whole.status_code, b"") == (200, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+        if path not in ("/metrics", "/v1/models"):
+            assert head.headers["content-length"] == whole.headers["content-length"]
+    assert httpx.head(f"{live.url}/v1/models/digits/predict").status_code == 405
+    assert httpx.head(f"{live.url}/nothing").status_code == 404
 
 
 def test_models_change_over_http_only_where_settings_say_so(serve: Fixture, small_digits: Path) -> None:

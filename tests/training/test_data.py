@@ -396,6 +396,8 @@ def test_a_written_table_is_read(data: st.DataObject, columns: int) -> None:
         ("5.1,3.5,setosa\n4.9,3,setosa\n7,3.2,virginica\n", "begins with 5.1, 3.5, setosa; expected a header"),
         ("1,2,3\n4,5,6\n", "begins with 1, 2, 3; expected a header that names the columns"),
         ("a,b\nx,1\n", "line 2, column 'a' is 'x'; expected a number. Write words as numbers"),
+        ("a,b\n1_0,1\n", "line 2, column 'a' is '1_0'; expected a number"),
+        ("a,b\n\uff11,1\n", "line 2, column 'a' is '\uff11'; expected a number"),
         ('a,b\n1,1\n"",1\n', "line 3, column 'a' is ''; expected a number. Fill it"),
         ('"a\nb",c\n\n1,1\nx,1\n', "line 5, column 'a\\nb' is 'x'; expected a number"),
         ("a,b\nnan,1\n2,1\n", "x holds NaN"),

@@ -19,6 +19,7 @@ from torch import Tensor
 from dubito.models.errors import InputError
 from dubito.models.images import SUFFIXES, fitted, read_pixels
 from dubito.models.manifest import Fitting, Manifest
+from dubito.models.numerics.text import number_in
 from dubito.models.remote.address import Address, Place, place_of
 from dubito.models.remote.cache import local_copy
 from dubito.models.terminal import remark
@@ -566,7 +567,7 @@ def _csv(
         header.pop(column)
     column = len(header) - 1 if target is None else header.index(target)
     last, name = [row.pop(column) for row in body], header.pop(column)
-    if _number(name) is not None or name in last:
+    if number_in(name) is not None or name in last:
         _check_header(path, header, f", {name}")
     if known is not None and (labelled or set(known) <= set(header)):
         header, body = _chosen(path, header, body, known)
@@ -576,7 +577,7 @@ def _csv(
     if "" in last:
         raise DataError(f"{path}: line {lines[last.index('')]} has nothing in the target column {name!r}.")
     if regression is None:
-        regression = any(_number(text) is not None and not is_integer(text) for text in last)
+        regression = any(number_in(text) is not None and not is_integer(text) for text in last)
     if regression:
         values = [_parse(path, line, [name], [text]) for line, text in zip(lines, last, strict=True)]
         examples = replace(_arrays(path, x, np.array(values), True, [*header, name], trained), group=groups)
@@ -590,7 +591,7 @@ def _csv(
 
 
 def _check_header(path: Path, header: list[str], more: str = "") -> None:
-    if all(_number(h) is not None for h in header):
+    if all(number_in(h) is not None for h in header):
         raise DataError(f"{path} begins with {', '.join(header)}{more}; expected a header that names the columns.")
 
 
@@ -638,7 +639,7 @@ def _table(path: Path) -> tuple[list[str], list[int], list[list[str]]]:
 def _parse(path: Path, line: int, header: list[str], row: list[str]) -> list[float]:
     values = []
     for name, text in zip(header, row, strict=True):
-        value = _number(text)
+        value = number_in(text)
         if value is None:
             advice = (
                 "Fill it, or leave the line out."
@@ -650,25 +651,18 @@ def _parse(path: Path, line: int, header: list[str], row: list[str]) -> list[flo
     return values
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def is_integer(text: str) -> bool:
-    """Whether it is a whole number, in Python's ways to write one."""
+    """Whether it is a whole number."""
     try:
         int(text)
     except ValueError:
         return False
-    return True
+    return number_in(text) is not None
 
 
 def _class(path: Path, line: int, text: str) -> str:
     """A class from a cell: words and integers unchanged; 2.0, as spreadsheets write it, is 2."""
-    number = _number(text)
+    number = number_in(text)
     if number is None or is_integer(text):
         return text
     if not number.is_integer():
