@@ -22,6 +22,7 @@ from dubito.deploy.edge.linear import NOISE
 from dubito.deploy.edge.runtime import ROWS, EdgeError, EdgeModel, facts_of
 from dubito.deploy.edge.writers import HIERARCHY, normals_in_order
 from dubito.models.images import prepare_array
+from dubito.models.network.layers import takes_ids
 from dubito.models.network.network import Draws
 from dubito.models.predictions.answers import columns_of, rule_for
 from dubito.models.predictions.model import Model
@@ -81,6 +82,8 @@ def _inputs(model: Model, edge: EdgeModel, data: LabelledData | None) -> NDArray
     if image:
         height, width = declared["shape"][1:]
         return rng.integers(0, 256, (INPUTS, height, width, declared["shape"][0]), dtype=np.uint8)
+    if takes_ids(model.network):
+        return rng.integers(0, 2, (INPUTS, *declared["shape"]))  # there are two at least
     return rng.standard_normal((INPUTS, *declared["shape"])).astype(np.float32)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dubito.models.errors import InputError
 from dubito.models.images import pictures_in, prepare_array
+from dubito.models.network.layers import takes_ids
 from dubito.models.predictions.model import Model
 from dubito.models.remote.cache import local_copy
 
@@ -27,7 +28,7 @@ class LabelledData:
     def tensors(self, model: Model) -> Tensor:
         """Inputs of the torch model."""
         if not self._pictures(model):
-            return torch.from_numpy(self.x.astype(np.float32))
+            return torch.from_numpy(self.x.astype(np.int64 if takes_ids(model.network) else np.float32))
         assert model.card.input is not None
         batch, _ = pictures_in(self.x, model.card.input)
         return prepare_array(batch, model.card.input)
@@ -82,6 +83,8 @@ def _check(path: str, x: NDArray[Any], y: NDArray[Any], model: Model) -> None:
         sizes = " and ".join(f"{name} of shape {array.shape}" for name, array in (("x", x), ("y", y)))
         raise InputError(f"{path} holds {sizes}; expected as many inputs as labels, and some.")
     declared, task = model.card.input, model.manifest.task
+    if takes_ids(model.network) and x.dtype.kind not in "iu":
+        raise InputError(f"{path} holds {x.dtype} inputs; this model takes token ids, which are integers.")
     pictures = x.dtype == np.uint8 and declared is not None and declared.image is not None
     if declared is not None and not pictures and x.shape[1:] != declared.shape:
         raise InputError(f"{path} holds {x.dtype} inputs of shape {x.shape[1:]}; this model takes {declared.shape}.")

@@ -254,7 +254,7 @@ class _Writer:
         E = bank.entry.members
         scales = array(bank.scale).reshape(E, -1, 1)
         each = [nearest(g, z, own, scale) for own, scale in zip(bank.levels.cpu().numpy(), scales, strict=True)]
-        if shared and (E == 1 or self.K == 1):
+        if shared and E == 1:
             return each[0]
         if shared:
             each = [self._tiled(one, 1) for one in each]

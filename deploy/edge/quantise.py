@@ -142,10 +142,11 @@ def _written(
     if x not in written:
         written[x] = f"{x}.rounded"
         rounded(x, x, written[x])
-    others = tuple(i for i in range(weights.ndim) if i != p.axis)
+    own = p.axis if node.op_type != "MatMul" or weights.ndim == 2 else None  # stacks of matrices have one step for all
+    others = tuple(i for i in range(weights.ndim) if i != own)
     most = np.abs(weights).max(axis=others)
     scale = (np.where(most > 0, most, 1) / 127).astype(np.float32)
-    shape = [-1 if i == p.axis else 1 for i in range(weights.ndim)]
+    shape = [-1 if i == own else 1 for i in range(weights.ndim)]
     values = np.clip(np.rint(weights / scale.reshape(shape)), -127, 127).astype(np.int8)
     inputs = [written[x], f"{out}.weights"]
     about = [keep(f"{out}.weights.int8", values), keep(f"{out}.weights.scale", scale)]

@@ -10,6 +10,7 @@ import secrets
 import struct
 import sys
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ STATED: dict[str, Any] = {
 Columns = dict[str, NDArray[Any]]  # outputs by name, one row per input
 
 
+MOST_THREADS = 1024
+
+
 class EdgeError(Exception):
     """An error with a message for the user."""
 
@@ -41,8 +45,8 @@ class EdgeError(Exception):
 class EdgeModel:
     def __init__(self, path: str | Path, threads: int = 0) -> None:
         """`threads=0` takes all cores."""
-        if threads < 0:
-            raise EdgeError(f"threads is {threads}; expected 0, for all cores, or more.")
+        if not 0 <= threads <= MOST_THREADS:
+            raise EdgeError(f"threads is {threads}; expected 0, for all cores, or up to {MOST_THREADS}.")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # errors are raised, not logged
@@ -75,7 +79,10 @@ class EdgeModel:
         entry = self.session.get_inputs()[0]
         if not image and x.dtype.kind not in "biuf":
             raise EdgeError(f"inputs came as {x.dtype}; expected numbers.")
-        x = x if image else x.astype(np.int64 if "int64" in entry.type else np.float32)
+        ids = "int64" in entry.type
+        if ids and (x.dtype.kind not in "iu" or (x < 0).any()):
+            raise EdgeError(f"inputs came as {x.dtype}; expected token ids, which are integers from 0 on.")
+        x = x if image else x.astype(np.int64 if ids else np.float32)
         if not image and not np.isfinite(x).all():
             raise EdgeError("inputs hold NaN or infinity; expected finite numbers only.")
         more: dict[str, NDArray[Any]] = {}
@@ -85,7 +92,12 @@ class EdgeModel:
                 raise EdgeError(f"seed is {seed}; expected 0 to 2**63 - 1.")
             more["seed"] = np.array(seed, np.int64)
         step = max(1, rows // self.samples)
-        parts = [self.session.run(None, {entry.name: x[i : i + step], **more}) for i in range(0, len(x), step)]
+        try:
+            parts = [self.session.run(None, {entry.name: x[i : i + step], **more}) for i in range(0, len(x), step)]
+        except Exception as error:  # onnxruntime raises many kinds
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            hint = " A token id may be larger than the table." if ids else ""
+            raise EdgeError(f"the file cannot answer these inputs: {why}.{hint}") from None
         return {name: np.concatenate(part) for name, part in zip(self.outputs, zip(*parts, strict=True), strict=True)}
 
     def answers(self, columns: Columns) -> list[dict[str, Any]]:
@@ -204,6 +216,8 @@ def decode_png(content: bytes, exif: bool = False) -> NDArray[np.uint8]:
         elif kind == b"eXIf" and exif:
             turn = orientation(body)
         offset += 12 + length
+    if len(header) != 13 or (header[9] == 3 and (not palette or len(palette) % 3)):
+        raise ValueError("the PNG lacks its header or its colours")
     width, height, depth, colour, _, _, interlaced = struct.unpack(">IIBBBBB", header)
     channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 0)
     if depth != 8 or interlaced or not channels:
@@ -216,7 +230,11 @@ def decode_png(content: bytes, exif: bool = False) -> NDArray[np.uint8]:
     if data.size != height * (stride + 1):
         raise ValueError("the PNG is cut or damaged")
     pixels = _unfiltered(data.reshape(height, stride + 1), channels).reshape(height, width, channels)
-    pixels = np.frombuffer(palette, np.uint8).reshape(-1, 3)[pixels[..., 0]] if colour == 3 else pixels
+    if colour == 3:
+        colours = np.frombuffer(palette, np.uint8).reshape(-1, 3)
+        if pixels.size and pixels.max() >= len(colours):
+            raise ValueError("the PNG has more colours than its palette")
+        pixels = colours[pixels[..., 0]]
     return turned(pixels, turn)
 
 
@@ -225,12 +243,13 @@ def orientation(exif: bytes) -> int:
     order = {b"II": "<", b"MM": ">"}.get(exif[:2])
     if order is None or len(exif) < 10:
         return 1
-    start: int = struct.unpack(order + "I", exif[4:8])[0]
-    (entries,) = struct.unpack(order + "H", exif[start : start + 2])
-    for i in range(entries):
-        tag, _, _, value = struct.unpack(order + "HHIH", exif[start + 2 + 12 * i : start + 12 + 12 * i])
-        if tag == 0x0112:
-            return value if 1 <= value <= 8 else 1
+    with suppress(struct.error):  # cut or damaged: as if there were none
+        start: int = struct.unpack(order + "I", exif[4:8])[0]
+        (entries,) = struct.unpack(order + "H", exif[start : start + 2])
+        for i in range(entries):
+            tag, _, _, value = struct.unpack(order + "HHIH", exif[start + 2 + 12 * i : start + 12 + 12 * i])
+            if tag == 0x0112:
+                return value if 1 <= value <= 8 else 1
     return 1
 
 

@@ -44,6 +44,9 @@ def trace(folded: BayesianNetwork, shape: tuple[int, ...]) -> onnx.ModelProto:
         elif name in affines:
             memo[id(module)] = _AffineNode(name)
         elif isinstance(module, MemberLayer):
+            if isinstance(first := module.copies[0], nn.RNNBase):
+                kind = type(first).__name__
+                raise ExportError(f"an ensemble's copies of {kind} answer with several tensors, which is not exported.")
             memo[id(module)] = _ChooseNode(copy.deepcopy(module.copies))
     twin = copy.deepcopy(folded.net, memo).eval()
     return by_torch(twin, shape)
@@ -73,9 +76,12 @@ def by_torch(
         cause: BaseException = error
         while cause.__cause__ is not None:  # torch's own headlines say in which of its steps, not why
             cause = cause.__cause__
+        said = first_line(cause)
+        missing = "No ONNX function" in said
+        advice = "may branch on values, or fix the number of rows"
+        advice = "calls an operator that ONNX lacks: use another one" if missing else advice
         raise ExportError(
-            f"torch cannot export this network for inputs of shape {shape}: {first_line(cause)}. "
-            "Its forward method may branch on values, or fix the number of rows."
+            f"torch cannot export this network for inputs of shape {shape}: {said}. Its forward method {advice}."
         ) from error
     assert program is not None
     traced = program.model_proto

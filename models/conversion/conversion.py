@@ -80,19 +80,28 @@ def bayesianize(
         unsupported = "leave"  # nothing is converted
     convertible = _convertible(net, unsupported)
     entries: dict[str, Layer] = {}
+    unsuited: list[str] = []
     for name, module in convertible.items():
         own = base if name == next(reversed(convertible)) else base.changed(below)
         chosen = options_for(name, module, own, layers or {})
         geometry = geometry_of(module)
         with naming(name):
             entry, layer_method = chosen.entry, chosen.method
-            if entry is None or not (entry.suits(geometry) or names_it(name, module, layers or {})):
+            if entry is None:
+                continue
+            if not (entry.suits(geometry) or names_it(name, module, layers or {})):
+                unsuited.append(name)
                 continue
             if hierarchy is not None and entry.below is not None:
                 _check_shared(chosen, base)
                 layer_method = entry.below
             W = weight_of(module) if start == "network" else None
             entries[name] = entry.describe(layer_method, chosen.values(entry), geometry, W)
+    if unsuited and not entries:
+        raise ConversionError(
+            f"{method} leaves every layer of this network as it is, and nothing would doubt: {', '.join(unsuited)}. "
+            f'Name those to be made Bayesian, as layers={{"{unsuited[-1]}": "{method}"}}, or use another method.'
+        )
     members: dict[str, int] = {}
     if base.entry is not None and method in base.entry.copies_rest:
         members = dict.fromkeys(_copied(net, base, layers or {}), base.values(base.entry)["members"])

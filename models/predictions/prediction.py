@@ -3,8 +3,8 @@
 import math
 import secrets
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol, TypedDict, Unpack
@@ -111,7 +111,7 @@ def predict(
     tally = tally_for(network)
     kept: list[Tensor] = []
     chunk, start = job.samples_at_once(job.B), 0
-    with evaluating(network), torch.inference_mode():
+    with evaluating(network), torch.inference_mode(), _told_of_ids(network, x):
         while start < K:
             k = min(chunk, K - start)
             draws = job.draws(start, k, job.B) if noisy else Draws(k, None, job.seed, start)
@@ -128,6 +128,20 @@ def predict(
         samples = K if noisy or not factors.random else 0
         all_, read = apart(torch.cat(kept), factors.read) if keep_outputs else (None, None)
         return Prediction(finite(tally.summary()), samples, job.seed, all_, read=read)
+
+
+@contextmanager
+def _told_of_ids(network: BayesianNetwork, x: Tensor) -> Iterator[None]:
+    """A table of token ids refuses real numbers, in words of its own."""
+    try:
+        yield
+    except RuntimeError:
+        if not (x.is_floating_point() and takes_ids(network.net)):
+            raise
+        raise InputError(
+            "inputs came as real numbers; this network looks token ids up in a table, which are integers. Commands and "
+            "the server hand over real numbers: ask it in Python, by model.predict of a tensor of integers."
+        ) from None
 
 
 def predict_closed(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from dubito.deploy.edge import check
 from dubito.deploy.edge.check import parity
 from dubito.deploy.edge.errors import ExportError
 from dubito.deploy.edge.export import export, save
@@ -96,6 +97,16 @@ def test_a_graph_scores_as_the_artifact_does(kind: str, measure: Measure, tmp_pa
     score, flag = session.run(["ood_score", "ood"], feed)
     assert score.shape == flag.shape == (6,)
     assert (flag == (score.astype(np.float64) > 0.9)).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_graph_of_one_draw_scores_by_the_bank_of_the_member_it_draws(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("ensemble-w", "knn", tmp_path / "m.safetensors")
+    save(export(model, samples=1), tmp_path / "m.onnx")
+    monkeypatch.setattr(check, "SEED", seed)
+    assert parity(tmp_path / "m.onnx", model, torch.randn(6, 5).numpy()).largest < CLOSE
 
 
 def test_the_bank_stays_exact_where_activations_are_in_int8(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import struct
 import subprocess
 import sys
+import zlib
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -107,9 +109,6 @@ def test_pictures_are_read_as_pillow_reads_them(mode: str) -> None:
 
 def test_every_filter_of_a_png_is_undone() -> None:
     """Filtered here line by line, as the standard says, with each of the five kinds."""
-    import struct
-    import zlib
-
     pixels = np.random.default_rng(1).integers(0, 256, (10, 6 * 3), dtype=np.int64)
     lines = b""
     for y, line in enumerate(pixels):
@@ -229,6 +228,29 @@ def test_inputs_that_do_not_fit_are_refused(digits: Path, tmp_path: Path) -> Non
     for name in ("no.png", "text.png", "none.png"):
         with pytest.raises(EdgeError, match="cannot read"):
             edge.read(tmp_path / name)
+
+
+@pytest.mark.parametrize("exif", [b"MM\0*" + b"\xff" * 8, b"MM\0*\0\0\0\x08\0\x01\x01\x12", b"II*\0\0"])
+def test_a_picture_with_damaged_exif_is_seen_as_it_is(exif: bytes) -> None:
+    content = io.BytesIO()
+    pixels = np.arange(60, dtype=np.uint8).reshape(5, 4, 3)
+    Image.fromarray(pixels).save(content, "png", exif=exif)
+    np.testing.assert_array_equal(decode_png(content.getvalue(), exif=True), pixels)
+
+
+def test_a_damaged_palette_is_said(tmp_path: Path) -> None:
+    content = io.BytesIO()
+    Image.fromarray(np.arange(16, dtype=np.uint8).reshape(4, 4)).convert("P").save(content, "png", bits=8)
+    good = content.getvalue()
+    at = good.index(b"PLTE") - 4
+    (size,) = struct.unpack(">I", good[at : at + 4])
+    for kept in (0, 4, 6):  # bytes of the palette
+        body = good[at + 8 : at + 8 + kept]
+        chunk = struct.pack(">I", kept) + b"PLTE" + body + struct.pack(">I", zlib.crc32(b"PLTE" + body))
+        with pytest.raises(ValueError, match=r"its header or its colours|more colours than its palette"):
+            decode_png(good[:at] + chunk + good[at + 12 + size :])
+    with pytest.raises(ValueError, match="its header"):
+        decode_png(good[:8])
 
 
 def test_export_refuses_what_it_cannot_write(tmp_path: Path) -> None:

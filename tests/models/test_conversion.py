@@ -570,3 +570,14 @@ def test_a_batchnorm_whose_weights_are_read_past_it_is_not_folded(tmp_path: Path
     assert before is not None
     assert after is not None
     torch.testing.assert_close(after, before)
+
+
+@pytest.mark.parametrize(("method", "net"), [
+    ("mc-dropout", nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 6), nn.Flatten())),
+    ("ffg-u", nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.AdaptiveAvgPool2d(1), nn.Flatten())),
+])  # fmt: skip
+def test_a_method_that_leaves_every_layer_as_it_is_is_refused(method: str, net: nn.Module) -> None:
+    """It would answer without doubt, and say nothing of that."""
+    with pytest.raises(ConversionError, match=f"{method} leaves every layer of this network as it is.*Name those"):
+        bayesianize(net, method)  # type: ignore[arg-type]
+    assert bayesianize(net, method, layers={"0": method}).layers  # type: ignore[arg-type]
