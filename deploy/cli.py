@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dubito.models.cli import ADDRESSES, Artifact, Network, Samples, chosen_samples, permit_network
+from dubito.models.disk import check_not_read
 from dubito.models.extras import need
 from dubito.models.names import some
 
@@ -46,6 +47,7 @@ def export(
     need("edge", "onnx", "onnxruntime", "onnxscript")
     if not out.parent.is_dir():
         raise ExportError(f"cannot write {out}: there is no folder {out.parent}.")
+    check_not_read(out, file, data)
     from dubito.deploy.edge.data import read
     from dubito.deploy.edge.export import export as to_onnx
     from dubito.deploy.edge.export import save

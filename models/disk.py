@@ -1,10 +1,40 @@
 """Files that are whole or not there, whatever ends the process or the machine."""
 
+import errno
+import fcntl
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
+
+from dubito.models.errors import InputError
+
+
+def check_not_read(out: Path, *read: str | Path | None) -> None:
+    """Refuse an output in place of a file that is read, which would be lost; `kind:PATH` names a file, too."""
+    for name in filter(None, map(str, (one for one in read if one is not None))):
+        for path in (name, name.partition(":")[2]):
+            with suppress(OSError, ValueError):
+                if path and os.path.samefile(path, out):
+                    raise InputError(f"{out} would be written, but it is {name}, which is read; expected another file.")
+
+
+@contextmanager
+def alone(lock: Path) -> Iterator[bool]:
+    """Whether no other process is here; a killed one leaves no lock behind, and a disk without locks has none."""
+    with lock.open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                yield False
+                return
+        try:
+            yield True
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def draft_of(path: Path) -> Path:

@@ -87,6 +87,11 @@ def _no_picture(shape: Sequence[int], dtype: torch.dtype) -> InputError:
     return InputError(f"a picture came as {dtype} of shape {tuple(shape)}; expected uint8 (height, width, channels).")
 
 
+def is_shown(path: str) -> bool:
+    """Whether no part of a path is hidden, as `.ipynb_checkpoints`, `__MACOSX` and `._1.jpg` are."""
+    return not any(part.startswith((".", "__MACOSX")) for part in Path(path).parts)
+
+
 def fitted(x: Tensor, shape: tuple[int, ...], fitting: Fitting) -> Tensor:
     """A picture (c, h, w), or several (B, c, h, w), with the channels, height and width of `shape`.
 

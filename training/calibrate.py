@@ -51,6 +51,7 @@ MANY = 1000  # examples for thresholds: from here on they count for the temperat
 LAMBDAS, K_REGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3), (2, 3, 5, 8)  # grid of the constants of RAPS
 MOST_GROUPS = 1 << 12
 REPEATED = 0.01  # share of examples that may be training inputs without a word
+FOUND = 0.05  # share of the remembered training inputs that may be among so many examples without a word
 OWN_DRAWS = 1 << 40  # added to the seed, so that an evaluation never uses the draws of the calibration
 
 
@@ -59,9 +60,11 @@ class CalibrationError(DubitoError):
 
 
 def _trained_on(model: Model, examples: Examples) -> list[int]:
-    """Which of the examples are among the training inputs that the artifact remembers."""
+    """Which of the examples are among the training inputs that the artifact remembers; none where they are so few that
+    they may be by chance, as rows of categories recur."""
     seen = set(model.card.provenance.train_sample)
-    return [i for i, f in enumerate(examples.fingerprints()) if f in seen] if seen else []
+    back = [i for i, f in enumerate(examples.fingerprints()) if f in seen] if seen else []
+    return back if len(back) > min(REPEATED * len(examples), FOUND * len(seen)) else []
 
 
 def check_held_out(model: Model, held: Examples) -> None:
@@ -77,7 +80,7 @@ def check_held_out(model: Model, held: Examples) -> None:
 
 def tell_training_inputs(model: Model, examples: Examples) -> None:
     """Say so where figures are measured on what the model was trained on."""
-    if len(back := _trained_on(model, examples)) > REPEATED * len(examples):
+    if back := _trained_on(model, examples):
         remark(
             f"{len(back)} of {len(examples)} inputs are among the {len(set(model.card.provenance.train_sample))} "
             "training inputs that the artifact remembers: figures on such are too good. Measure on data that it has "

@@ -214,7 +214,7 @@ def train(
     from dubito.training.recipe import train as follow
     from dubito.training.weights import read_labels
 
-    out = _writable(Path(f"{_stem(recipe)}.safetensors") if out is None else out)
+    out = _writable(Path(f"{_stem(recipe)}.safetensors") if out is None else out, recipe, weights, labels)
     permit_network(network if network is not None and ":" in network else None)
     for option, value in {"--rename": rename, "--labels": labels}.items():
         if value is not None and weights is None:
@@ -412,7 +412,7 @@ def laplace(
     from dubito.training.posthoc import from_artifact, from_weights
     from dubito.training.weights import read_labels
 
-    _writable(out)
+    _writable(out, weights, labels, data)
     file, name = (fetched(net), network) if weights is None else (fetched(weights), net)
     if weights is not None and network is not None:
         raise InputError(f"--network is {network} and NET {net}; with --weights, NET alone names the network.")
@@ -621,7 +621,7 @@ def calibrate(
     name, held = part_of(data_set, model.card, part, default="calibration")
     if name != "calibration":  # the calibration part never overlaps the training part
         check_held_out(model, held)
-    _writable(out)
+    _writable(out, data)
     own = name == "calibration"  # of the model's own data: its other parts can be used too
     others = {key: part_of(data_set, model.card, key)[1] if own else None for key in ("validation", "train")}
     model = calibrated(model.to(chosen_device(device)), held, settings, seed=seed, **others)
@@ -636,14 +636,16 @@ def _stem(recipe: str) -> str:
     return Path(recipe.partition(":")[2] or recipe).stem or "model"
 
 
-def _writable(out: Path) -> Path:
-    """Check that the file can be written, before the work."""
+def _writable(out: Path, *read: str | Path | None) -> Path:
+    """Check that the file can be written, before the work, and is none of those that are read."""
+    from dubito.models.disk import check_not_read
     from dubito.models.errors import InputError
 
     if out.is_dir() or not out.resolve().parent.is_dir():
         raise InputError(f"--out is {out}; expected a file in a folder that exists.")
     if not os.access(out.resolve().parent, os.W_OK):
         raise InputError(f"--out is {out}; expected a file in a folder that you may write to.")
+    check_not_read(out, *read)
     return out
 
 

@@ -11,10 +11,12 @@ from dubito.models.predictions.model import Model
 from dubito.models.pruning import prune as prune_network
 from dubito.training.config import Calibrate, Recipe, RecipeError
 from dubito.training.data.data import DataError
+from dubito.training.fit.checkpoint import writes_alone
 from dubito.training.fit.ranks import Ranks
 from dubito.training.recipe import Phases, finish, read_parts, settle_noise
 
 
+@writes_alone
 def prune(
     file: str | Path,
     out: Path,

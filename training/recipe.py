@@ -33,7 +33,7 @@ from dubito.training.data.data import DataSet, Examples, Parts, divide, enter, i
 from dubito.training.data.sources import is_integer, numbered, read_data
 from dubito.training.estimate import in_all, time_phases
 from dubito.training.evaluation.evaluate import measure
-from dubito.training.fit.checkpoint import draft_of, resume, save_checkpoint
+from dubito.training.fit.checkpoint import draft_of, resume, save_checkpoint, writes_alone
 from dubito.training.fit.fit import Epoch, FitError, FitRun
 from dubito.training.fit.function_space import OF_TRAINING, FunctionSpace, check_gaussian
 from dubito.training.fit.log import progress_bar, tensorboard, write_csv
@@ -102,6 +102,7 @@ def begin(recipe: Recipe, data_root: Path | None, download: bool, labels: tuple[
     return Beginning(recipe, parts, declared, build_network(recipe, parts, declared, weights), context)
 
 
+@writes_alone
 def train(
     recipe: Recipe,
     out: Path,
@@ -543,8 +544,12 @@ def finish(
 
 
 def _sample(train: Examples, seed: int) -> list[str]:
-    """Hashes of some inputs that occur once in the training part; repeated ones may occur elsewhere too."""
+    """Hashes of some inputs that occur once in the training part, by which they are recognised; repeated ones may occur
+    elsewhere too. None where new inputs coincide with such by nature, as rows of few categories do: by the estimate of
+    Good and Turing as often as 2 N_2 / N, where N_2 inputs of N occur twice."""
     hashes = train.fingerprints()
     often = Counter(hashes)
+    if 2 * sum(n == 2 for n in often.values()) > REPEATED * len(hashes):
+        return []
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
     return sorted([hashes[i] for i in order if often[hashes[i]] == 1][:REMEMBERED])

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -80,8 +81,9 @@ class PartsFolder:
     def begin(self, job: ScoringJob) -> None:
         path = self.path / "job.json"
         draft = draft_of(path)
-        draft.write_text(json.dumps(asdict(job)))
-        put_in_place(draft, path)
+        with self._writing(draft):
+            draft.write_text(json.dumps(asdict(job)))
+            put_in_place(draft, path)
 
     def clear(self) -> None:
         """Forget the job and its parts."""
@@ -112,9 +114,23 @@ class PartsFolder:
     def write(self, i: int, table: pa.Table) -> None:
         """As Arrow has it in memory: Parquet, which takes longer to make, is made once, of all parts."""
         draft = draft_of(self._file(i))
-        with pa.ipc.new_file(draft, table.schema) as writer:
-            writer.write_table(table)
-        put_in_place(draft, self._file(i))
+        with self._writing(draft):
+            with pa.ipc.new_file(draft, table.schema) as writer:
+                writer.write_table(table)
+            put_in_place(draft, self._file(i))
+
+    @contextmanager
+    def _writing(self, draft: Path) -> Iterator[None]:
+        """A full disk is said, and leaves no half of a file."""
+        try:
+            yield
+        except OSError as error:
+            raise ScoreError(
+                f"cannot write {self.output}: {os.strerror(error.errno) if error.errno else error}. Finished parts are "
+                "kept: the same command goes on."
+            ) from None
+        finally:
+            draft.unlink(missing_ok=True)
 
     def _read(self, i: int) -> pa.Table:
         with pa.memory_map(str(self._file(i))) as file:
@@ -124,10 +140,11 @@ class PartsFolder:
         """All parts in order as the output, which appears when it is whole; the folder goes."""
         draft = self.path / ".output"
         schema = self._read(0).schema.with_metadata({KEY: json.dumps(about | {"job": job.given})})
-        with pq.ParquetWriter(draft, schema, use_dictionary=DICTIONARIES) as writer:
-            for i in range(job.parts):
-                writer.write_table(self._read(i).replace_schema_metadata(schema.metadata))
-        put_in_place(draft, self.output)
+        with self._writing(draft):
+            with pq.ParquetWriter(draft, schema, use_dictionary=DICTIONARIES) as writer:
+                for i in range(job.parts):
+                    writer.write_table(self._read(i).replace_schema_metadata(schema.metadata))
+            put_in_place(draft, self.output)
         self.remove()
 
 

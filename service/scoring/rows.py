@@ -4,6 +4,7 @@ import glob
 import hashlib
 import os
 import zipfile
+import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from dubito.models.errors import InputError
-from dubito.models.images import SUFFIXES, pictures_in, prepare, read_pixels
+from dubito.models.images import SUFFIXES, is_shown, pictures_in, prepare, read_pixels
 from dubito.models.manifest import Input
 from dubito.models.remote.address import Address, Place, place_of
 from dubito.models.remote.cache import local_copy
@@ -107,7 +108,7 @@ class ZippedArray:
             version = np.lib.format.read_magic(self.file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             self.shape, fortran, self.dtype = read(self.file)
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise InputError(f"cannot read {path} as .npz: {error}") from None
         if fortran and len(self.shape) > 1:
             raise InputError(f"{path} holds columns one after the other; save it as np.ascontiguousarray(x).")
@@ -118,7 +119,7 @@ class ZippedArray:
         try:
             self.file.seek(self.begin + rows.start * self.row)
             content = self.file.read((rows.stop - rows.start) * self.row)
-        except (OSError, zipfile.BadZipFile, EOFError) as error:
+        except (OSError, zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise InputError(f"cannot read rows {rows.start} to {rows.stop} of {self.path}: {error}") from None
         return np.frombuffer(content, self.dtype).reshape(rows.stop - rows.start, *self.shape[1:])
 
@@ -162,7 +163,7 @@ class PictureRows:
             raise InputError(f"{folder} is a folder; this model takes tensors of shape {declared.shape}, not pictures.")
         self.folder, self.declared = folder, declared
         every = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
-        self.names = [name for name in every if name.lower().endswith(SUFFIXES)]
+        self.names = [name for name in every if name.lower().endswith(SUFFIXES) and is_shown(name)]
         self.count = len(self.names)
         if not self.names:
             raise InputError(f"{folder} holds no pictures; expected files {', '.join(SUFFIXES)}.")

@@ -26,6 +26,7 @@ import torch
 from dubito import __version__
 from dubito.models.artifact.artifact import load
 from dubito.models.cli import permit_network
+from dubito.models.disk import check_not_read
 from dubito.models.errors import DubitoError, InputError
 from dubito.models.manifest import Predictive
 from dubito.models.numerics.proof import name_of
@@ -135,7 +136,7 @@ class Scorer:
                 return known
             threads = max(1, torch.get_num_threads() // self.workers)
             torch.set_num_threads(threads)
-            batch = self.asked.batch or BATCH[self.device.type]
+            batch = min(self.asked.batch, self.rows.count) if self.asked.batch else BATCH[self.device.type]
             while not (
                 engine := self._engine(batch, plan_file(), PLAN_SECONDS)
             ).buckets:  # it does not fit the device's memory
@@ -304,6 +305,7 @@ def score(
         raise ScoreError(f"cannot write {output}: there is no folder {output.parent}.")
     if output.is_dir():
         raise ScoreError(f"{output} is a folder; expected the name of a Parquet file.")
+    check_not_read(output, asked.file, asked.input)
     folder = PartsFolder(output)
     new = not folder.path.exists()
     scorer = Scorer(asked, devices[0])

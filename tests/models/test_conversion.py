@@ -579,5 +579,5 @@ def test_a_batchnorm_whose_weights_are_read_past_it_is_not_folded(tmp_path: Path
 def test_a_method_that_leaves_every_layer_as_it_is_is_refused(method: str, net: nn.Module) -> None:
     """It would answer without doubt, and say nothing of that."""
     with pytest.raises(ConversionError, match=f"{method} leaves every layer of this network as it is.*Name those"):
-        bayesianize(net, method)  # type: ignore[arg-type]
-    assert bayesianize(net, method, layers={"0": method}).layers  # type: ignore[arg-type]
+        bayesianize(net, method)
+    assert bayesianize(net, method, layers={"0": method}).layers

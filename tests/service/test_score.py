@@ -416,3 +416,49 @@ def test_a_card_without_labels_names_classes_by_number(tmp_path: Path) -> None:
     for row in scored(file, tmp_path / "x.npy", tmp_path / "o.parquet", samples=2):
         assert row["label"] == str(row["class"])
         assert (row["prediction_set"], row["ood"]) == (None, None)
+
+
+def test_the_input_and_the_model_are_not_overwritten(table_model: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((4, 3), np.float32))
+    before = (tmp_path / "x.npy").read_bytes(), table_model.read_bytes()
+    for output in (tmp_path / "x.npy", table_model):
+        with pytest.raises(InputError, match="which is read; expected another file"):
+            score(Scoring(table_model, str(tmp_path / "x.npy"), output), ["cpu"], True, Silent)
+    assert ((tmp_path / "x.npy").read_bytes(), table_model.read_bytes()) == before
+
+
+def test_hidden_pictures_are_not_scored(tmp_path: Path, small_digits: Path) -> None:
+    """As in training."""
+    for name in ("a.png", "._a.png", ".ipynb_checkpoints/a.png", "__MACOSX/b.png"):
+        (tmp_path / "p" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "p" / name)
+    assert [row["file"] for row in scored(small_digits, tmp_path / "p", tmp_path / "o.parquet", samples=1)] == ["a.png"]
+
+
+def test_a_full_disk_is_said_and_leaves_no_drafts(table_model: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((2000, 3), np.float32))
+    output = tmp_path / "o.parquet"
+    words: list[str | Path] = ["score", table_model, tmp_path / "x.npy", output]
+    small = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"  # Python ignores the signal
+    for _ in range(2):
+        told = forked.run(*words, code=f"{small}; {forked.DUBITO}")
+        assert told.returncode == 2
+        assert f"cannot write {output}: File too large. Finished parts are kept" in told.stderr
+        assert "Traceback" not in told.stderr
+        assert not list(tmp_path.rglob("*.draft"))
+    assert forked.run(*words).returncode == 0
+
+
+def test_a_damaged_archive_is_said(table_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "x.npz"
+    np.savez_compressed(file, x=np.random.default_rng(0).random((50_000, 3), np.float32))
+    whole = file.read_bytes()
+    for at, said in ((200, "cannot read .*x.npz as .npz"), (300_000, "cannot read rows")):
+        file.write_bytes(whole[:at] + b"\xff" * 100 + whole[at + 100 :])
+        with pytest.raises(InputError, match=said):
+            scored(table_model, file, tmp_path / "o.parquet")
+
+
+def test_a_batch_is_no_larger_than_the_rows(table_model: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((5, 3), np.float32))
+    assert len(scored(table_model, tmp_path / "x.npy", tmp_path / "o.parquet", batch=10**9)) == 5

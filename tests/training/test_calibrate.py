@@ -38,6 +38,7 @@ from dubito.training.evaluation.evaluate import evaluate
 from dubito.training.evaluation.evaluate import measure as measure_model
 from dubito.training.evaluation.predicting import GRID, REQUESTS, predict_auto, predict_grid
 from dubito.training.fit.fit import FitRun
+from dubito.training.recipe import _sample
 from dubito.training.seeds import stream
 from dubito.training.temperature import fit_temperature
 from tests.examples import at_most
@@ -301,9 +302,36 @@ def test_spoiled_inputs_keep_the_values_and_lose_the_structure(kind: str) -> Non
 def test_data_that_overlaps_the_training_part_is_refused(trained: Model) -> None:
     check_held_out(trained, clusters(500, 3))
     mixed = clusters(500, 3)
-    one = Examples(torch.cat([mixed.x, clusters(300, 1).x[:1]]), torch.cat([mixed.y, mixed.y[:1]]))
-    with pytest.raises(CalibrationError, match=r"overlap the training part: 1 of them \(examples 500\)"):
-        check_held_out(trained, one)
+    few, many = (
+        Examples(torch.cat([mixed.x, clusters(300, 1).x[:n]]), torch.cat([mixed.y, mixed.y[:n]])) for n in (5, 6)
+    )
+    check_held_out(trained, few)  # not more than 1 %: rows of categories recur by chance
+    with pytest.raises(CalibrationError, match=r"overlap the training part: 6 of them \(examples 500, 501, 502"):
+        check_held_out(trained, many)
+
+
+def test_training_inputs_among_very_many_others_are_recognised_by_the_share_of_them(trained: Model) -> None:
+    """The artifact remembers few: beside 40,000 others they are less than 1 % of all."""
+    seen, others = clusters(300, 1), clusters(40_000, 4)
+    both = Examples(torch.cat([others.x, seen.x]), torch.cat([others.y, seen.y]))
+    check_held_out(trained, others)
+    with pytest.raises(CalibrationError, match=r"overlap the training part: 300 of them"):
+        check_held_out(trained, both)
+
+
+def test_rows_of_few_categories_are_not_remembered() -> None:
+    """New rows are like those of the training part by nature: of 400 of 2,480 kinds, some hundred and fifty are."""
+    rng = torch.Generator().manual_seed(0)
+
+    def rows(n: int) -> Examples:
+        kinds = torch.randint(0, 2480, (n,), generator=rng)
+        return Examples(torch.stack([kinds % 31, kinds // 31], 1).float(), torch.zeros(n, dtype=torch.int64))
+
+    train, new = rows(400), rows(300)
+    assert len(set(train.fingerprints()) & set(new.fingerprints())) > 20
+    assert _sample(train, 0) == []
+    numbers = Examples(torch.randn(400, 2, generator=rng), torch.zeros(400, dtype=torch.int64))
+    assert len(_sample(numbers, 0)) == 400
 
 
 @pytest.mark.usefixtures("few_here")

@@ -460,7 +460,7 @@ def test_a_folder_of_pictures(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 def test_hidden_folders_and_files_are_no_classes_and_no_pictures(tmp_path: Path) -> None:
     for name in ("cat/a.png", "dog/b.png"):
         picture(tmp_path / name, pixels(6, 7, 3, seed=1))
-    for name in (".ipynb_checkpoints/a.png", "__MACOSX/cat/a.png", "cat/._a.png"):
+    for name in (".ipynb_checkpoints/a.png", "__MACOSX/cat/a.png", "cat/._a.png", "dog/.thumbs/small/b.png"):
         picture(tmp_path / name, pixels(2, 2, 3, seed=1))
     data = read_data(f"folder:{tmp_path}")
     assert (data.labels, data.train.y.tolist()) == (("cat", "dog"), [0, 1])

@@ -7,6 +7,8 @@ import pytest
 from torch import nn
 
 from dubito.models.conversion.architectures import FACTORIES
+from dubito.models.disk import alone
+from tests import forked
 from tests.training.test_laplace_cli import QUICK
 from tests.training.test_train import refused, run
 
@@ -39,6 +41,31 @@ def test_inputs_that_were_trained_on_are_told(trained: Path) -> None:
     assert "of 201 inputs are among the" in longer.stderr
     said = " ".join(longer.stderr.split())
     assert "training inputs that the artifact remembers: figures on such are too good" in said
+
+
+@pytest.mark.parametrize("command", ["train", "calibrate", "export"])
+def test_a_file_that_is_read_is_not_written(command: str, trained: Path, tmp_path: Path) -> None:
+    data, model = tmp_path / "t.csv", tmp_path / "m.safetensors"
+    data.write_bytes((trained / "t.csv").read_bytes())
+    model.write_bytes((trained / "m.safetensors").read_bytes())
+    before = [file.read_bytes() for file in (data, model)]
+    words: dict[str, list[str | Path]] = {
+        "train": ["train", f"csv:{data}", "--out", data, *QUICK],
+        "calibrate": ["calibrate", model, "--data", f"csv:{data}", "--out", data],
+        "export": ["export", model, model],
+    }
+    assert "which is read; expected another file" in refused(*words[command])
+    assert [file.read_bytes() for file in (data, model)] == before
+
+
+def test_two_trainings_to_one_file_are_kept_apart(tmp_path: Path) -> None:
+    with alone(tmp_path / ".m.lock"):
+        process = forked.run("train", table(tmp_path / "t.csv"), "--out", str(tmp_path / "m.safetensors"), *QUICK)
+    assert process.returncode == 2
+    assert "another process trains" in process.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["t.csv"]
+    assert run("train", f"csv:{tmp_path / 't.csv'}", "--out", tmp_path / "m.safetensors", *QUICK).exit_code == 0
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_rows_that_repeat_are_told(tmp_path: Path) -> None:

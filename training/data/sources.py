@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.errors import InputError
-from dubito.models.images import SUFFIXES, fitted, read_pixels
+from dubito.models.images import SUFFIXES, fitted, is_shown, read_pixels
 from dubito.models.manifest import Fitting, Manifest
 from dubito.models.numerics.text import number_in
 from dubito.models.remote.address import Address, Place, place_of
@@ -299,7 +299,7 @@ def _folder(path: Path, size: tuple[int, int] | None, channels: int, fitting: Fi
 
 def _is_divided(path: Path) -> bool:
     try:
-        folders = {p.name for p in path.iterdir() if p.is_dir() and _is_shown(p.name)}
+        folders = {p.name for p in path.iterdir() if p.is_dir() and is_shown(p.name)}
         if "train" not in folders:
             return False
         if "test" not in folders and not any(p.is_dir() for p in (path / "train").iterdir()):
@@ -349,13 +349,13 @@ def _image_folder(path: Path) -> "ImageFolder":
 
     class Shown(ImageFolder):  # type: ignore[misc]  # torchvision has no types
         def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-            names = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and _is_shown(entry.name))
+            names = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and is_shown(entry.name))
             if not names:
                 raise FileNotFoundError("it has no folders")
             return names, {name: i for i, name in enumerate(names)}
 
     def is_picture(file: str) -> bool:
-        return file.lower().endswith(SUFFIXES) and _is_shown(os.path.basename(file))
+        return file.lower().endswith(SUFFIXES) and is_shown(os.path.relpath(file, path))
 
     try:
         return Shown(str(path), is_valid_file=is_picture)
@@ -366,14 +366,12 @@ def _image_folder(path: Path) -> "ImageFolder":
 
 def _tell_left_out(path: Path, classes: Sequence[str]) -> None:
     """Say so where pictures of the classes are of kinds that are not read."""
-    files = (file for one in classes for _, _, names in os.walk(path / one) for file in names if _is_shown(file))
-    others = Counter(os.path.splitext(file)[1].lower() for file in files)
+    every = (
+        os.path.join(folder, file) for one in classes for folder, _, names in os.walk(path / one) for file in names
+    )
+    others = Counter(os.path.splitext(file)[1].lower() for file in every if is_shown(os.path.relpath(file, path)))
     if left := tuple(f"{others[kind]} of {kind}" for kind in UNREAD if others[kind]):
         remark(f"{path}: pictures are left out ({_some(left)}); those that are read: {', '.join(SUFFIXES)}")
-
-
-def _is_shown(name: str) -> bool:
-    return not name.startswith((".", "__MACOSX"))
 
 
 def count_pictures(path: Path) -> tuple[int, int, tuple[int, int], int]:

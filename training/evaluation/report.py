@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dubito import __version__
+from dubito.models.disk import replace_by_draft
 from dubito.models.errors import DubitoError
 from dubito.models.predictions.answers import rule_for, scores
 from dubito.models.predictions.uncertainty import Classified, Regressed
@@ -60,7 +61,7 @@ def write(evaluation: Evaluation, about: Mapping[str, str], folder: Path) -> Pat
     open_folder(folder)
     path = folder / "index.html"
     try:
-        path.write_text(page(evaluation, about), encoding="utf-8")
+        replace_by_draft(path, page(evaluation, about).encode())
     except OSError as error:
         raise ReportError(f"cannot write {path}: {error.strerror}.") from None
     return path

@@ -4,18 +4,25 @@ Tensors are stored as safetensors, the rest as JSON in their metadata; files are
 """
 
 import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from dubito.models.disk import write_by
+from dubito.models.disk import alone, write_by
 from dubito.models.errors import first_line
 from dubito.training.config import Recipe
 from dubito.training.fit.fit import FitError, FitRun, FitState
+from dubito.training.fit.ranks import Ranks
 
 KEY = "checkpoint"
+First = TypeVar("First")
+Result = TypeVar("Result")
+Rest = ParamSpec("Rest")
 
 
 def save_checkpoint(run: FitRun, recipe: Recipe, path: Path, *, origin: str = "") -> None:
@@ -37,6 +44,27 @@ def write_whole(path: Path, content: bytes) -> None:
 def draft_of(path: Path) -> Path:
     """Temporary name under which a file is written; the next writer overwrites what a killed one left."""
     return path.with_name(f".{path.name}.part")
+
+
+def writes_alone(
+    work: Callable[Concatenate[First, Path, Rest], Result],
+) -> Callable[Concatenate[First, Path, Rest], Result]:
+    """Of a function that trains to a file: one process at a time, since they would share their checkpoints."""
+
+    @wraps(work)
+    def alone_there(first: First, out: Path, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
+        if Ranks.here().index > 0:
+            return work(first, out, *args, **kwargs)
+        with ExitStack() as stack:
+            try:
+                free = stack.enter_context(alone(out.with_name(f".{out.stem}.lock")))
+            except OSError as error:
+                raise FitError(f"cannot write {out}: {error.strerror}.") from None
+            if not free:
+                raise FitError(f"another process trains {out}; wait for its end, or give another --out.")
+            return work(first, out, *args, **kwargs)
+
+    return alone_there
 
 
 def resume(run: FitRun, recipe: Recipe, path: Path, *, origin: str = "") -> None:
