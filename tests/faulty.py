@@ -51,6 +51,8 @@ def one_convolution(W_shape: tuple[int, ...], options: Told, method: str) -> Bay
     torch.manual_seed(0)
     layer = nn.Conv2d(W_shape[1], W_shape[0], W_shape[2:], **options)  # type: ignore[arg-type]
     chosen: Told = {"inducing": 3} if method == "ffg-u" else {}
+    if method == "mc-dropout":  # which leaves layers of few channels alone
+        chosen["layers"] = {"0": method}
     return bayesianize(nn.Sequential(layer, nn.Flatten()), method, **chosen)
 
 

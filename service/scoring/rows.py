@@ -8,6 +8,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -99,15 +100,18 @@ class ZippedArray:
 
     def __init__(self, path: Path) -> None:
         try:
-            archive = zipfile.ZipFile(path)
-            names = [name for name in archive.namelist() if name.endswith(".npy")]
-            name = "x.npy" if "x.npy" in names else names[0] if len(names) == 1 else None
-            if name is None:
-                raise InputError(f"{path} holds {', '.join(names) or 'no arrays'}; expected an array x, or one alone.")
-            self.file: IO[bytes] = archive.open(name)
-            version = np.lib.format.read_magic(self.file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            self.shape, fortran, self.dtype = read(self.file)
+            with ExitStack() as opened:
+                archive = opened.enter_context(zipfile.ZipFile(path))
+                names = [name for name in archive.namelist() if name.endswith(".npy")]
+                name = "x.npy" if "x.npy" in names else names[0] if len(names) == 1 else None
+                if name is None:
+                    held = ", ".join(names) or "no arrays"
+                    raise InputError(f"{path} holds {held}; expected an array x, or one alone.")
+                self.file: IO[bytes] = opened.enter_context(archive.open(name))
+                version = np.lib.format.read_magic(self.file)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                self.shape, fortran, self.dtype = read(self.file)
+                self.opened = opened.pop_all()  # until rows cannot be read
         except (OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise InputError(f"cannot read {path} as .npz: {error}") from None
         if fortran and len(self.shape) > 1:
@@ -120,6 +124,7 @@ class ZippedArray:
             self.file.seek(self.begin + rows.start * self.row)
             content = self.file.read((rows.stop - rows.start) * self.row)
         except (OSError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+            self.opened.close()
             raise InputError(f"cannot read rows {rows.start} to {rows.stop} of {self.path}: {error}") from None
         return np.frombuffer(content, self.dtype).reshape(rows.stop - rows.start, *self.shape[1:])
 
