@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from dubito.models.errors import InputError
 
@@ -21,20 +21,43 @@ def check_not_read(out: Path, *read: str | Path | None) -> None:
                     raise InputError(f"{out} would be written, but it is {name}, which is read; expected another file.")
 
 
+_held: set[Path] = set()  # locks of this process
+
+
 @contextmanager
 def alone(lock: Path) -> Iterator[bool]:
     """Whether no other process is here; a killed one leaves no lock behind, and a disk without locks has none."""
-    with lock.open("a") as file:
+    lock = lock.absolute()
+    if lock in _held:
+        yield True
+        return
+    if (file := _locked(lock)) is None:
+        yield False
+        return
+    _held.add(lock)
+    try:
+        yield True
+    finally:
+        _held.remove(lock)
+        lock.unlink(missing_ok=True)
+        file.close()
+
+
+def _locked(lock: Path) -> IO[str] | None:
+    """The file, open and locked; None where another process has locked it."""
+    while True:
+        file = lock.open("a")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.fstat(file.fileno()).st_ino == lock.stat().st_ino:
+                    return file
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                yield False
-                return
-        try:
-            yield True
-        finally:
-            lock.unlink(missing_ok=True)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return file
+            file.close()
+            return None
+        file.close()  # who had it before has just removed it
 
 
 def draft_of(path: Path) -> Path:

@@ -207,10 +207,12 @@ def train(
 
         dubito train folder:pictures --network torchvision/resnet18 --weights resnet18.pth
     """
+    from dubito.models.disk import check_not_read
     from dubito.models.errors import InputError
     from dubito.models.remote.cache import fetched
     from dubito.models.terminal import remark
     from dubito.training.choice import Request, as_toml, plan
+    from dubito.training.fit.checkpoint import training_alone
     from dubito.training.recipe import train as follow
     from dubito.training.weights import read_labels
 
@@ -235,7 +237,8 @@ def train(
 
         print("\n".join(describe_run(chosen.recipe, **where)))
         return
-    with _stopping(), chosen.kept():
+    check_not_read(out, chosen.recipe.data.name, chosen.recipe.context.inputs)
+    with _stopping(), training_alone(out), chosen.kept():
         trained = follow(chosen.recipe, out, **where, fresh=fresh, force=force, estimate=bool(chosen.said))
     if trained is not None:
         _print_result(out, trained.model, as_json)

@@ -49,6 +49,7 @@ from dubito.training.weights import Weights, fill, fitting_names, read_weights
 
 MANY_CLASSES = 20  # whole numbers of which there are more, of few examples each, may be no classes
 FEW_KINDS = 0.3  # share of inputs that differ, below which they repeat by nature, as a few categories do
+FEW_PAIRS = 5  # equal training inputs that say nothing of new ones
 REMEMBERED = 1024  # training inputs whose hashes are stored in the artifact, to recognise them
 BETWEEN = 60.0  # seconds between checkpoints inside an epoch
 MOST_NUMBERS = 1 << 23  # of the training examples among which inducing points are chosen
@@ -549,7 +550,8 @@ def _sample(train: Examples, seed: int) -> list[str]:
     Good and Turing as often as 2 N_2 / N, where N_2 inputs of N occur twice."""
     hashes = train.fingerprints()
     often = Counter(hashes)
-    if 2 * sum(n == 2 for n in often.values()) > REPEATED * len(hashes):
+    twice = sum(n == 2 for n in often.values())
+    if twice >= FEW_PAIRS and 2 * twice > REPEATED * len(hashes):
         return []
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
     return sorted([hashes[i] for i in order if often[hashes[i]] == 1][:REMEMBERED])

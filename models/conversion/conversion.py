@@ -5,8 +5,9 @@ The projections of torch's attention, and of torchvision's within windows, count
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -80,7 +81,7 @@ def bayesianize(
         unsupported = "leave"  # nothing is converted
     convertible = _convertible(net, unsupported)
     entries: dict[str, Layer] = {}
-    unsuited: list[str] = []
+    unsuited: dict[str, Callable[[], object]] = {}
     for name, module in convertible.items():
         own = base if name == next(reversed(convertible)) else base.changed(below)
         chosen = options_for(name, module, own, layers or {})
@@ -90,7 +91,7 @@ def bayesianize(
             if entry is None:
                 continue
             if not (entry.suits(geometry) or names_it(name, module, layers or {})):
-                unsuited.append(name)
+                unsuited[name] = partial(entry.describe, chosen.method, chosen.values(entry), geometry)
                 continue
             if hierarchy is not None and entry.below is not None:
                 _check_shared(chosen, base)
@@ -98,9 +99,14 @@ def bayesianize(
             W = weight_of(module) if start == "network" else None
             entries[name] = entry.describe(layer_method, chosen.values(entry), geometry, W)
     if unsuited and not entries:
+        name, describe = unsuited.popitem()
+        advice = "Use another method, such as ffg-w."
+        with suppress(ConversionError):
+            describe()
+            advice = f'Name those to be made Bayesian, as layers={{"{name}": "{method}"}}, or use another method.'
+        which = ", ".join([*unsuited, name])
         raise ConversionError(
-            f"{method} leaves every layer of this network as it is, and nothing would doubt: {', '.join(unsuited)}. "
-            f'Name those to be made Bayesian, as layers={{"{unsuited[-1]}": "{method}"}}, or use another method.'
+            f"{method} leaves every layer of this network as it is, and nothing would doubt: {which}. {advice}"
         )
     members: dict[str, int] = {}
     if base.entry is not None and method in base.entry.copies_rest:

@@ -135,8 +135,8 @@ def _told_of_ids(network: BayesianNetwork, x: Tensor) -> Iterator[None]:
     """A table of token ids refuses real numbers, in words of its own."""
     try:
         yield
-    except RuntimeError:
-        if not (x.is_floating_point() and takes_ids(network.net)):
+    except RuntimeError as error:
+        if not (x.is_floating_point() and takes_ids(network.net) and "scalar types: Long, Int" in str(error)):
             raise
         raise InputError(
             "inputs came as real numbers; this network looks token ids up in a table, which are integers. Commands and "

@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,8 @@ class PartsFolder:
                 "kept: the same command goes on."
             ) from None
         finally:
-            draft.unlink(missing_ok=True)
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
 
     def _read(self, i: int) -> pa.Table:
         with pa.memory_map(str(self._file(i))) as file:

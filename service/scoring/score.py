@@ -5,6 +5,7 @@ and the row's number alone, not on which process computed it or how often the wo
 layers, which change sums by a rounding, are measured once on a machine and kept.
 """
 
+import glob
 import math
 import multiprocessing
 import os
@@ -305,7 +306,7 @@ def score(
         raise ScoreError(f"cannot write {output}: there is no folder {output.parent}.")
     if output.is_dir():
         raise ScoreError(f"{output} is a folder; expected the name of a Parquet file.")
-    check_not_read(output, asked.file, asked.input)
+    check_not_read(output, asked.file, asked.input, *glob.glob(asked.input, recursive=True))
     folder = PartsFolder(output)
     new = not folder.path.exists()
     scorer = Scorer(asked, devices[0])

@@ -73,9 +73,11 @@ class ConnectionLimits:
 
         Returns the limit for which the new one must be refused: all others are being answered. "" where it need not be.
         """
-        if connection.ticket not in self.open:
+        if (before := self.open.get(connection.ticket)) is None:
             connection.ticket = next(self.tickets)
-            self.by_address[connection.address] += 1
+        else:  # whose client may have gone: then the new one does not know its address
+            self._discount(before.address)
+        self.by_address[connection.address] += 1
         self.open[connection.ticket] = connection
         if self.sweeping is None:
             self.sweeping = asyncio.get_running_loop().call_later(SWEEP, self._sweep)
@@ -99,9 +101,12 @@ class ConnectionLimits:
     def leave(self, connection: Waiting) -> None:
         if self.open.get(connection.ticket) is connection:
             del self.open[connection.ticket]
-            self.by_address[connection.address] -= 1
-            if not self.by_address[connection.address]:
-                del self.by_address[connection.address]
+            self._discount(connection.address)
+
+    def _discount(self, address: str) -> None:
+        self.by_address[address] -= 1
+        if not self.by_address[address]:
+            del self.by_address[address]
 
     def answered(self, connection: Waiting) -> None:
         """A reply is complete: the connection goes to the end of the order."""

@@ -240,8 +240,9 @@ def _from_json(spec: Spec) -> Values:
     if dtype.kind != "f":
         with np.errstate(invalid="ignore"):
             given, array = array, array.astype(dtype)
-        if dtype.itemsize == 8:  # whose largest number is rounded up
-            array = np.where(given == np.float64(most := np.iinfo(dtype).max), most, array)
+        if dtype.itemsize == 8 and (edge := given == np.float64(most := np.iinfo(dtype).max)).any():
+            exact = np.array(data, object).reshape(-1)  # as the largest number is rounded up
+            array = np.where(edge & (exact <= most).reshape(edge.shape), most, array)
         if (given != array).any():  # a fraction, or too large
             raise Problem(400, f"the data of input {name!r} are no array of {kind}.")
     if array.size != prod(shape):

@@ -168,7 +168,7 @@ class Predictor:
         coded, read, fields = self._v1_inputs(body, coding, kind, content_type, limits)
         given = {**query_of(context.scope), **fields}
         long = coded is not None and coded.kind == "v1"  # its options are known once it is decoded, and go before these
-        options = self.usual if long else self._options(given)
+        options = self._to_decode(given) if long else self._options(given)
         quick = len(body) <= HEAVY and not (kind in NPY and limits.pictures)  # of small pictures that may be thousands
         served, x, rest = await self._inputs(context, name, options.version, options, coded, read, quick)
         if long:
@@ -186,6 +186,14 @@ class Predictor:
             "timing_ms": context.milliseconds(),
         }
         return await self._packed(context, served, result, orjson.dumps(reply), [oip_replies.AS_JSON])
+
+    def _to_decode(self, query: dict[str, Any]) -> PredictOptions:
+        """Options for decoding a long body, which may change those of the query: the longer of both times."""
+        try:
+            asked = self._options({key: query[key] for key in ("timeout_ms",) if key in query})
+        except Problem:
+            return self.usual
+        return max(asked, self.usual, key=lambda one: one.timeout_ms)
 
     def _options(self, given: dict[str, Any]) -> PredictOptions:
         return read_options(given, self.settings) if given else self.usual
@@ -480,7 +488,8 @@ class Predictor:
         request = PredictRequest(
             x, options.samples, options.seed, options.max_samples, options.tolerance, keep, closed, group
         )
-        left = context.left(options.timeout_ms)
+        if (left := context.left(options.timeout_ms)) <= 0:
+            raise context.late(options.timeout_ms)
         client = DisconnectWatch(context.receive)  # started only if the answer is slow: most are there before
         tickets = served.batcher.put(request, left, client.start, context.client, context.trace, context.more)
         client.leave = lambda: served.batcher.drop(tickets)

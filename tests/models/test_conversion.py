@@ -578,6 +578,8 @@ def test_a_batchnorm_whose_weights_are_read_past_it_is_not_folded(tmp_path: Path
 ])  # fmt: skip
 def test_a_method_that_leaves_every_layer_as_it_is_is_refused(method: str, net: nn.Module) -> None:
     """It would answer without doubt, and say nothing of that."""
+    with pytest.raises(ConversionError, match=r"dgp leaves every layer .*\. Use another method"):
+        bayesianize(net, "dgp")
     with pytest.raises(ConversionError, match=f"{method} leaves every layer of this network as it is.*Name those"):
         bayesianize(net, method)
     assert bayesianize(net, method, layers={"0": method}).layers

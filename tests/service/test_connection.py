@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import struct
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import cache, partial
@@ -642,6 +643,33 @@ def test_a_newcomer_is_not_closed_for_those_that_get_their_protocols(turns: int)
                     assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
                 assert limits.closed["connections_per_address"] == 151
             await until(lambda: not limits.open)
+        finally:
+            await acceptor.close()
+
+    run(go())
+
+
+def test_clients_that_reset_before_they_have_a_protocol_are_counted_off() -> None:
+    """Of a connection that was reset nobody knows the address any more."""
+
+    async def go() -> None:
+        limits = ConnectionLimits(settings_of(connections_per_address=50))
+        make, state = maker(protocol(limits))
+        listener = socket.create_server(("127.0.0.1", 0))
+        acceptor = Acceptor(listener, 512, limits, lambda first, ticket: make(first=first, ticket=ticket))
+        address = listener.getsockname()
+        try:
+            for _ in range(3):
+                with ExitStack() as stack:
+                    clients = [stack.enter_context(socket.create_connection(address)) for _ in range(40)]
+                    await until(lambda: len(limits.open) == 40)
+                    for client in clients:
+                        client.sendall(LAST)
+                        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    while not acceptor.ready:
+                        await asyncio.sleep(0)
+                await until(lambda: not limits.open and not acceptor.tasks and not state.connections)
+                assert not limits.by_address
         finally:
             await acceptor.close()
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dubito.models.errors import InputError
 from dubito.models.manifest import Image, Input
+from dubito.models.numerics.text import number_in
 from dubito.training.data import sources as module
 from dubito.training.data.data import DataError, DataSet, Examples, divide, enter, input_of
 from dubito.training.data.sources import count_pictures, numbered, read_data
@@ -1036,3 +1037,19 @@ def test_the_real_boston_housing() -> None:
         tests.append(data.test.fingerprints())
     assert len(set(map(tuple, tests))) == 20
     assert "uci/boston has the splits 0 to 19, not 20" in complaint("uci/boston", REAL, split=20)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1.5", 1.5),
+        (" -2e3 ", -2000.0),
+        ("1.5\u00a0", 1.5),
+        ("1_0", None),
+        ("\uff11", None),
+        ("1\u00a02", None),
+        ("", None),
+    ],
+)
+def test_numbers_as_people_write_them(text: str, number: float | None) -> None:
+    assert number_in(text) == number

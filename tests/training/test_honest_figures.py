@@ -1,5 +1,6 @@
 """Figures that would be too good, or of something else, are told or refused, not printed."""
 
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -43,14 +44,18 @@ def test_inputs_that_were_trained_on_are_told(trained: Path) -> None:
     assert "training inputs that the artifact remembers: figures on such are too good" in said
 
 
-@pytest.mark.parametrize("command", ["train", "calibrate", "export"])
+@pytest.mark.parametrize("command", ["train", "recipe", "calibrate", "export"])
 def test_a_file_that_is_read_is_not_written(command: str, trained: Path, tmp_path: Path) -> None:
     data, model = tmp_path / "t.csv", tmp_path / "m.safetensors"
     data.write_bytes((trained / "t.csv").read_bytes())
     model.write_bytes((trained / "m.safetensors").read_bytes())
     before = [file.read_bytes() for file in (data, model)]
+    recipe = tmp_path / "r.toml"
+    digits = files("dubito.training.recipes").joinpath("digits.toml").read_text()
+    recipe.write_text(digits.replace('name = "digits"', f'name = "csv:{data}"'))
     words: dict[str, list[str | Path]] = {
         "train": ["train", f"csv:{data}", "--out", data, *QUICK],
+        "recipe": ["train", recipe, "--out", data],
         "calibrate": ["calibrate", model, "--data", f"csv:{data}", "--out", data],
         "export": ["export", model, model],
     }
@@ -60,10 +65,12 @@ def test_a_file_that_is_read_is_not_written(command: str, trained: Path, tmp_pat
 
 def test_two_trainings_to_one_file_are_kept_apart(tmp_path: Path) -> None:
     with alone(tmp_path / ".m.lock"):
+        (tmp_path / "m.choice.json").write_text("{}")  # of the other one
         process = forked.run("train", table(tmp_path / "t.csv"), "--out", str(tmp_path / "m.safetensors"), *QUICK)
     assert process.returncode == 2
     assert "another process trains" in process.stderr
-    assert [file.name for file in tmp_path.iterdir()] == ["t.csv"]
+    assert {file.name for file in tmp_path.iterdir()} == {"t.csv", "m.choice.json"}
+    assert (tmp_path / "m.choice.json").read_text() == "{}"
     assert run("train", f"csv:{tmp_path / 't.csv'}", "--out", tmp_path / "m.safetensors", *QUICK).exit_code == 0
     assert not list(tmp_path.glob(".*"))
 

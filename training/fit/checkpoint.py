@@ -4,8 +4,8 @@ Tensors are stored as safetensors, the rest as JSON in their metadata; files are
 """
 
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -46,22 +46,28 @@ def draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
-def writes_alone(
-    work: Callable[Concatenate[First, Path, Rest], Result],
-) -> Callable[Concatenate[First, Path, Rest], Result]:
-    """Of a function that trains to a file: one process at a time, since they would share their checkpoints."""
-
-    @wraps(work)
-    def alone_there(first: First, out: Path, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
-        if Ranks.here().index > 0:
-            return work(first, out, *args, **kwargs)
-        with ExitStack() as stack:
+@contextmanager
+def training_alone(out: Path) -> Iterator[None]:
+    """One process at a time trains to a file: they would share their checkpoints."""
+    with ExitStack() as stack:
+        if Ranks.here().index == 0:
             try:
                 free = stack.enter_context(alone(out.with_name(f".{out.stem}.lock")))
             except OSError as error:
                 raise FitError(f"cannot write {out}: {error.strerror}.") from None
             if not free:
                 raise FitError(f"another process trains {out}; wait for its end, or give another --out.")
+        yield
+
+
+def writes_alone(
+    work: Callable[Concatenate[First, Path, Rest], Result],
+) -> Callable[Concatenate[First, Path, Rest], Result]:
+    """Of a function that trains to a file."""
+
+    @wraps(work)
+    def alone_there(first: First, out: Path, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
+        with training_alone(out):
             return work(first, out, *args, **kwargs)
 
     return alone_there
