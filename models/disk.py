@@ -14,7 +14,7 @@ from dubito.models.errors import InputError
 
 def check_not_read(out: Path, *read: str | Path | None) -> None:
     """Refuse an output in place of a file that is read, which would be lost; `kind:PATH` names a file, too."""
-    for name in filter(None, map(str, (one for one in read if one is not None))):
+    for name in [str(one) for one in read if one]:
         for path in (name, name.partition(":")[2]):
             with suppress(OSError, ValueError):
                 if path and os.path.samefile(path, out):

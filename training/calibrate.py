@@ -59,32 +59,32 @@ class CalibrationError(DubitoError):
     """Data or settings with which a model cannot be calibrated."""
 
 
-def _trained_on(model: Model, examples: Examples) -> list[int]:
-    """Which of the examples are among the training inputs that the artifact remembers; none where they are so few that
-    they may be by chance, as rows of categories recur."""
+def _trained_on(model: Model, examples: Examples) -> tuple[list[int], int]:
+    """Which of the examples are among the training inputs that the artifact remembers, and how many it does; none where
+    they are so few that they may be by chance, as rows of categories recur."""
     seen = set(model.card.provenance.train_sample)
     back = [i for i, f in enumerate(examples.fingerprints()) if f in seen] if seen else []
-    return back if len(back) > min(REPEATED * len(examples), FOUND * len(seen)) else []
+    return back if len(back) > min(REPEATED * len(examples), FOUND * len(seen)) else [], len(seen)
 
 
 def check_held_out(model: Model, held: Examples) -> None:
     """Refuse data with inputs of the training part: thresholds set on them would be too tight."""
-    if back := _trained_on(model, held):
+    back, remembered = _trained_on(model, held)
+    if back:
         which = ", ".join(map(str, back[:5])) + (", …" if len(back) > 5 else "")
         raise CalibrationError(
             f"these {len(held)} examples overlap the training part: {len(back)} of them (examples {which}) are among "
-            f"the {len(set(model.card.provenance.train_sample))} training inputs that the artifact remembers. "
-            "Calibrate on data that it has not seen."
+            f"the {remembered} training inputs that the artifact remembers. Calibrate on data that it has not seen."
         )
 
 
 def tell_training_inputs(model: Model, examples: Examples) -> None:
     """Say so where figures are measured on what the model was trained on."""
-    if back := _trained_on(model, examples):
+    back, remembered = _trained_on(model, examples)
+    if back:
         remark(
-            f"{len(back)} of {len(examples)} inputs are among the {len(set(model.card.provenance.train_sample))} "
-            "training inputs that the artifact remembers: figures on such are too good. Measure on data that it has "
-            "not seen"
+            f"{len(back)} of {len(examples)} inputs are among the {remembered} training inputs that the artifact "
+            "remembers: figures on such are too good. Measure on data that it has not seen"
         )
 
 

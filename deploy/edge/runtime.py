@@ -32,10 +32,8 @@ STATED: dict[str, Any] = {
     "noise": str,
     "provenance": dict,
 }  # keys of the metadata, and their types
-Columns = dict[str, NDArray[Any]]  # outputs by name, one row per input
-
-
 MOST_THREADS = 1024
+Columns = dict[str, NDArray[Any]]  # outputs by name, one row per input
 
 
 class EdgeError(Exception):

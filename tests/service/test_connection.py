@@ -141,6 +141,19 @@ async def served(ours: bool, **limits: Any) -> Any:
             connection.transport.close()
 
 
+@asynccontextmanager
+async def accepting(**limits: Any) -> Any:
+    """Our protocol behind the acceptor that servers have: it, the limits, and the state of the server."""
+    held = ConnectionLimits(settings_of(**limits))
+    make, state = maker(protocol(held))
+    listener = socket.create_server(("127.0.0.1", 0))
+    acceptor = Acceptor(listener, 512, held, lambda first, ticket: make(first=first, ticket=ticket))
+    try:
+        yield acceptor, held, state
+    finally:
+        await acceptor.close()
+
+
 class Recorder(asyncio.Transport):
     """Keeps what is written until it is closed, and never loses it, as a socket that is reset does."""
 
@@ -624,12 +637,8 @@ def test_a_newcomer_is_not_closed_for_those_that_get_their_protocols(turns: int)
     waits. Until the fifty have protocols it is the only one that waits for its client, and none too many."""
 
     async def go() -> None:
-        limits = ConnectionLimits(settings_of(connections_per_address=50))
-        make, state = maker(protocol(limits))
-        listener = socket.create_server(("127.0.0.1", 0))
-        acceptor = Acceptor(listener, 512, limits, lambda first, ticket: make(first=first, ticket=ticket))
-        address = listener.getsockname()
-        try:
+        async with accepting(connections_per_address=50) as (acceptor, limits, state):
+            address = acceptor.listener.getsockname()
             with ExitStack() as stack:
                 clients = [stack.enter_context(socket.create_connection(address)) for _ in range(200)]
                 await until(lambda: limits.closed["connections_per_address"] == 150)
@@ -643,8 +652,6 @@ def test_a_newcomer_is_not_closed_for_those_that_get_their_protocols(turns: int)
                     assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
                 assert limits.closed["connections_per_address"] == 151
             await until(lambda: not limits.open)
-        finally:
-            await acceptor.close()
 
     run(go())
 
@@ -653,12 +660,8 @@ def test_clients_that_reset_before_they_have_a_protocol_are_counted_off() -> Non
     """Of a connection that was reset nobody knows the address any more."""
 
     async def go() -> None:
-        limits = ConnectionLimits(settings_of(connections_per_address=50))
-        make, state = maker(protocol(limits))
-        listener = socket.create_server(("127.0.0.1", 0))
-        acceptor = Acceptor(listener, 512, limits, lambda first, ticket: make(first=first, ticket=ticket))
-        address = listener.getsockname()
-        try:
+        async with accepting(connections_per_address=50) as (acceptor, limits, state):
+            address = acceptor.listener.getsockname()
             for _ in range(3):
                 with ExitStack() as stack:
                     clients = [stack.enter_context(socket.create_connection(address)) for _ in range(40)]
@@ -670,8 +673,6 @@ def test_clients_that_reset_before_they_have_a_protocol_are_counted_off() -> Non
                         await asyncio.sleep(0)
                 await until(lambda: not limits.open and not acceptor.tasks and not state.connections)
                 assert not limits.by_address
-        finally:
-            await acceptor.close()
 
     run(go())
 
