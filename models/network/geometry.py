@@ -240,9 +240,10 @@ class Affine:
         return Factored(f.B, f.G * self.scale[:, None], None if f.e is None else f.e * self.scale)
 
 
-def absorbs(geometry: Geometry, x: Tensor, operand: Operand) -> bool:
-    """Whether `apply` takes a scale and a shift: those of a linear layer's tokens may be by place."""
-    return isinstance(operand, Dense | Factored) and (geometry.dims > 0 or x.dim() == 2)
+def absorbs(geometry: Geometry, x: Tensor, operand: Operand, axis: int) -> bool:
+    """Whether `apply` takes a scale and a shift along this axis: those of a linear layer's tokens may be by place."""
+    by_output = axis == -1 or geometry.dims > 0 or x.dim() == 2
+    return isinstance(operand, Dense | Factored) and by_output
 
 
 def _apart(W: Tensor) -> tuple[Tensor, Tensor]:

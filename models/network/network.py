@@ -538,8 +538,10 @@ class BayesianNetwork(nn.Module):
     def _go(self, x: Tensor, run: Run, channels_last: bool = False, folded: Tensor | None = None) -> Tensor:
         """`folded`: K times B inputs, where they are not the same for each draw."""
         if folded is None:
-            folded = x.repeat(run.K, *[1] * (x.dim() - 1))  # of one draw, too: a network may change its input in place
-        if channels_last:
+            # of one draw, too: a network may change its input in place
+            times = (run.K, *[1] * (x.dim() - 1))
+            folded = x.movedim(1, -1).repeat(times).movedim(-1, 1) if channels_last else x.repeat(times)
+        elif channels_last:
             folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
         self.learned.inputs = tuple(x.shape[1:])
         here = replace(run, B=len(x), channels_last=channels_last, features=[])

@@ -18,13 +18,15 @@ class ScaleShift(nn.Module):
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, scale: Tensor, shift: Tensor) -> None:
+    def __init__(self, scale: Tensor, shift: Tensor, axis: int = 1) -> None:
         super().__init__()
         self.scale = nn.Parameter(scale)
         self.shift = nn.Parameter(shift)
+        self.axis = axis  # of the channels
 
     def forward(self, x: Tensor) -> Tensor:
-        shape = (1, -1) + (1,) * (x.dim() - 2)
+        shape = [1] * x.dim()
+        shape[self.axis] = -1
         return torch.addcmul(self.shift.view(shape), x, self.scale.view(shape))
 
 

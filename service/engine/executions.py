@@ -46,7 +46,7 @@ class LayerCall:
         """Cache key of a measured layer: a hash of all that its speed depends on."""
         follows, r = None, None
         if isinstance(self.unit, Unit):
-            follows = (self.unit.norm is not None, self.residual is not None, self.unit.then)
+            follows = (self.unit.norm is not None, self.residual is not None, self.unit.then, self.unit.shared)
         if isinstance(self.operand, Factored):
             r = (self.operand.B.shape[1], self.operand.e is not None)
         parts = (str(self.geometry), tuple(self.x.shape), str(self.x.dtype), r, self.K, self.channels_last, follows)

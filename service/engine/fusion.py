@@ -1,5 +1,5 @@
-"""Operator fusion for serving: each Bayesian layer with the BatchNorm, residual sum and ReLU or GELU that follow it is
-a unit.
+"""Operator fusion for serving: each Bayesian layer with the BatchNorm or layer scale, the residual sum and the ReLU,
+GELU or SiLU that follow it is a unit.
 
 A unit can be one kernel; without a kernel it computes the operators one after the other. Layers are shared with the
 original network.
@@ -7,10 +7,11 @@ original network.
 
 import copy
 import logging
-import math
 import operator
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, fx, nn
 from dubito.models.errors import first_line
 from dubito.models.network.attention import Attention
 from dubito.models.network.features import watched
-from dubito.models.network.geometry import Affine, Execution, absorbs, apply
+from dubito.models.network.geometry import Affine, Execution, Linear, absorbs, apply
 from dubito.models.network.layers import BayesianLayer, MemberLayer, current
 from dubito.models.network.normalisation import FOLDABLE, ScaleShift, folded
 from dubito.models.network.window_attention import WindowAttention
@@ -36,18 +37,29 @@ AGREES = 1e-3  # of the answers' size: units round otherwise
 IN_HALF_AGREES = 0.1  # in bfloat16 and float16; the networks of the tests and of the benchmarks are within 0.02
 RECTIFIED = (F.relu, torch.relu, torch.relu_)
 IDLE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Identity)  # in evaluation they do nothing
-Activation = Literal["relu", "gelu"]
+Activation = Literal["relu", "gelu", "silu"]
+FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"relu": F.relu_, "gelu": F.gelu, "silu": F.silu}
+TIMES = (operator.mul, operator.imul, torch.mul)
+RESHAPED = ("reshape", "view", "unsqueeze")
+LAST_TO_SECOND, SECOND_TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)  # axes of channels last, channels first, and back
 
 
 class Unit(nn.Module):
-    """A Bayesian layer, then optionally scale and shift, a residual sum and a ReLU or GELU."""
+    """A Bayesian layer, then optionally scale and shift, a residual sum and an activation."""
 
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, layer: BayesianLayer, norm: ScaleShift | None = None, then: Activation | None = None) -> None:
+    def __init__(
+        self,
+        layer: BayesianLayer,
+        norm: ScaleShift | None = None,
+        then: Activation | None = None,
+        shared: bool = False,
+    ) -> None:
+        """`shared`: its inputs are the network's, which are the same for each draw."""
         super().__init__()
-        self.layer, self.norm, self.then = layer, norm, then
+        self.layer, self.norm, self.then, self.shared = layer, norm, then, shared
         self.geometry = layer.geometry
         if norm is not None:  # in float32, for kernels that sum in it
             scale, shift = norm.scale.detach().float(), norm.shift.detach().float()
@@ -66,26 +78,23 @@ class Unit(nn.Module):
     ) -> Tensor:
         if execution in ("fused", "parted", "grouped"):
             return self._by_kernel(x, residual, operand, K, execution)
-        within = self.norm is not None and absorbs(self.geometry, x, operand)
+        within = self.norm is not None and absorbs(self.geometry, x, operand, self.norm.axis)
         affine = Affine(self.scale, self.shift) if within else None
         out = apply(self.geometry, x, operand, K, execution, channels_last, affine)
         if self.norm is not None and affine is None:
             out = self.norm(out)
         if residual is not None:
             out = out + residual
-        if self.then == "relu":
-            return out.relu_()
-        return F.gelu(out) if self.then == "gelu" else out
+        return out if self.then is None else FUNCTIONS[self.then](out)
 
     def _by_kernel(self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, execution: Execution) -> Tensor:
         from dubito.service.engine import kernels
 
         geometry = self.geometry
-        floor = 0.0 if self.then == "relu" else -math.inf
-        after = kernels.Epilogue(self.scale, self.shift, residual, floor, self.then == "gelu")
+        after = kernels.Epilogue(self.scale, self.shift, residual, self.then)
         match operand:
             case Factored(B, G, e) if execution != "grouped":
-                run = kernels.factored if execution == "fused" else kernels.parted
+                run = kernels.factored if execution == "fused" else partial(kernels.parted, shared=self.shared)
                 return run(geometry, x, B, G.to(x.dtype), None if e is None else e.to(x.dtype), after)
             case Factored(B, G, None):
                 return kernels.dense(geometry, x, B @ G.mT.to(x.dtype), after)
@@ -160,29 +169,108 @@ def _fused(net: nn.Module) -> nn.Module:
             continue
         if not isinstance(layer, BayesianLayer) or len(node.args) != 1 or watched(layer):
             continue
-        last, norm, residual = node, None, None
-        if (after := _only_user(last)) is not None and _is_norm(modules.get(str(after.target)), after):
-            batch_norm = modules[str(after.target)]
-            norm, last = batch_norm if isinstance(batch_norm, ScaleShift) else folded(batch_norm), after
-        if (after := _only_user(last)) is not None and _is_sum(after, last):
-            first, second = after.args
-            residual, last = (second if first is last else first), after
-        then = None
-        if (after := _only_user(last)) is not None:
-            then = _activation(modules.get(str(after.target)), after)
-            last = last if then is None else after
-        root.add_submodule(name := f"unit_{number}", Unit(layer, norm, then))
-        with graph.inserting_after(last):
-            new = graph.call_module(name, (node.args[0],) if residual is None else (node.args[0], residual))
-        last.replace_all_uses_with(new)
-        for old in _chain(node, last):
+        follows = _following(root, modules, node, layer)
+        given = node.args[0]
+        shared = isinstance(given, fx.Node) and given.op == "placeholder"
+        root.add_submodule(name := f"unit_{number}", Unit(layer, follows.norm, follows.then, shared))
+        residual = follows.residual
+        with graph.inserting_before(follows.last.next):
+            if residual is not None and follows.turned:
+                residual = graph.call_method("permute", (residual, *SECOND_TO_LAST))
+            new = graph.call_module(name, (given,) if residual is None else (given, residual))
+            if follows.turned:
+                new = graph.call_method("permute", (new, *LAST_TO_SECOND))
+        follows.last.replace_all_uses_with(new)
+        for old in chain(node, follows.last):
             graph.erase_node(old)
     graph.lint()
     root.recompile()
     return root
 
 
-def _chain(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+@dataclass
+class _Following:
+    """What follows a layer and can be computed with it, up to the node `last`."""
+
+    last: fx.Node
+    norm: ScaleShift | None = None
+    residual: fx.Node | None = None
+    then: Activation | None = None
+    turned: bool = False  # a linear layer's channels, which are last, to the second place, before the residual sum
+
+
+def _following(root: fx.GraphModule, modules: dict[str, nn.Module], node: fx.Node, layer: BayesianLayer) -> _Following:
+    found = _Following(node)
+    if (after := only_user(node)) is not None:
+        found.norm = channel_norm(modules.get(str(after.target)), after, layer.geometry.outputs)
+        found.last = node if found.norm is None else after
+    linear = isinstance(layer.geometry, Linear) and found.norm is None
+    after = only_user(node)
+    if linear and after is not None and permuted(modules.get(str(after.target)), after) == LAST_TO_SECOND:
+        turned = _Following(after, turned=True)
+        _scale_and_sum(root, turned, layer)
+        found = turned if turned.last is not after else found
+    if not found.turned:
+        _scale_and_sum(root, found, layer)
+    if (after := only_user(found.last)) is not None:
+        found.then = activation_of(modules.get(str(after.target)), after)
+        found.last = found.last if found.then is None else after
+    return found
+
+
+def _scale_and_sum(root: fx.GraphModule, found: _Following, layer: BayesianLayer) -> None:
+    """Go on to a product with one number per channel, and to a sum."""
+    after = only_user(found.last)
+    if found.norm is None and after is not None and (scale := _channel_scale(root, found, after, layer)) is not None:
+        axis = -1 if isinstance(layer.geometry, Linear) else 1
+        found.norm, found.last = ScaleShift(scale, torch.zeros_like(scale), axis), after
+    if (after := only_user(found.last)) is not None and _is_sum(after, found.last):
+        first, second = after.args
+        found.residual, found.last = (second if first is found.last else first), after  # type: ignore[assignment]
+
+
+def permuted(module: nn.Module | None, node: fx.Node) -> tuple[object, ...] | None:
+    """The axes, where a node puts them in another order."""
+    given: object = node.args[1:]
+    if node.op == "call_module":
+        given = getattr(module, "dims", None) if type(module).__name__ == "Permute" else None
+    elif (node.op, node.target) not in (("call_method", "permute"), ("call_function", torch.permute)) or node.kwargs:
+        return None
+    if isinstance(given, tuple) and len(given) == 1:
+        (given,) = given
+    return tuple(given) if isinstance(given, tuple | list) else None
+
+
+def _channel_scale(root: fx.GraphModule, found: _Following, node: fx.Node, layer: BayesianLayer) -> Tensor | None:
+    """The numbers, one per channel, that `node` multiplies the value before it with."""
+    times = (node.op == "call_function" and node.target in TIMES) or (
+        node.op == "call_method" and node.target in ("mul", "mul_")
+    )
+    if not times or len(node.args) != 2 or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
+        return None
+    first, second = node.args
+    scale = constant(root, second if first is found.last else first)  # type: ignore[arg-type]
+    if scale is None or scale.numel() != layer.geometry.outputs or not scale.is_floating_point():
+        return None
+    behind = 2 if found.turned else layer.geometry.dims  # axes behind the channels
+    ranks = (1,) if not found.turned and isinstance(layer.geometry, Linear) else (behind + 1, behind + 2)
+    fits = scale.dim() in ranks and scale.shape[-behind - 1] == layer.geometry.outputs
+    return scale.detach().flatten().clone() if fits else None
+
+
+def constant(root: fx.GraphModule, node: fx.Node) -> Tensor | None:
+    """The value of a node that depends on no input: a parameter, as it is or in another shape."""
+    if node.op == "get_attr":
+        value = operator.attrgetter(str(node.target))(root)
+        return value if isinstance(value, Tensor) else None
+    if node.op != "call_method" or node.target not in RESHAPED or not isinstance(node.args[0], fx.Node):
+        return None
+    sizes = node.args[1:]
+    value = constant(root, node.args[0]) if all(isinstance(n, int) for n in sizes) and not node.kwargs else None
+    return None if value is None else getattr(value, str(node.target))(*sizes)
+
+
+def chain(first: fx.Node, last: fx.Node) -> list[fx.Node]:
     """The nodes from the last back to the first."""
     nodes = [first]
     while nodes[0] is not last:
@@ -191,14 +279,17 @@ def _chain(first: fx.Node, last: fx.Node) -> list[fx.Node]:
     return nodes
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
+def only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _is_norm(module: nn.Module | None, node: fx.Node) -> bool:
-    if node.op != "call_module":
-        return False
-    return isinstance(module, ScaleShift) or (type(module) in FOLDABLE and module.running_mean is not None)  # type: ignore[union-attr]
+def channel_norm(module: nn.Module | None, node: fx.Node, channels: int) -> ScaleShift | None:
+    """A BatchNorm of so many channels as scale and shift; one of a linear layer's tokens may be by place."""
+    if node.op != "call_module" or len(node.args) != 1:
+        return None
+    if type(module) in FOLDABLE and module.running_mean is not None:  # type: ignore[union-attr]
+        module = folded(module)  # type: ignore[arg-type]
+    return module if isinstance(module, ScaleShift) and len(module.scale) == channels else None
 
 
 def _is_sum(node: fx.Node, last: fx.Node) -> bool:
@@ -213,15 +304,17 @@ def _is_sum(node: fx.Node, last: fx.Node) -> bool:
     return called and two and node.args[0] is not node.args[1]
 
 
-def _activation(module: nn.Module | None, node: fx.Node) -> Activation | None:
+def activation_of(module: nn.Module | None, node: fx.Node) -> Activation | None:
     if node.op == "call_module":
-        if type(module) is nn.ReLU:
-            return "relu"
+        if type(module) in (nn.ReLU, nn.SiLU):
+            return "relu" if type(module) is nn.ReLU else "silu"
         return "gelu" if type(module) is nn.GELU and module.approximate == "none" else None
     if (node.op == "call_function" and node.target in RECTIFIED) or (
         node.op == "call_method" and node.target in ("relu", "relu_")
     ):
         return "relu"
+    if node.op == "call_function" and node.target is F.silu:
+        return "silu"
     exact = node.op == "call_function" and node.target is F.gelu and node.kwargs in ({}, {"approximate": "none"})
     return "gelu" if exact and len(node.args) == 1 else None
 

@@ -20,6 +20,7 @@ from dubito.models.numerics.streams import stream
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import Job, evaluating, sums_of, tempered
 from dubito.models.predictions.uncertainty import Reals, on_host
+from dubito.service.engine.between import with_between
 from dubito.service.engine.fusion import Unit, with_units
 
 log = logging.getLogger("dubito")
@@ -29,10 +30,11 @@ BETWEEN = 0.001  # upper estimate of the seconds that the device waits for the h
 
 
 def for_gpu(model: Model) -> Model:
-    """The same model with units, and with stacked factors for layers that are drawn together."""
+    """The same model with units, kernels between them, and stacked factors for layers that are drawn together."""
     model = with_units(model)
     if model.factors.form is None:
         return model
+    with_between(model.factors.form)
     return replace(model, made=tap_by_tap(model.factors, model.factors.form).gathered())
 
 

@@ -3,9 +3,9 @@ is optional.
 
 Activations are channels last, the rows of draw k one after the other. A row is one position of one picture, or one
 vector of a linear layer, which is computed as a 1 × 1 convolution. A layer computes G_k Bᵀ(patch) + e_k ‖patch outside
-B‖, or W_k (patch), for it, then the epilogue: scale and shift per channel, residual sum, max with `floor` or GELU. With
-a bias, the patch ends with a 1 that is not loaded: the last row of B or W_k is added. Bᵀ(patch) stays on chip
-(`factored`), or, for few rows, is computed in `splits` parallel parts that are then added (`parted`). Sums are in
+B‖, or W_k (patch), for it, then the epilogue: scale and shift per channel, residual sum, max with `floor`, GELU or
+SiLU. With a bias, the patch ends with a 1 that is not loaded: the last row of B or W_k is added. Bᵀ(patch) stays on
+chip (`factored`), or, for few rows, is computed in `splits` parallel parts that are then added (`parted`). Sums are in
 float32.
 """
 
@@ -13,7 +13,7 @@ float32.
 
 import math
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 import torch
 import triton
@@ -25,10 +25,11 @@ from dubito.models.network.geometry import Conv, Linear
 LEAST = 16  # smallest dimension of tl.dot
 MANY = 132  # triton programs that fill a large GPU
 MOST_PARTS = 8
+CURVES: dict[str | None, int] = {"gelu": 1, "silu": 2}
 
 
 @triton.jit
-def _tile(first, H, W, C, Ho, Wo, stride, padding, POINT: tl.constexpr, BM: tl.constexpr):
+def positions(first, H, W, C, Ho, Wo, stride, padding, POINT: tl.constexpr, BM: tl.constexpr):
     """For rows first … first + BM − 1: the 64-bit offset of their first picture in x, each row's 32-bit offset from
     there, and the coordinates of its first tap.
 
@@ -69,9 +70,18 @@ def _taps(
 
 
 @triton.jit
+def curved(a, CURVE: tl.constexpr):
+    if CURVE == 1:  # the exact GELU
+        a = 0.5 * a * (1.0 + tl.erf(a * 0.7071067811865476))
+    if CURVE == 2:  # SiLU
+        a = a / (1.0 + tl.exp(-a))
+    return a
+
+
+@triton.jit
 def _finish(
     acc, y, residual, scale, shift, floor, live, n, d_out,
-    RESIDUAL: tl.constexpr, GELU: tl.constexpr, BM: tl.constexpr,
+    RESIDUAL: tl.constexpr, CURVE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """The epilogue, and the store of the result; `y` and `residual` point to the first row."""
     mask = live[:, None] & (n < d_out)[None, :]
@@ -82,8 +92,7 @@ def _finish(
     )
     if RESIDUAL:
         acc += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
-    if GELU:
-        acc = 0.5 * acc * (1.0 + tl.erf(acc * 0.7071067811865476))
+    acc = curved(acc, CURVE)
     tl.store(y + offset, tl.maximum(acc, floor).to(y.dtype.element_ty), mask=mask)
 
 
@@ -98,7 +107,7 @@ def _beyond(energy, c, c2, R2: tl.constexpr):
 @triton.jit
 def _spread(
     c, c2, energy, k, G, e, g_k, g_r, g_o, r, y, residual, scale, shift, floor, live, blocks, d_out,
-    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr, CURVE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Multiply c by draw k's matrix, `blocks` blocks of BN outputs; program_id(1) gives the first block."""
@@ -119,7 +128,7 @@ def _spread(
             acc = tl.dot(c2, g2, acc, input_precision="ieee")
         if NOISE:
             acc += beyond[:, None] * tl.load(e + n, mask=n < d_out, other=0.0).to(tl.float32)[None, :]
-        _finish(acc, y, residual, scale, shift, floor, live, n, d_out, RESIDUAL, GELU, BM)
+        _finish(acc, y, residual, scale, shift, floor, live, n, d_out, RESIDUAL, CURVE, BM)
 
 
 @triton.jit
@@ -167,12 +176,12 @@ def _factored_kernel(
     b_i, b_r, g_k, g_r, g_o, blocks,
     side: tl.constexpr, WHOLE: tl.constexpr, POINT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    GELU: tl.constexpr,
+    CURVE: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BM  # within the draw
     live = row + tl.arange(0, BM) < rows
-    begin, place, top, left = _tile(row, H, W, C, Ho, Wo, stride, padding, POINT, BM)
+    begin, place, top, left = positions(row, H, W, C, Ho, Wo, stride, padding, POINT, BM)
     x += k * (rows // (Ho * Wo) * H * W) * C + begin
     y += (k * rows + row) * d_out
     residual += (k * rows + row) * d_out
@@ -182,7 +191,7 @@ def _factored_kernel(
     )  # fmt: skip
     _spread(
         c, c2, energy, k, G, e, g_k, g_r, g_o, r, y, residual, scale, shift, floor, live, blocks, d_out,
-        R, R2, NOISE, RESIDUAL, GELU, BM, BN,
+        R, R2, NOISE, RESIDUAL, CURVE, BM, BN,
     )  # fmt: skip
 
 
@@ -195,7 +204,7 @@ def _project_kernel(
     row, part = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64)
     local = tl.arange(0, BM)
     live = row + local < rows
-    begin, place, top, left = _tile(row, H, W, C, Ho, Wo, stride, padding, POINT, BM)
+    begin, place, top, left = positions(row, H, W, C, Ho, Wo, stride, padding, POINT, BM)
     start = tl.program_id(1) * blocks * BK
     c, c2, energy = _project(
         x + begin, B, b_i, b_r, r, place, top, left, live, start, tl.minimum(start + blocks * BK, side * side * C),
@@ -210,11 +219,11 @@ def _project_kernel(
         tl.store(energy_out + part * rows + row + local, energy, mask=live)
 
 
-@triton.jit(do_not_specialize=["floor", "rows", "all_rows", "blocks"])
+@triton.jit(do_not_specialize=["floor", "rows", "next_rows", "all_rows", "blocks"])
 def _mix_kernel(
-    c_in, energy_in, G, e, y, residual, scale, shift, floor, rows, all_rows, d_out, r, g_k, g_r, g_o, blocks,
+    c_in, energy_in, G, e, y, residual, scale, shift, floor, rows, next_rows, all_rows, d_out, r, g_k, g_r, g_o, blocks,
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, RESIDUAL: tl.constexpr, CURVE: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BM  # within the draw
@@ -222,8 +231,8 @@ def _mix_kernel(
     live = row + local < rows
     y += (k * rows + row) * d_out
     residual += (k * rows + row) * d_out
-    c_in += (k * rows + row) * (R + R2)
-    energy_in += k * rows + row
+    c_in += (k * next_rows + row) * (R + R2)  # of the next draw; 0 where all have the same
+    energy_in += k * next_rows + row
     Q: tl.constexpr = R2 if R2 > 0 else 1
     c = tl.zeros((BM, R), tl.float32)
     c2 = tl.zeros((BM, Q), tl.float32)
@@ -238,7 +247,7 @@ def _mix_kernel(
             energy += tl.load(energy_in + all_rows.to(tl.int64) * part + local, mask=live, other=0.0)
     _spread(
         c, c2, energy, k, G, e, g_k, g_r, g_o, r, y, residual, scale, shift, floor, live, blocks, d_out,
-        R, R2, NOISE, RESIDUAL, GELU, BM, BN,
+        R, R2, NOISE, RESIDUAL, CURVE, BM, BN,
     )  # fmt: skip
 
 
@@ -246,14 +255,14 @@ def _mix_kernel(
 def _dense_kernel(
     x, W_, y, residual, scale, shift, floor, rows, H, W, C, Ho, Wo, d_out, stride, padding, w_k,
     side: tl.constexpr, WHOLE: tl.constexpr, POINT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GELU: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, CURVE: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(1).to(tl.int64)
     across = tl.cdiv(d_out, BN)
     row = tl.program_id(0) // across * BM  # within the draw
     n = tl.program_id(0) % across * BN + tl.arange(0, BN)
     live = row + tl.arange(0, BM) < rows
-    begin, place, top, left = _tile(row, H, W, C, Ho, Wo, stride, padding, POINT, BM)
+    begin, place, top, left = positions(row, H, W, C, Ho, Wo, stride, padding, POINT, BM)
     x += k * (rows // (Ho * Wo) * H * W) * C + begin
     W_ += k * w_k
     acc = tl.zeros((BM, BN), tl.float32)
@@ -266,18 +275,25 @@ def _dense_kernel(
     if BIAS:
         acc += tl.load(W_ + side * side * C * d_out + n, mask=n < d_out, other=0.0).to(tl.float32)[None, :]
     offset = (k * rows + row) * d_out
-    _finish(acc, y + offset, residual + offset, scale, shift, floor, live, n, d_out, RESIDUAL, GELU, BM)
+    _finish(acc, y + offset, residual + offset, scale, shift, floor, live, n, d_out, RESIDUAL, CURVE, BM)
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Fused after a layer: y ← max(scale y + shift + residual, floor), or GELU of it."""
+    """Fused after a layer: y ← then(scale y + shift + residual)."""
 
     scale: Tensor  # (d_out,) float32
     shift: Tensor
     residual: Tensor | None
-    floor: float  # 0 for a ReLU, −∞ for none
-    gelu: bool = False  # the exact one
+    then: Literal["relu", "gelu", "silu"] | None = None  # the exact GELU
+
+    @property
+    def floor(self) -> float:
+        return 0.0 if self.then == "relu" else -math.inf
+
+    @property
+    def curve(self) -> int:
+        return CURVES.get(self.then, 0)
 
 
 def suits(geometry: object) -> TypeGuard[Conv | Linear]:
@@ -389,26 +405,38 @@ def factored(geometry: Conv | Linear, x: Tensor, B: Tensor, G: Tensor, e: Tensor
             rows, s.H, s.W, s.C, s.Ho, s.Wo, d_out, r, s.stride, s.padding, *B.stride(),
             G.stride(0), G.stride(2), G.stride(1), blocks,
             s.side, whole, s.point, tile.BM, tile.BN, BK, R, R2, e is not None, geometry.bias,
-            after.residual is not None, after.gelu,
+            after.residual is not None, after.curve,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return y
 
 
-def parted(geometry: Conv | Linear, x: Tensor, B: Tensor, G: Tensor, e: Tensor | None, after: Epilogue) -> Tensor:
-    """`factored` in two kernels: Bᵀ(patch) in parallel parts of the patch, then each draw's matrix."""
+def parted(
+    geometry: Conv | Linear,
+    x: Tensor,
+    B: Tensor,
+    G: Tensor,
+    e: Tensor | None,
+    after: Epilogue,
+    shared: bool = False,
+) -> Tensor:
+    """`factored` in two kernels: Bᵀ(patch) in parallel parts of the patch, then each draw's matrix. With `shared`, the
+    inputs of all draws are the same: Bᵀ(patch) is computed for those of the first alone."""
     s = _Shape.of(geometry, x)
-    x = s.laid(x)
     K, d_out, r = G.shape
+    y = s.output(x, d_out)
+    residual = s.added(after.residual, y)
     rows, (R, R2), (BK, whole) = s.rows // K, _runs(r), s.tile()
+    if shared:
+        x = x[: len(x) // K]
+        s = _Shape.of(geometry, x)
+    x = s.laid(x)
     first, second = tile_project(rows), tile_mix(rows)
     steps, tiles = triton.cdiv(s.side**2 * s.C, BK), triton.cdiv(s.rows, first.BM)
     blocks = triton.cdiv(steps, max(1, min(MOST_PARTS, triton.cdiv(MANY, tiles), steps // 2)))
     splits = triton.cdiv(steps, blocks)
     c = torch.empty(splits, s.rows, R + R2, device=x.device)
     energy = torch.empty(splits, s.rows, device=x.device) if e is not None else c
-    y = s.output(x, d_out)
-    residual = s.added(after.residual, y)
     tiles, columns = triton.cdiv(rows, second.BM), triton.cdiv(d_out, second.BN)
     wide = 1 if tiles * K * columns <= 8 * MANY else 4
     with torch.cuda.device_of(x):
@@ -419,8 +447,8 @@ def parted(geometry: Conv | Linear, x: Tensor, B: Tensor, G: Tensor, e: Tensor |
         )  # fmt: skip
         _mix_kernel[tiles, triton.cdiv(columns, wide), K](
             c, energy, G, G if e is None else e, y, residual, after.scale, after.shift, after.floor,
-            rows, s.rows, d_out, r, G.stride(0), G.stride(2), G.stride(1), wide,
-            splits, second.BM, second.BN, R, R2, e is not None, after.residual is not None, after.gelu,
+            rows, 0 if shared else rows, s.rows, d_out, r, G.stride(0), G.stride(2), G.stride(1), wide,
+            splits, second.BM, second.BN, R, R2, e is not None, after.residual is not None, after.curve,
             num_warps=second.warps, num_stages=second.stages,
         )  # fmt: skip
     return y
@@ -439,7 +467,7 @@ def dense(geometry: Conv | Linear, x: Tensor, W: Tensor, after: Epilogue) -> Ten
         _dense_kernel[triton.cdiv(rows, tile.BM) * triton.cdiv(d_out, tile.BN), K](
             x, W, y, residual, after.scale, after.shift, after.floor,
             rows, s.H, s.W, s.C, s.Ho, s.Wo, d_out, s.stride, s.padding, W.stride(0),
-            s.side, whole, s.point, tile.BM, tile.BN, BK, geometry.bias, after.residual is not None, after.gelu,
+            s.side, whole, s.point, tile.BM, tile.BN, BK, geometry.bias, after.residual is not None, after.curve,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return y

@@ -24,9 +24,10 @@ from dubito.models.network.layers import BayesianLayer, FoldError, current
 from dubito.models.network.network import Draws, Plan
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.processor import processor
-from dubito.models.numerics.proof import name_of
+from dubito.models.numerics.proof import fault_in, name_of
 from dubito.models.predictions.prediction import Job, evaluating
-from dubito.service.engine.executions import LayerCall
+from dubito.service.engine.between import Between
+from dubito.service.engine.executions import ROUNDINGS, LayerCall
 from dubito.service.engine.fusion import Unit
 from dubito.service.engine.pace import seconds_of
 
@@ -86,6 +87,8 @@ class Plans:
                 draws = replace(draws, stock=job.factors.stock(job.network, draws))
             for unit in units:
                 hooks.enter_context(unit.register_forward_pre_hook(choose))
+            for between in (m for m in form.modules() if isinstance(m, Between)):
+                hooks.enter_context(between.register_forward_pre_hook(self._choose_between))
             with suppress(FoldError):  # then draws run one by one
                 job.factors.outputs(job.network, job.x, draws, lambda B, K: self.usual, job.B)
         self.known[job.B, K] = MappingProxyType(chosen)
@@ -93,6 +96,29 @@ class Plans:
             self.usual = self._without_wrong(self.usual, chosen)
             self.known = {size: self._without_wrong(plan, chosen) for size, plan in self.known.items()}
         self._at.cache_clear()
+
+    def _choose_between(self, operator: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """The fastest execution with right results of what runs between the layers; without time left, torch's."""
+        assert isinstance(operator, Between)
+        (x,) = inputs
+        if not operator.suits(x):
+            return
+        case, rows = operator.case(x), len(x)
+        remembered = self.cache.executions.get(case)
+        if remembered not in operator.executions:
+            remembered = None if self.left > 0 else "loop"
+        tried = operator.executions if remembered is None else (remembered,)
+        expected = operator.compute(x, "loop")
+        right = [execution for execution in tried if _gives(operator, x, execution, expected)]
+        del expected
+        operator.chosen[rows] = right[0] if right else "loop"
+        if remembered is not None:
+            return
+        began, times = time.perf_counter(), dict[Execution, float]()
+        for execution in right:
+            times[execution] = _seconds(partial(operator.compute, x, execution), x.device, math.inf)
+        self.left -= time.perf_counter() - began
+        operator.chosen[rows] = self.cache.executions[case] = min(times, key=times.__getitem__)
 
     def _without_wrong(self, plan: Plan, right: Plan) -> Plan:
         return MappingProxyType({name: right[name] if (name, e) in self.wrong else e for name, e in plan.items()})
@@ -145,6 +171,23 @@ class Plans:
             self.wrong.add((name, execution))
             log.warning("an execution is left out", extra={"layer": name, "why": fault})
         return fault is None
+
+
+def _gives(operator: Between, x: Tensor, execution: Execution, expected: Tensor) -> bool:
+    """Whether a kernel's result is torch's; one that is wrong at any size is never used."""
+    if execution in operator.wrong:
+        return False
+    try:
+        what = f"{execution!r} of a {type(operator).__name__}"
+        fault = None if execution == "loop" else fault_in(what, operator.compute(x, execution), expected, ROUNDINGS)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # a kernel too large for this GPU
+        fault = str(error)[:200]
+    if fault is not None:
+        operator.wrong.add(execution)
+        log.warning("an execution is left out", extra={"why": fault})
+    return fault is None
 
 
 def _seconds(run: Callable[[], object], device: torch.device, limit: float) -> float:

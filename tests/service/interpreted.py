@@ -14,6 +14,8 @@ from torch import Tensor
 from dubito.models import bayesianize
 from dubito.models.conversion.directions import set_directions
 from dubito.models.network.geometry import Conv, Linear, apply
+from dubito.models.network.network import Draws
+from dubito.models.network.plan import cheapest
 from dubito.models.numerics.hadamard_kernel import transform_on_gpu
 from dubito.models.numerics.normals_kernel import FOUR, fill
 from dubito.models.numerics.parameters import alike
@@ -21,7 +23,11 @@ from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.inducing_factors import InducingFactors, LambdaLaw
 from dubito.models.posteriors.inducing_together import _size, stack, stack_dense
 from dubito.models.posteriors.protocol import Dense, Factored
+from dubito.service.engine import plain_kernels
+from dubito.service.engine.between import Between, with_between
+from dubito.service.engine.fusion import fuse
 from dubito.service.engine.kernels import Epilogue, dense, factored, parted, suits, tap_by_tap
+from tests.small_models import mixed, spoiled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # numpy has no bfloat16
@@ -37,11 +43,19 @@ CASES = [
     (2, 1, 2, 48, 24, 3, 1, 1, True, 7, True, False, "gelu"),
     (2, 1, 4, 32, 80, 3, 1, 1, False, 36, True, True, "relu"),
 ]
+DEPTHWISE = [
+    (1, 40, 5, 19, 7, 1, 3, None),
+    (2, 5, 9, 7, 3, 2, 1, "silu"),
+    (1, 70, 11, 6, 5, 2, 2, "relu"),
+    (1, 8, 6, 6, 3, 1, 0, "gelu"),
+]
+POOLED = [(3, 5, 9, 7, 3, 2, 1), (1, 70, 6, 8, 2, 2, 0), (1, 64, 5, 5, 3, 1, 1)]
+NORMED = [((7, 40), True), ((3, 5, 96), True), ((2, 130), False)]
 # K, axes before the last, inputs, outputs, bias, r, λ-noise, residual, activation
 LINEAR = [
     (2, (3, 5), 40, 72, True, 36, True, True, "gelu"),
     (3, (7,), 128, 24, False, 17, False, False, None),
-    (2, (2, 2, 3), 48, 40, True, 49, True, False, "relu"),
+    (2, (2, 2, 3), 48, 40, True, 49, True, False, "silu"),
 ]
 LAWS: list[tuple[float, LambdaLaw]] = [(0.0, "exact"), (0.3, "factored"), (0.3, "exact")]
 
@@ -80,7 +94,7 @@ def check_layer(
         "dense": apply(geometry, x.double(), Dense(wide.dense()), K, "loop"),
     }
     residual = torch.randn(expected["dense"].shape, device=DEVICE).to(dtype) if add else None
-    after = Epilogue(scale, shift, residual, 0.0 if then == "relu" else -math.inf, then == "gelu")
+    after = Epilogue(scale, shift, residual, then)  # type: ignore[arg-type]
     W = tap_by_tap(geometry, (G @ basis.T).mT)
     B_ = tap_by_tap(geometry, basis).T.contiguous().T  # one filter after the other, as factors have them
     found = {
@@ -91,15 +105,84 @@ def check_layer(
         for k, first in zip((factored, parted), found["factored"], strict=True):
             assert torch.equal(k(geometry, x, B_, G, e, after), first)
         assert torch.equal(dense(geometry, x, W, after), found["dense"][0])
+    same = x[: shape[0]].repeat(K, *[1] * (x.dim() - 1))
+    of_same, of_one = (parted(geometry, same, B_, G, e, after, shared).double() for shared in (False, True))
+    assert float((of_one - of_same).norm() / of_same.norm()) < CLOSE[dtype]
     own = (-1, 1, 1) if isinstance(geometry, Conv) else (-1,)
     for name, y in expected.items():
         y = y * scale.double().view(own) + shift.double().view(own)
         y = y if residual is None else y + residual.double()
-        y = y.relu() if then == "relu" else torch.nn.functional.gelu(y) if then == "gelu" else y
+        y = y if then is None else getattr(torch.nn.functional, then)(y)
         for out in found[name]:
             assert out.shape == y.shape
             error = float((out.double() - y).norm() / y.norm())
             assert error < CLOSE[dtype], (name, geometry, shape, K, r, noise, add, then, error)
+
+
+def check_layer_norm(shape: tuple[int, ...], affine: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (3 + torch.randn(shape, device=DEVICE)).to(dtype)
+    weight, bias = torch.randn(2, shape[-1], device=DEVICE).to(dtype) if affine else (None, None)
+    wide = [None if t is None else t.double() for t in (weight, bias)]
+    expected = torch.nn.functional.layer_norm(x.double(), shape[-1:], wide[0], wide[1], 1e-6)
+    found = plain_kernels.layer_norm(x, weight, bias, 1e-6)
+    assert float((found.double() - expected).norm() / expected.norm()) < CLOSE[dtype], (shape, affine, dtype)
+
+
+def check_depthwise(
+    N: int, C: int, H: int, W: int, side: int, stride: int, padding: int, then: str | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(N, C, H, W, device=DEVICE).to(dtype), torch.randn(C, 1, side, side, device=DEVICE).to(dtype)
+    scale, shift = torch.randn(2, C, device=DEVICE)
+    y = torch.nn.functional.conv2d(x.double(), w.double(), None, stride, padding, 1, C)
+    y = y * scale.double()[:, None, None] + shift.double()[:, None, None]
+    y = y if then is None else getattr(torch.nn.functional, then)(y)
+    after = Epilogue(scale, shift, None, then)  # type: ignore[arg-type]
+    found = plain_kernels.depthwise(x, w[:, 0].permute(1, 2, 0).float().contiguous(), stride, padding, after)
+    assert found.shape == y.shape
+    error = float((found.double() - y).norm() / y.norm())
+    assert error < CLOSE[dtype], (N, C, H, W, side, stride, padding, then, dtype, error)
+
+
+def check_max_pool(N: int, C: int, H: int, W: int, side: int, stride: int, padding: int, dtype: torch.dtype) -> None:
+    """To the bit; one number is NaN, and so are all that it belongs to."""
+    torch.manual_seed(0)
+    x = torch.randn(N, C, H, W, device=DEVICE).to(dtype)
+    x[0, 0, H // 2, W // 2] = math.nan
+    expected = torch.nn.functional.max_pool2d(x, side, stride, padding)
+    found = plain_kernels.max_pool(x, side, stride, padding)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def check_between(dtype: torch.dtype) -> None:
+    """Each kernel that a network is given between its layers against torch's operators, where they stand."""
+    torch.manual_seed(0)
+    network = bayesianize(spoiled(mixed()), "ffg-u", inducing=4).to(DEVICE)
+    factors = network.factors()
+    form = with_between(fuse(network.net, torch.device(DEVICE))).to(dtype)
+    tried: list[tuple[str, str]] = []
+
+    def check(module: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
+        assert isinstance(module, Between)
+        (x,) = given
+        expected = module.compute(x, "loop").double()
+        for execution in module.executions[1:]:
+            found = module.compute(x, execution)
+            assert found.shape == expected.shape
+            error = float((found.double() - expected).norm() / expected.norm())
+            assert error < CLOSE[dtype], (type(module).__name__, module.what, execution, dtype, error)
+            tried.append((type(module).__name__, execution))
+
+    for module in form.modules():
+        if isinstance(module, Between):
+            module.register_forward_pre_hook(check)
+    x, noise = torch.randn(2, 3, 11, 10, device=DEVICE).to(dtype), torch.randn(2, factors.normals, device=DEVICE)
+    with torch.inference_mode():
+        network.run(x, replace(factors, form=form), Draws(2, noise, 0), cheapest(factors))
+    of_each = [("Norm", "fused"), ("MaxPool", "fused"), *4 * [("Depthwise", "fused"), ("Depthwise", "parted")]]
+    assert sorted(tried) == sorted(of_each)
 
 
 def philox(counter: list[NDArray[np.uint64]], key: tuple[int, int]) -> list[NDArray[np.uint64]]:
@@ -204,6 +287,13 @@ if __name__ == "__main__":
         check_convolution(*case, torch.float32)
     for linear in LINEAR[:1] if short else LINEAR:
         check_linear(*linear, torch.float32)
+    for shape, affine in NORMED[1:2] if short else NORMED:
+        check_layer_norm(shape, affine, torch.float32)
+    for depthwise in DEPTHWISE[1:2] if short else DEPTHWISE:
+        check_depthwise(*depthwise, torch.float32)
+    for pooled in POOLED[:1] if short else POOLED:
+        check_max_pool(*pooled, torch.float32)
+    check_between(torch.float32)
     for lam, law in LAWS[:2] if short else LAWS:
         check_together(lam, law, torch.float32)
     if not short:

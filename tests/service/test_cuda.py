@@ -61,6 +61,17 @@ def test_the_kernels(case: tuple[int, ...], dtype: torch.dtype) -> None:
     interpreted.check_convolution(*case, dtype)  # type: ignore[arg-type, call-arg]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_kernels_between_layers(dtype: torch.dtype) -> None:
+    for shape, affine in [*interpreted.NORMED, ((5000, 96), True)]:
+        interpreted.check_layer_norm(shape, affine, dtype)
+    for depthwise in [*interpreted.DEPTHWISE, (4, 200, 33, 35, 7, 1, 3, "gelu")]:
+        interpreted.check_depthwise(*depthwise, dtype)
+    for pooled in [*interpreted.POOLED, (9, 64, 57, 60, 3, 2, 1)]:
+        interpreted.check_max_pool(*pooled, dtype)
+    interpreted.check_between(dtype)
+
+
 @pytest.mark.parametrize(("lam", "noise"), interpreted.LAWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_layers_drawn_by_one_kernel(lam: float, noise: LambdaLaw, dtype: torch.dtype) -> None:

@@ -19,10 +19,12 @@ from dubito.models.network.plan import cheapest
 from dubito.models.posteriors.inducing import Inducing
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.resident import bytes_of, reside
+from dubito.service.engine.between import Between, with_between
 from dubito.service.engine.fusion import Unit, fuse, with_units
 from dubito.service.engine.graphs import for_gpu, tap_by_tap
 from tests import forked
 from tests.faulty import need
+from tests.small_models import mixed, spoiled
 
 CPU = torch.device("cpu")
 
@@ -49,17 +51,6 @@ def residual() -> nn.Module:
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
     )
-
-
-def spoiled(net: nn.Module) -> nn.Module:
-    """BatchNorms that do something."""
-    for m in net.modules():
-        if isinstance(m, nn.BatchNorm2d):
-            nn.init.uniform_(m.weight, 0.5, 1.5)
-            nn.init.normal_(m.bias)
-            m.running_mean = torch.randn_like(m.bias)
-            m.running_var = torch.rand_like(m.bias) + 0.5
-    return net.eval()
 
 
 def answers(network: BayesianNetwork, x: Tensor, **changes: object) -> Tensor:
@@ -109,8 +100,23 @@ def swin() -> nn.Module:
     return net
 
 
+def test_what_runs_between_layers_answers_as_the_network_does() -> None:
+    """By torch here; `test_cuda.py` and triton's interpreter have the kernels."""
+    torch.manual_seed(0)
+    network = bayesianize(spoiled(mixed()), "ffg-u", inducing=4).eval()
+    form = with_between(fuse(network.net, CPU))
+    found = [type(m).__name__ for m in form.modules() if isinstance(m, Between)]
+    assert found.count("Depthwise") == 4  # two of them with LayerNorm, one with BatchNorm and SiLU
+    assert found.count("MaxPool") == 1
+    assert found.count("Norm") == 3  # two of them behind a convolution
+    calls = [node for node in form.graph.nodes if node.op != "placeholder"]  # type: ignore[union-attr]
+    assert not [node for node in calls if "layer_norm" in str(node.target)]
+    x = torch.randn(2, 3, 11, 10)
+    torch.testing.assert_close(answers(network, x, form=form), answers(network, x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("lam_max", [0.0, 0.3])
-@pytest.mark.parametrize(("build_net", "layers", "summed"), [(transformer, 10, 2), (convnext, 7, 0), (swin, 10, 2)])
+@pytest.mark.parametrize(("build_net", "layers", "summed"), [(transformer, 10, 2), (convnext, 7, 2), (swin, 10, 2)])
 def test_units_of_transformers(build_net: Callable[[], nn.Module], layers: int, summed: int, lam_max: float) -> None:
     """Projections of attention are units too; GELU is part of one, and a sum behind dropout that does nothing."""
     torch.manual_seed(0)
