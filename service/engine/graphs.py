@@ -34,7 +34,8 @@ def for_gpu(model: Model) -> Model:
     model = with_units(model)
     if model.factors.form is None:
         return model
-    with_between(model.factors.form)
+    if model.factors.form is not model.network.net:  # a network that cannot be traced stays as it is
+        with_between(model.factors.form)
     return replace(model, made=tap_by_tap(model.factors, model.factors.form).gathered())
 
 
