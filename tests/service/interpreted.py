@@ -145,6 +145,16 @@ def check_depthwise(
     assert error < CLOSE[dtype], (N, C, H, W, side, stride, padding, then, dtype, error)
 
 
+def check_finish(then: str | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 40, 5, 7, device=DEVICE).to(dtype)
+    scale, shift = torch.randn(2, 40, device=DEVICE)
+    y = x.double() * scale.double()[:, None, None] + shift.double()[:, None, None]
+    y = y if then is None else getattr(torch.nn.functional, then)(y)
+    found = plain_kernels.finish(x, Epilogue(scale, shift, None, then))  # type: ignore[arg-type]
+    assert float((found.double() - y).norm() / y.norm()) < CLOSE[dtype], (then, dtype)
+
+
 def check_max_pool(N: int, C: int, H: int, W: int, side: int, stride: int, padding: int, dtype: torch.dtype) -> None:
     """To the bit; one number is NaN, and so are all that it belongs to."""
     torch.manual_seed(0)
@@ -293,6 +303,8 @@ if __name__ == "__main__":
         check_depthwise(*depthwise, torch.float32)
     for pooled in POOLED[:1] if short else POOLED:
         check_max_pool(*pooled, torch.float32)
+    for then in ("relu",) if short else (None, "relu", "gelu", "silu"):
+        check_finish(then, torch.float32)
     check_between(torch.float32)
     for lam, law in LAWS[:2] if short else LAWS:
         check_together(lam, law, torch.float32)

@@ -69,6 +69,8 @@ def test_the_kernels_between_layers(dtype: torch.dtype) -> None:
         interpreted.check_depthwise(*depthwise, dtype)
     for pooled in [*interpreted.POOLED, (9, 64, 57, 60, 3, 2, 1)]:
         interpreted.check_max_pool(*pooled, dtype)
+    for then in (None, "relu", "gelu", "silu"):
+        interpreted.check_finish(then, dtype)
     interpreted.check_between(dtype)
 
 

@@ -2,9 +2,12 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +40,66 @@ def test_the_kernels_by_tritons_interpreter(words: list[str]) -> None:
     if "triton/runtime/interpreter.py" in run.stderr and "only 0-dimensional arrays can be converted" in run.stderr:
         pytest.skip("this triton's interpreter does not work with this numpy: the GPU's kernels are not tested")
     assert run.returncode == 0, run.stderr
+
+
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="no triton: the GPU's kernels are not compiled")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_compile_for_gpus_that_are_not_here(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler refuses what the interpreter takes, such as a condition whose types do not agree."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    from dubito.models.numerics import hadamard_kernel, normals_kernel
+    from dubito.models.posteriors import inducing_kernel
+    from dubito.service.engine import kernels, plain_kernels
+    from tests.service import interpreted
+
+    compiled: set[tuple[str, str]] = set()
+
+    def compile_it(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        named = dict(zip((parameter.name for parameter in kernel.params), args, strict=True))
+        constants = {p.name: named[p.name] for p in kernel.params if p.is_constexpr}
+        signature = {name: "constexpr" if name in constants else _type_of(value) for name, value in named.items()}
+        source = ASTSource(kernel, signature, constants)
+        triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        compiled.add((kernel.fn.__module__, kernel.fn.__name__))
+
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # what triton 3.9 does without it, after a warning
+    monkeypatch.setattr(JITFunction, "run", compile_it)
+    half = torch.bfloat16
+    checks: list[Callable[[], None]] = [
+        *(partial(interpreted.check_convolution, *case, half) for case in interpreted.CASES[2:]),
+        partial(interpreted.check_linear, *interpreted.LINEAR[0], half),
+        *(partial(interpreted.check_layer_norm, *case, half) for case in interpreted.NORMED[1:]),
+        *(partial(interpreted.check_depthwise, *case, half) for case in interpreted.DEPTHWISE),
+        partial(interpreted.check_max_pool, *interpreted.POOLED[0], half),
+        partial(interpreted.check_finish, "silu", half),
+        partial(interpreted.check_normals, 3, 0, 2, 5000),
+        partial(interpreted.check_hadamard, 512, half),
+        *(partial(interpreted.check_together, *law, half) for law in interpreted.LAWS),
+    ]
+    for check in checks:
+        with suppress(AssertionError):  # nothing is computed
+            check()
+    there = {
+        (kernel.fn.__module__, kernel.fn.__name__)
+        for module in (hadamard_kernel, inducing_kernel, kernels, normals_kernel, plain_kernels)
+        for kernel in vars(module).values()
+        if isinstance(kernel, JITFunction) and kernel.fn.__name__.endswith("_kernel")
+    }
+    assert compiled >= there
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return POINTERS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32" if abs(value) < 1 << 31 else "i64"
 
 
 def residual() -> nn.Module:
