@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from dubito.models.network.features import watched
 from dubito.models.network.geometry import Execution
 from dubito.models.network.normalisation import ScaleShift
 from dubito.service.engine.fusion import (
@@ -27,10 +26,11 @@ from dubito.service.engine.fusion import (
     constant,
     only_user,
     permuted,
+    without_hooks,
 )
 
 WIDEST = 8192  # of the rows that are normalised
-LARGEST_SIDE = 7  # of a depthwise convolution
+LARGEST_SIDE = 7  # of what a kernel takes, which has code for each tap
 
 
 class Between(nn.Module):
@@ -41,7 +41,7 @@ class Between(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.chosen: dict[int, Execution] = {}  # by rows
+        self.chosen: Mapping[int, Execution] = {}  # by rows
         self.wrong: set[Execution] = set()  # executions with wrong results
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +143,8 @@ class Depthwise(Between):
         self.what = (tuple(conv.weight.shape), self.stride, self.padding, *follows)
 
     def suits(self, x: Tensor) -> bool:
-        return super().suits(x) and x.dim() == 4 and x.dtype == self.conv.weight.dtype
+        laid = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)  # as what comes out
+        return super().suits(x) and laid and x.dtype == self.conv.weight.dtype
 
     def compute(self, x: Tensor, execution: Execution) -> Tensor:
         if execution == "loop":
@@ -168,29 +169,29 @@ class Depthwise(Between):
 
 
 def with_between(form: nn.Module) -> nn.Module:
-    """The form of a network for a GPU: operators between its units may be computed by kernels. Changes `form`."""
+    """The form of a network for a GPU: operators between its units may be computed by kernels."""
     if not isinstance(form, fx.GraphModule) or find_spec("triton") is None:
         return form
-    modules, taken = dict(form.named_modules()), set[fx.Node]()
-    for number, node in enumerate(list(form.graph.nodes)):
-        module = modules.get(str(node.target)) if node.op == "call_module" else None
-        if module is not None and watched(module):
-            continue
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(form.graph, {}))
+    root = fx.GraphModule(form, graph)
+    modules, taken = without_hooks(root), set[fx.Node]()
+    for number, node in enumerate(list(graph.nodes)):
         if node in taken:
             continue
-        one, last = _between(form, modules, module, node)
+        one, last = _between(root, modules, modules.get(str(node.target)) if node.op == "call_module" else None, node)
         if one is None:
             continue
-        taken |= {*chain(node, last)}
-        form.add_submodule(name := f"between_{number}", one.eval())
-        with form.graph.inserting_before(last.next):
-            new = form.graph.call_module(name, (node.args[0],))
+        root.add_submodule(name := f"between_{number}", one.eval())
+        with graph.inserting_before(node):  # here: what it reads may be changed in place later
+            new = graph.call_module(name, (node.args[0],))
         last.replace_all_uses_with(new)
         for old in chain(node, last):
-            form.graph.erase_node(old)
-    form.graph.lint()
-    form.recompile()
-    return form
+            taken.add(old)
+            graph.erase_node(old)
+    graph.lint()
+    root.recompile()
+    return root
 
 
 def _between(
@@ -252,7 +253,8 @@ def _norm_of_call(form: fx.GraphModule, node: fx.Node) -> Norm | None:
 
 def _poolable(pool: nn.MaxPool2d) -> bool:
     even = all(_both(n) is not None for n in (pool.kernel_size, pool.stride, pool.padding))
-    return even and _both(pool.dilation) == 1 and not pool.ceil_mode and not pool.return_indices
+    small = even and _both(pool.kernel_size) <= LARGEST_SIDE
+    return small and _both(pool.dilation) == 1 and not pool.ceil_mode and not pool.return_indices
 
 
 def _depthwise(conv: nn.Conv2d) -> bool:

@@ -34,7 +34,8 @@ log = logging.getLogger("dubito")
 ADDED = (operator.add, operator.iadd, torch.add)
 IN_PLACE = (operator.iadd, "add_")
 AGREES = 1e-3  # of the answers' size: units round otherwise
-IN_HALF_AGREES = 0.1  # in bfloat16 and float16; the networks of the tests and of the benchmarks are within 0.02
+HALF = (torch.bfloat16, torch.float16)
+IN_HALF_AGREES = 0.1  # the networks of the tests and of the benchmarks are within 0.02
 RECTIFIED = (F.relu, torch.relu, torch.relu_)
 IDLE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Identity)  # in evaluation they do nothing
 Activation = Literal["relu", "gelu", "silu"]
@@ -56,10 +57,12 @@ class Unit(nn.Module):
         norm: ScaleShift | None = None,
         then: Activation | None = None,
         shared: bool = False,
+        turned: bool = False,
     ) -> None:
-        """`shared`: its inputs are the network's, which are the same for each draw."""
+        """`shared`: its inputs are the network's, which are the same for each draw. `turned`: between two permutations
+        of the axes."""
         super().__init__()
-        self.layer, self.norm, self.then, self.shared = layer, norm, then, shared
+        self.layer, self.norm, self.then, self.shared, self.turned = layer, norm, then, shared, turned
         self.geometry = layer.geometry
         if norm is not None:  # in float32, for kernels that sum in it
             scale, shift = norm.scale.detach().float(), norm.shift.detach().float()
@@ -107,35 +110,39 @@ def with_units(model: Model) -> Model:
     """The same model, whose Bayesian layers are units."""
     if not model.factors.structure.layers:
         return model
-    with evaluating(model.network):
-        form = fuse(model.network.net, model.device)
-    fused = replace(model, made=replace(model.factors, form=form))
-    return fused if form is model.network.net or _answers_alike(model, fused) else model
+    net, declared = model.network.net, model.card.input is not None
+    for turned in (True, False) if declared else (False,):
+        with evaluating(model.network):
+            form = fuse(net, model.device, turned)
+        fused = replace(model, made=replace(model.factors, form=form))
+        if form is net or (difference := difference_of(model, fused)) is None:
+            return fused
+        if not any(isinstance(unit, Unit) and unit.turned for unit in form.modules()):
+            break
+    # a CPU may be what is wrong in half precision; it is proved next, and then that is said
+    half = model.factors.dtype in HALF
+    level = logging.INFO if model.device.type == "cpu" and half else logging.WARNING
+    log.log(level, "layers are served one by one", extra={"why": f"the network as torch.fx follows it: {difference}"})
+    return model
 
 
-def _answers_alike(model: Model, fused: Model) -> bool:
-    """Whether both answer one input alike: torch.fx does not see, for example, that a network draws random numbers."""
+def difference_of(model: Model, changed: Model) -> str | None:
+    """How a model's answer to one input differs from that of another form of it. torch.fx does not see, for example,
+    that a network draws random numbers."""
     declared = model.card.input
     if declared is None:
-        return True
-    agrees = IN_HALF_AGREES if model.factors.dtype in (torch.bfloat16, torch.float16) else AGREES
+        return None
+    agrees = IN_HALF_AGREES if model.factors.dtype in HALF else AGREES
     x = torch.randn(1, *declared.shape, generator=torch.Generator().manual_seed(0)).to(model.device)
     expected = model.predict(x, 1, 0, keep_outputs=True).outputs
     assert expected is not None
     try:
-        found = fused.predict(x, 1, 0, keep_outputs=True).outputs
+        found = changed.predict(x, 1, 0, keep_outputs=True).outputs
     except Exception as error:
-        difference = first_line(error)
-    else:
-        assert found is not None
-        apart = float((found - expected).abs().max() / expected.abs().max().clamp_min(1.0))
-        if apart <= agrees:
-            return True
-        difference = f"its answer is {apart:.2g} of its size away from the network's own"
-    # a CPU may be what is wrong in half precision; it is proved next, and then that is said
-    level = logging.INFO if model.device.type == "cpu" and agrees == IN_HALF_AGREES else logging.WARNING
-    log.log(level, "layers are served one by one", extra={"why": f"the network as torch.fx follows it: {difference}"})
-    return False
+        return first_line(error)
+    assert found is not None
+    apart = float((found - expected).abs().max() / expected.abs().max().clamp_min(1.0))
+    return None if apart <= agrees else f"its answer is {apart:.2g} of its size away from the network's own"
 
 
 class _UnitTracer(ThreadTracer):
@@ -144,37 +151,38 @@ class _UnitTracer(ThreadTracer):
         return ours or super().is_leaf_module(m, module_qualified_name)
 
 
-def fuse(net: nn.Module, device: torch.device) -> nn.Module:
+def fuse(net: nn.Module, device: torch.device, turned: bool = True) -> nn.Module:
     """The network with units in place of layers, on a device; unchanged where torch.fx cannot trace it.
 
-    A layer whose inputs are recorded as features is not fused.
+    A layer whose inputs are recorded as features is not fused, nor are modules with other hooks. `turned`: sums behind
+    a permutation are part of a unit, which take values of four axes and leave channels last in memory.
     """
     try:
-        return _fused(net).to(device)
+        return _fused(net, turned).to(device)
     except Exception as error:  # mostly code that branches on its inputs' values or sizes
         log.info("layers are served one by one", extra={"why": f"the network cannot be traced: {str(error)[:200]}"})
         return net
 
 
-def _fused(net: nn.Module) -> nn.Module:
+def _fused(net: nn.Module, turned: bool) -> nn.Module:
     graph = _UnitTracer().trace(net)
     root = fx.GraphModule(net, graph)
     _without_idle(root)
-    modules = dict(root.named_modules())
+    modules = without_hooks(root)
     for number, node in enumerate(list(graph.nodes)):
         layer = modules.get(str(node.target)) if node.op == "call_module" else None
         if isinstance(layer, Attention | WindowAttention):
             node.target = f"attention_{number}"
             root.add_submodule(node.target, _with_units(layer))
             continue
-        if not isinstance(layer, BayesianLayer) or len(node.args) != 1 or watched(layer):
+        if not isinstance(layer, BayesianLayer) or len(node.args) != 1:
             continue
-        follows = _following(root, modules, node, layer)
-        given = node.args[0]
-        shared = isinstance(given, fx.Node) and given.op == "placeholder"
-        root.add_submodule(name := f"unit_{number}", Unit(layer, follows.norm, follows.then, shared))
-        residual = follows.residual
-        with graph.inserting_before(follows.last.next):
+        follows = _following(root, modules, node, layer, turned)
+        given, residual = node.args[0], follows.residual
+        unit = Unit(layer, follows.norm, follows.then, _is_shared(given), follows.turned)
+        root.add_submodule(name := f"unit_{number}", unit)
+        # at the layer's place if that is possible: what it reads may be changed in place later
+        with graph.inserting_before(node if residual is None else follows.last.next):
             if residual is not None and follows.turned:
                 residual = graph.call_method("permute", (residual, *SECOND_TO_LAST))
             new = graph.call_module(name, (given,) if residual is None else (given, residual))
@@ -199,17 +207,32 @@ class _Following:
     turned: bool = False  # a linear layer's channels, which are last, to the second place, before the residual sum
 
 
-def _following(root: fx.GraphModule, modules: dict[str, nn.Module], node: fx.Node, layer: BayesianLayer) -> _Following:
+def without_hooks(root: nn.Module) -> dict[str, nn.Module]:
+    """The modules that others may stand for."""
+    return {name: m for name, m in root.named_modules() if not (m._forward_hooks or m._forward_pre_hooks)}
+
+
+def _is_shared(node: object) -> bool:
+    """Whether a node is the network's input, which nothing else changes or reads but for its sizes."""
+    if not isinstance(node, fx.Node) or node.op != "placeholder":
+        return False
+    reads = [user for user in node.users if user.target is not getattr and user.target not in ("size", "dim")]
+    return len(reads) == 1
+
+
+def _following(
+    root: fx.GraphModule, modules: dict[str, nn.Module], node: fx.Node, layer: BayesianLayer, turned: bool
+) -> _Following:
     found = _Following(node)
     if (after := only_user(node)) is not None:
         found.norm = channel_norm(modules.get(str(after.target)), after, layer.geometry.outputs)
         found.last = node if found.norm is None else after
     linear = isinstance(layer.geometry, Linear) and found.norm is None
-    after = only_user(node)
-    if linear and after is not None and permuted(modules.get(str(after.target)), after) == LAST_TO_SECOND:
-        turned = _Following(after, turned=True)
-        _scale_and_sum(root, turned, layer)
-        found = turned if turned.last is not after else found
+    after = only_user(node) if linear and turned else None
+    if after is not None and permuted(modules.get(str(after.target)), after) == LAST_TO_SECOND:
+        behind = _Following(after, turned=True)
+        _scale_and_sum(root, behind, layer)
+        found = behind if behind.last is not after else found
     if not found.turned:
         _scale_and_sum(root, found, layer)
     if (after := only_user(found.last)) is not None:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dubito.models.errors import first_line
 from dubito.models.network.geometry import Conv
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan
 from dubito.models.numerics.normals import Normals, counted
@@ -21,7 +22,7 @@ from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import Job, evaluating, sums_of, tempered
 from dubito.models.predictions.uncertainty import Reals, on_host
 from dubito.service.engine.between import with_between
-from dubito.service.engine.fusion import Unit, with_units
+from dubito.service.engine.fusion import Unit, difference_of, with_units
 
 log = logging.getLogger("dubito")
 WARM = 2  # runs before a capture, which compile kernels and allocate workspaces
@@ -34,9 +35,26 @@ def for_gpu(model: Model) -> Model:
     model = with_units(model)
     if model.factors.form is None:
         return model
-    if model.factors.form is not model.network.net:  # a network that cannot be traced stays as it is
-        with_between(model.factors.form)
+    model = _with_between(model, model.factors.form)
+    assert model.factors.form is not None
     return replace(model, made=tap_by_tap(model.factors, model.factors.form).gathered())
+
+
+def _with_between(model: Model, form: nn.Module) -> Model:
+    """The same model with kernels between its units; as it is where it cannot be traced, or would answer otherwise."""
+    if form is model.network.net:
+        return model
+    try:
+        changed = replace(model, made=replace(model.factors, form=with_between(form)))
+        difference = difference_of(model, changed)
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        difference = first_line(error)
+    if difference is None:
+        return changed
+    log.warning("what runs between layers is torch's", extra={"why": difference})
+    return model
 
 
 def tap_by_tap(factors: NetworkFactors, form: nn.Module) -> NetworkFactors:

@@ -70,6 +70,12 @@ def _taps(
 
 
 @triton.jit
+def at_least(a, floor):
+    """NaN where `a` is, as torch has it."""
+    return tl.maximum(a, floor, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def curved(a, CURVE: tl.constexpr):
     if CURVE == 1:  # the exact GELU
         a = 0.5 * a * (1.0 + tl.erf(a * 0.7071067811865476))
@@ -93,7 +99,7 @@ def _finish(
     if RESIDUAL:
         acc += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
     acc = curved(acc, CURVE)
-    tl.store(y + offset, tl.maximum(acc, floor).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + offset, at_least(acc, floor).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit

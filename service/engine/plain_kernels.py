@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dubito.service.engine.kernels import Epilogue, curved, positions
+from dubito.service.engine.kernels import Epilogue, at_least, curved, positions
 
 PER_PROGRAM = 4096  # numbers of a normalised or pooled tile
 HIGH = 4  # rows of outputs of a depthwise tile, which the kernel writes out
@@ -51,7 +51,7 @@ def _finish_kernel(
     at = x + row * C + (tl.arange(0, BM)[:, None] * C + col[None, :])
     a = tl.load(at, mask=live, other=0.0).to(tl.float32) * tl.load(scale + col, mask=col < C, other=0.0)[None, :]
     a = curved(a + tl.load(shift + col, mask=col < C, other=0.0)[None, :], CURVE)
-    tl.store(at, tl.maximum(a, floor).to(x.dtype.element_ty), mask=live)
+    tl.store(at, at_least(a, floor).to(x.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["rows", "H", "W", "Ho", "Wo", "stride", "padding"])
@@ -70,22 +70,23 @@ def _max_pool_kernel(
             inside = live & ((h >= 0) & (h < H) & (w >= 0) & (w < W))[:, None]
             at = (place + (down * W + right) * C)[:, None] + col[None, :]
             value = tl.load(x + begin + at, mask=inside, other=float("-inf")).to(tl.float32)
-            best = tl.maximum(best, value, propagate_nan=tl.PropagateNan.ALL)
+            best = at_least(best, value)
     to = y + row.to(tl.int64) * C
     tl.store(to + (local[:, None] * C + col[None, :]), best.to(y.dtype.element_ty), mask=live)
 
 
 @triton.jit
-def _tap(w, down, right, col, C, side: tl.constexpr):
-    """The weights of one tap; 0 where an input row is none of an output row's."""
-    end = tl.where((down >= 0) & (down < side), C, 0)
-    return tl.load(w + (down * side + right) * C + col, mask=col < end, other=0.0)[None, :]
+def _added(acc, a, w, down, right: tl.constexpr, col, inside, C, side: tl.constexpr):
+    """With one tap, where the input row is among those of the output row: elsewhere it may be infinite."""
+    if (down >= 0) & (down < side):
+        acc += a * tl.load(w + (down * side + right) * C + col, mask=inside, other=0.0)[None, :]
+    return acc
 
 
 @triton.jit
 def _store(y, at, acc, by, plus, floor, out, row, Wo, Ho, inside, CURVE: tl.constexpr):
     live = (out < tl.where(row < Ho, Wo, 0))[:, None] & inside[None, :]
-    tl.store(y + at, tl.maximum(curved(acc * by + plus, CURVE), floor).to(y.dtype.element_ty), mask=live)
+    tl.store(y + at, at_least(curved(acc * by + plus, CURVE), floor).to(y.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["floor", "H", "W", "Ho", "Wo", "padding"])
@@ -112,10 +113,10 @@ def _depthwise_kernel(
             across_x = out * stride - padding + right
             live = ((across_x >= 0) & (across_x < end))[:, None] & inside[None, :]
             a = tl.load(x + ((h * W + across_x) * C)[:, None] + col[None, :], mask=live, other=0.0).to(tl.float32)
-            acc0 += a * _tap(w, row, right, col, C, side)
-            acc1 += a * _tap(w, row - stride, right, col, C, side)
-            acc2 += a * _tap(w, row - 2 * stride, right, col, C, side)
-            acc3 += a * _tap(w, row - 3 * stride, right, col, C, side)
+            acc0 = _added(acc0, a, w, row, right, col, inside, C, side)
+            acc1 = _added(acc1, a, w, row - stride, right, col, inside, C, side)
+            acc2 = _added(acc2, a, w, row - 2 * stride, right, col, inside, C, side)
+            acc3 = _added(acc3, a, w, row - 3 * stride, right, col, inside, C, side)
     by = tl.load(scale + col, mask=inside, other=0.0)[None, :]
     plus = tl.load(shift + col, mask=inside, other=0.0)[None, :]
     y += picture * (Ho * Wo * C)

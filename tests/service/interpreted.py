@@ -143,6 +143,13 @@ def check_depthwise(
     assert found.shape == y.shape
     error = float((found.double() - y).norm() / y.norm())
     assert error < CLOSE[dtype], (N, C, H, W, side, stride, padding, then, dtype, error)
+    for strange in (math.inf, math.nan):  # reaches the positions that read it, and no others
+        x[0, 0, H // 2, W // 2] = strange
+        taps = w[:, 0].abs().permute(1, 2, 0).float().contiguous()
+        y = torch.nn.functional.conv2d(x.double(), w.double().abs(), None, stride, padding, 1, C)
+        found = plain_kernels.depthwise(x, taps, stride, padding, Epilogue(scale.abs(), shift, None, "relu"))
+        assert torch.equal(found.isnan(), y.isnan())
+        assert torch.equal(found.isfinite(), y.isfinite())
 
 
 def check_finish(then: str | None, dtype: torch.dtype) -> None:

@@ -22,9 +22,10 @@ from dubito.models.network.plan import cheapest
 from dubito.models.posteriors.inducing import Inducing
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.resident import bytes_of, reside
-from dubito.service.engine.between import Between, with_between
+from dubito.service.engine.between import Between, Norm, with_between
 from dubito.service.engine.fusion import Unit, fuse, with_units
 from dubito.service.engine.graphs import for_gpu, tap_by_tap
+from dubito.service.engine.plans import PlanCache, Plans
 from tests import forked
 from tests.faulty import need
 from tests.small_models import mixed, spoiled
@@ -288,6 +289,124 @@ def test_a_network_that_its_units_do_not_follow_is_served_as_it_is(
         assert with_units(reside(model, CPU, dtype)).factors.form is None
     assert caplog.records[0].levelno == (logging.WARNING if dtype == torch.float32 else logging.INFO)
     assert "away from the network's own" in vars(caplog.records[0])["why"]
+
+
+class Mobile(nn.Module):
+    """A depthwise convolution whose inputs, or outputs, are changed in place behind it."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Linear(8, 3)
+        self.norm, self.batch, self.relu, self.change = nn.LayerNorm(8), nn.BatchNorm2d(8), nn.ReLU(True), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        y = self.b(h)
+        if self.change == "input":
+            h.add_(1)
+        elif self.change == "by a module":
+            self.relu(h)
+        if self.change == "view":
+            return self.c(y.view(x.shape[0], -1, 8).mean(1))  # type: ignore[no-any-return]
+        y = self.norm(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if self.change == "input" else self.batch(y)
+        return self.c((y + h).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Turned(nn.Module):
+    """A linear layer over channels that are put first again, then a sum."""
+
+    def __init__(self, added: tuple[int, ...] | None, views: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.views = nn.Conv2d(3, 8, 1), nn.Linear(8, 8), nn.Linear(8, 3), views
+        self.added = None if added is None else nn.Parameter(torch.randn(added))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        y = self.b(h.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        y = h + y if self.added is None else y + self.added
+        return self.c(y.view(x.shape[0], 8, -1).mean(2) if self.views else y.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Overwritten(nn.Module):
+    """Adds to its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(self.a(x))
+        return self.b(x)  # type: ignore[no-any-return]
+
+
+ODD: list[tuple[Callable[[], nn.Module], tuple[int, ...], str]] = [
+    (partial(Mobile, "input"), (3, 6, 6), "Depthwise"),
+    (partial(Mobile, "by a module"), (3, 6, 6), "Depthwise"),
+    (partial(Mobile, "view"), (3, 6, 6), "Depthwise"),
+    (partial(Turned, (8, 1, 1), False), (3, 6, 6), "Unit"),
+    (partial(Turned, (6,), False), (3, 6, 6), "Unit"),
+    (partial(Turned, None, True), (3, 6, 6), "Unit"),
+    (Overwritten, (6,), "Unit"),
+]
+
+
+@pytest.mark.parametrize(("make", "shape", "has"), ODD)
+def test_networks_that_depend_on_order_and_layout_are_served_as_they_are(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], has: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And with units and what a GPU may compute between them."""
+    torch.manual_seed(0)
+    network = bayesianize(spoiled(make()), "ffg-u", inducing=4).eval()
+    model = reside(
+        Model(network, Manifest.model_construct(card=Card(input=Input(shape=shape)), subnetwork=None)),
+        CPU,
+        torch.float32,
+    )
+    x = torch.randn(2, *shape)
+    expected = model.predict(x, 4, 0, keep_outputs=True).outputs
+    with caplog.at_level(logging.INFO, "dubito"):
+        changed = for_gpu(model)
+    assert not caplog.records
+    assert changed.factors.form is not None
+    assert has in {type(m).__name__ for m in changed.factors.form.modules()}
+    assert expected is not None
+    torch.testing.assert_close(changed.predict(x, 4, 0, keep_outputs=True).outputs, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_stand_between_layers_is_left_as_it_is() -> None:
+    hooked = nn.LayerNorm(8)
+    hooked.register_forward_hook(lambda module, given, out: 2 * out)
+    pools = nn.MaxPool2d(13, 1, 6), nn.MaxPool2d(2, ceil_mode=True), nn.MaxPool2d((2, 3)), nn.MaxPool2d(2, dilation=2)
+    convolutions = nn.Conv2d(8, 16, 3, groups=8), nn.Conv2d(8, 8, 9, groups=8), nn.Conv2d(8, 8, 3, groups=8, dilation=2)
+    for module in (hooked, nn.LayerNorm([4, 8]), *pools, *convolutions):
+        form = with_between(fuse(nn.Sequential(module, nn.Flatten()), CPU))
+        assert not [m for m in form.modules() if isinstance(m, Between)], module
+
+
+def test_the_inputs_of_a_network_are_shared_where_nothing_changes_them() -> None:
+    for net, shared in ((Overwritten(), [False, False]), (build("lenet"), [True, False, False, False, False])):
+        form = fuse(bayesianize(net, "ffg-u", inducing=2).eval().net, CPU)
+        assert [m.shared for m in form.modules() if isinstance(m, Unit)] == shared
+
+
+class Scarce(Norm):
+    """For whose kernel there is too little memory."""
+
+    def suits(self, x: Tensor) -> bool:
+        return True
+
+    def compute(self, x: Tensor, execution: Execution) -> Tensor:
+        if execution != "loop":
+            raise torch.OutOfMemoryError("no memory")
+        return super().compute(x, execution)
+
+
+def test_without_memory_for_a_kernel_the_operator_is_torchs() -> None:
+    norm, plans = Scarce(8, None, None, 1e-5), Plans({}, PlanCache(None, CPU), 1.0)
+    plans._choose_between(norm, (torch.randn(3, 8),))
+    assert dict(norm.chosen) == {3: "loop"}
+    assert not norm.wrong
+    assert not plans.cache.executions
 
 
 @pytest.mark.parametrize("build_net", [residual, transformer, convnext, swin])
