@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 
 from dubito.models import bayesianize
-from dubito.models.artifact.artifact import load
+from dubito.models.artifact.artifact import check_savable, load
 from dubito.models.errors import ArtifactError
-from dubito.models.manifest import Fitting, Image, Input, Manifest, Precision, Provenance, Regression
+from dubito.models.manifest import Card, Fitting, Image, Input, Manifest, Precision, Provenance, Regression
 from dubito.models.names import LAPLACE
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.model import Model
@@ -177,6 +177,11 @@ def _check_classes(outputs: int, labels: tuple[str, ...], file: Path, data: str,
     """Refuse another number of names than the head has outputs."""
     if len(labels) != outputs:
         named = f"{len(labels)} are named" if known else f"{data} has {len(labels)}"
+        if not known and labels == tuple(map(str, range(len(labels)))) and data.startswith("npz:"):
+            raise LaplaceError(
+                f"{file} tells {outputs} classes apart, but the labels of {data} run to {len(labels) - 1}; expected 0 "
+                f"to {outputs - 1}, the places of the network's outputs. Renumber y: subtract 1 where it begins at 1."
+            )
         raise LaplaceError(
             f"{file} tells {outputs} classes apart, but {named} ({', '.join(labels[:3])}, …). Name them as the "
             "network has them, in the order of its outputs, by --labels FILE."
@@ -198,6 +203,7 @@ def _linearise_and_finish(
     network = network.to(torch.device("cpu") if device is None else device)
     check_size(network.net, settings)
     look_first(network.net, parts, declared, network.task, force=force)
+    check_savable(network, Card(input=declared, labels=parts.labels, targets=parts.targets))
     fitted = linearise(network, parts.train, parts.validation, declared, settings, recipe.seed)
     remark(describe(fitted))
     return finish(fitted.network, recipe, parts, declared, out, plain=network)

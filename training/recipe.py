@@ -360,6 +360,8 @@ def answer_of(net: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor:
     try:
         with evaluating(net), torch.no_grad():
             answer = net(torch.zeros(1, *shape))
+            if takes_ids(net):
+                net(torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)))  # as a server tries it out
     except Exception as error:  # any error of a network that was built for other inputs
         if takes_ids(net):
             raise RecipeError(

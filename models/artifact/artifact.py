@@ -99,6 +99,11 @@ def save(
     return manifest
 
 
+def check_savable(network: BayesianNetwork, card: Card) -> None:
+    """Raise what `save` would say of the network, before it is trained any further."""
+    _manifest(network, card, "float32")
+
+
 def load(path: str | Place, network: nn.Module | None = None) -> Model:
     """Read and check an artifact: an ArtifactError says what is wrong with a file that cannot be trusted.
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import is_parametrized
 
 from dubito.models.artifact.trial import Trial, check_width
 from dubito.models.conversion.architectures import build, check_permitted, is_factory, on_meta, only_factory, remember
@@ -132,7 +133,18 @@ def describe_network(network: BayesianNetwork, manifest: Manifest) -> tuple[Mani
             if still:
                 _prove_by_name(network, manifest, shape)
                 return manifest, {}
-        raise ArtifactError(str(error)) from None
+        raise ArtifactError(f"{error}{_advice(net)}") from None
+
+
+def _advice(net: nn.Module) -> str:
+    """What may help where a network cannot be written as data."""
+    computed = [name for name, m in net.named_modules() if is_parametrized(m)]
+    if not computed:
+        return ""
+    return (
+        f" {computed[0]} computes its weights anew in each pass: before bayesianize, "
+        "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight') keeps them as they are."
+    )
 
 
 def _with(manifest: Manifest, architecture: Architecture, traced: Traced) -> Manifest:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dubito.models.errors import ArtifactError, first_line
 from dubito.models.manifest import Manifest
-from dubito.models.network.layers import Structure
+from dubito.models.network.layers import Structure, takes_ids
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors
 from dubito.models.predictions.prediction import evaluating
 
@@ -31,12 +31,14 @@ class Trial:
     def of(cls, network: BayesianNetwork, shape: tuple[int, ...]) -> Self:
         factors = replace(network.factors(), read=None)  # what is read off the features is no answer
         numbers = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(factors.device, factors.dtype)
+        errors: list[Exception] = []
         for x in (numbers, numbers.round().long()):
             try:
                 return cls(factors, x, _answer(network, factors, x))
             except Exception as error:  # whatever the network's code comes up with
-                failed = error
-        reason = first_line(failed)
+                errors.append(error)
+        # of real numbers, unless the network wants indices
+        reason = first_line(errors[takes_ids(network.net)])
         raise ArtifactError(f"the network fails on inputs of shape {shape}: {reason}.")
 
     def check(self, network: BayesianNetwork, manifest: Manifest) -> None:
@@ -50,7 +52,14 @@ class Trial:
                 "the network's answer to an input changes from call to call: it draws random numbers or keeps a state. "
                 "Expected the same answer in evaluation mode."
             )
-        alone = torch.cat([_answer(network, self.factors, row) for row in self.x.split(1)])
+        try:
+            alone = torch.cat([_answer(network, self.factors, row) for row in self.x.split(1)])
+        except ValueError as error:  # of a BatchNorm without statistics of its own, which wants several rows
+            reason = first_line(error)
+            raise ArtifactError(
+                f"the network fails on one input alone: {reason}. A BatchNorm needs running statistics "
+                "(track_running_stats=True): an answer must not depend on the other inputs of its batch."
+            ) from None
         if self._moved(alone):
             raise ArtifactError(
                 "the network's answer to an input depends on the other inputs of its batch. A server computes inputs "

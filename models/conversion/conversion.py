@@ -35,6 +35,7 @@ from dubito.models.posteriors.dictionary import COMPOSED
 from dubito.models.posteriors.entry import Origin
 from dubito.models.predictions.prediction import evaluating, predict
 
+QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized")
 POSITIONS = ("relative_position_bias_table",)  # parameters of attention that no input is multiplied by: Swin, MaxViT
 REMOVE = {"WeightNorm": "remove_weight_norm", "SpectralNorm": "remove_spectral_norm"}  # by the class of the hook
 
@@ -70,6 +71,8 @@ def bayesianize(
     (N, D) in the network's units, or None.
     """
     _check_network(net)
+    if isinstance(given := getattr(net, "_orig_mod", None), nn.Module):  # what torch.compile was given
+        net = given
     one_of("start", start, get_args(Start))
     one_of("unsupported", unsupported, ("error", "leave"))
     if spread is not None and not 0 < spread < math.inf:
@@ -261,6 +264,11 @@ def _check_network(net: object) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             came = f"its part {name!r} is" if name else "bayesianize got"
             raise ConversionError(f"{came} a TorchScript module; expected the nn.Module that it was made from.")
+        if type(module).__module__.startswith(QUANTISED):
+            raise ConversionError(
+                f"{name or 'the network'} is quantised ({type(module).__name__}); expected the network in real "
+                "numbers. `dubito export --precision int8` rounds the artifact."
+            )
         if (held := _holds_function(module)) is not None:
             raise ConversionError(
                 f"{name or 'the network'} has {held}, a function that holds modules of the network: a copy of it would "
@@ -342,6 +350,12 @@ def _copied(net: nn.Module, base: Options, overrides: Overrides) -> dict[str, nn
         leaf = not isinstance(module, CONVERTIBLE) and not any(module.children())
         if holds and leaf and all(standing[p] == 1 for p in own):
             leaves[name] = module
+    for name, module in leaves.items():
+        if isinstance(module, nn.ParameterList | nn.ParameterDict):
+            raise ConversionError(
+                f"{name} is a {type(module).__name__}, which is no layer: {base.method} has copies of layers alone. "
+                "Hold its parameters in modules that use them, or take another method, such as ffg-w."
+            )
     return {n: m for n, m in leaves.items() if options_for(n, m, base, overrides).method != "deterministic"}
 
 

@@ -226,7 +226,10 @@ class MemberLayer(nn.Module):
             return self.copies[chosen[0]](x, *further, **named)  # type: ignore[no-any-return]
         if further or named:
             raise FoldError("a layer with several inputs is kept in copies, and one sample at a time is all it can do.")
-        return torch.cat([self.copies[m](rows) for m, rows in zip(chosen, x.chunk(run.K), strict=True)])
+        answers = [self.copies[m](rows) for m, rows in zip(chosen, x.chunk(run.K), strict=True)]
+        if not all(isinstance(answer, Tensor) for answer in answers):
+            raise FoldError("a layer that answers with several tensors is kept in copies: one sample at a time.")
+        return torch.cat(answers)
 
 
 @dataclass(frozen=True)

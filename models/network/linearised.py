@@ -3,8 +3,10 @@
 f(x) + J_S(x) δ, δ ~ N(0, H_S⁻¹), where H_S = L Lᵀ is the curvature over the chosen weights plus the prior's precision.
 """
 
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from math import isqrt
@@ -30,6 +32,7 @@ from dubito.models.network.network import (
 from dubito.models.posteriors.protocol import Value
 from dubito.models.posteriors.subnetwork import SubnetworkEntry
 
+_one_at_a_time = threading.RLock()
 TANGENTS = 1 << 26  # numbers: of weights that draws move, held at a time
 JACOBIAN = 1 << 26  # numbers of a Jacobian that is kept for all draws of a request
 SELECTED = {
@@ -243,7 +246,13 @@ def by_jvp(net: nn.Module, learned: Learned, x: Tensor, index: Tensor, moves: Te
     k = max(1, min(at_once, TANGENTS // sum(p.numel() for p in centre.values())))
     parts: list[Tensor] = []
     # in inference mode torch 2.11 gives tangents of zero, without a word; the fused attention has no forward mode
-    with turn(net, learned), torch.inference_mode(False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+    with (
+        turn(net, learned),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        _forward_mode_of(net),
+    ):
         for some in moves.split(k):
             tangents = {}
             for name, (columns, local) in chosen.items():
@@ -260,6 +269,18 @@ def by_jvp(net: nn.Module, learned: Learned, x: Tensor, index: Tensor, moves: Te
                     learned.batched = False
             parts += [moved({name: t[i] for name, t in tangents.items()})[None] for i in range(len(some))]
     return torch.cat(parts)
+
+
+@contextmanager
+def _forward_mode_of(net: nn.Module) -> Iterator[None]:
+    """oneDNN's LSTM of a CPU has no forward mode; torch's own has. The setting is the process's, so one at a time."""
+    if not any(isinstance(m, nn.LSTM) for m in net.modules()) or not torch.backends.mkldnn.is_available():
+        yield
+        return
+    with _one_at_a_time, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that some Intel GPU is missing
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 @cache

@@ -135,6 +135,10 @@ def _told_of_ids(network: BayesianNetwork, x: Tensor) -> Iterator[None]:
     """A table of token ids refuses real numbers, in words of its own."""
     try:
         yield
+    except IndexError as error:
+        if not takes_ids(network.net):
+            raise
+        raise InputError(f"the network has no such index: {error}. A token id may be beyond its table.") from None
     except RuntimeError as error:
         if not (x.is_floating_point() and takes_ids(network.net) and "scalar types: Long, Int" in str(error)):
             raise
@@ -153,7 +157,7 @@ def predict_closed(
     the weights and the data are to blame for: both parts are NaN. Values: mean and variance are exact.
     """
     job = Job.of(network, factors, x, 0, **passes)
-    with evaluating(network), torch.inference_mode():
+    with evaluating(network), torch.inference_mode(), _told_of_ids(network, x):
         f, variance = (t / job.temperature**n for n, t in enumerate(job.moments(), 1))
         job.watch.lap("forward", wait=True)
         tally = tally_for(network)

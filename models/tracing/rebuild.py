@@ -1,7 +1,8 @@
 """From a description to a network: every name is looked up in a list, every size checked before it is allocated."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -143,7 +144,7 @@ def try_out(net: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
     failed: Exception | None = None
     for dtype in (torch.float32, torch.int64):  # numbers, or indices
         try:
-            with torch.no_grad(), torch.device("meta"), layer_by_layer(True), _Sizes():
+            with _evaluating(net), torch.no_grad(), torch.device("meta"), layer_by_layer(True), _Sizes():
                 out = net(torch.empty(ROWS, *shape, dtype=dtype))
             if isinstance(out, Tensor) and out.dim() > 0 and len(out) == ROWS and out.is_floating_point():
                 return tuple(out.shape[1:])
@@ -155,6 +156,18 @@ def try_out(net: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
     assert failed is not None  # of the first try
     reason = first_line(failed)
     raise ArtifactError(f"its network cannot take inputs of shape {shape}: {reason}.")
+
+
+@contextmanager
+def _evaluating(net: nn.Module) -> Iterator[None]:
+    """In evaluation mode: in training, some BatchNorms read numbers, of which there are none without storage."""
+    training = [m for m in net.modules() if m.training]
+    net.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class _Sizes(TorchFunctionMode):

@@ -123,6 +123,27 @@ def test_forward_mode_through_attention(first: bool) -> None:
     torch.testing.assert_close(by_jvp(net, Learned(), x, index, moves, 4), expected)
 
 
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.recurrent(x)[1][0][-1])
+        return out
+
+
+def test_forward_mode_through_an_lstm() -> None:
+    """In float32, in which a CPU's library has one without forward mode."""
+    torch.manual_seed(0)
+    net, x = Steps().eval(), torch.randn(3, 6, 4)
+    J = brute(net, x)
+    index, moves = chosen(J.shape[2]), torch.randn(4, S)
+    expected = net(x) + torch.einsum("bcs,ks->kbc", J[:, :, index], moves)
+    torch.testing.assert_close(by_jvp(net, Learned(), x, index, moves, 4), expected, rtol=1e-4, atol=1e-4)
+    assert torch.backends.mkldnn.enabled  # as before
+
+
 class Cube(torch.autograd.Function):
     """With derivatives of both modes, and no rule for batches of them."""
 

@@ -4,11 +4,12 @@ import re
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from dubito.models import bayesianize, build, load, save
 from dubito.models.conversion.architectures import FACTORIES
@@ -71,6 +72,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a named tuple": (lambda: Around(lambda net, x: Both(net.inner(x), x)), "makes a Both; expected to return one"),
     "a dictionary": (lambda: Around(lambda net, x: {"logits": net.inner(x)}), "returns a dict; expected one tensor"),
     "no dimension": (lambda: Around(lambda net, x: net.inner(x)[:, 0]), "one number without a dimension of its own"),
+    "statistics of the batch": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3)),
+        "fails on one input alone.*track_running_stats=True",
+    ),
+    "computed weights": (
+        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Linear(8, 3)),
+        "not on the list.* 0 computes its weights anew in each pass.*remove_parametrizations",
+    ),
     "a row too many": (lambda: Around(lambda net, x: net.inner(x)[:, :, None]), r"an array of shape \(3, 1\)"),
 }
 
@@ -91,6 +100,8 @@ def test_networks_that_are_near_to_those_are_saved(seed: int, tmp_path: Path) ->
         (nn.Sequential(mlp(), nn.LogSoftmax(-1)), None),  # whose softmax is the right one
         (mlp(1), Regression()),
         (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3)), None),
+        (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3)), None),
+        (cast(nn.Module, torch.compile(mlp())), None),
         (nn.Sequential(mlp(), nn.Softmax(-1), nn.Linear(3, 3)), None),
         (nn.Sequential(nn.Linear(4, 2), nn.Softmax(-1)), Regression(outputs=2)),
         (nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), Regression()),
@@ -113,6 +124,43 @@ def test_token_ids_are_kept_as_they_are_and_bounded(tmp_path: Path) -> None:
     assert model.predict(torch.randint(0, 9, (2, 5)), 1).summary is not None
     with pytest.raises(InputError, match="the network has no such index"):
         model.predict(torch.full((2, 5), 9), 1)
+
+
+class Listed(nn.Module):
+    """Its parameters stand in a list, which is no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scales = mlp(), nn.ParameterList([torch.ones(4), torch.ones(4)])
+
+    def forward(self, x: Tensor) -> Any:
+        for scale in self.scales:
+            x = x * scale
+        return self.inner(x)
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.recurrent(x)[1][0][-1])
+
+
+def test_an_ensemble_has_copies_of_layers_that_answer_with_several_tensors(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = bayesianize(Steps().eval(), "ensemble-w", unsupported="leave", members=3)
+    with torch.no_grad():
+        for p in network.parameters():
+            p.add_(0.1 * torch.randn_like(p))  # members that differ
+    save(network, tmp_path / "m.safetensors", card=Card(input=Input(shape=(5, 4))))
+    x = torch.randn(2, 5, 4)
+    outputs = load(tmp_path / "m.safetensors").predict(x, 12, 0, keep_outputs=True).outputs
+    assert outputs is not None
+    assert len({tuple(rows.flatten().tolist()) for rows in outputs.double().round(decimals=5)}) == 3
+    with pytest.raises(ConversionError, match="scales is a ParameterList, which is no layer"):
+        bayesianize(Listed(), "ensemble-w", unsupported="leave")
 
 
 def weight_normed() -> nn.Module:
@@ -143,6 +191,7 @@ def hooked() -> nn.Module:
         (weight_normed, r"0 \(Linear, with hooks of WeightNorm: call torch.nn.utils.remove_weight_norm first\)"),
         (parametrized, r"0 \(ParametrizedLinear, parametrized: call .*remove_parametrizations first\)"),
         (hooked, r"0 \(Linear, with hooks\)"),
+        (lambda: torch.ao.quantization.quantize_dynamic(mlp()), r"0 is quantised \(Linear\); expected .* real numbers"),
     ],
 )
 def test_what_is_no_plain_network_is_told_what_was_expected(given: Callable[[], Any], said: str) -> None:

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from dubito.models import build, load
+from dubito.models.errors import DubitoError
 from dubito.models.posteriors.subnetwork import SubnetworkEntry
 from dubito.models.predictions.uncertainty import Classified
 from dubito.training.config import Data, Laplace, Network
@@ -195,6 +197,48 @@ def test_of_a_state_dict_that_predicts_numbers(tmp_path: Path) -> None:
     assert noise is not None
     assert float(noise().detach()) == pytest.approx(0.5, rel=0.4)  # of 25 residuals
     assert model.card.metrics["rmse"] == pytest.approx(0.5, rel=0.3)
+
+
+class Ids(nn.Module):
+    def __init__(self, outputs: int = 2) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 6), nn.Linear(6, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x.long()).mean(1))  # type: ignore[no-any-return]
+
+
+class Computed(nn.Module):
+    """Computes with numbers of its own by a function that is not on the list."""
+
+    def __init__(self, outputs: int = 2) -> None:
+        super().__init__()
+        self.head, self.numbers = nn.Linear(8, outputs), torch.randn(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.special.i0e(x) * self.numbers)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("kind", "said"), [("Ids", "takes token ids"), ("Computed", "answers differently")])
+def test_networks_that_could_not_be_served_are_refused_before_the_work(
+    kind: str, said: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, out = tmp_path / "weights.safetensors", tmp_path / "l.safetensors"
+    network = Network(architecture=f"{__name__}:{kind}")
+    save_file(build(network.architecture).state_dict(), weights)
+    with pytest.raises(DubitoError, match=said):
+        from_weights(weights, network, Data(name=f"npz:{data}"), out, Laplace(size=5), force=True)
+    assert "prior precision" not in capsys.readouterr().err  # which is chosen in the work
+
+
+def test_labels_that_begin_at_one_are_to_be_renumbered(data: Path, tmp_path: Path) -> None:
+    with np.load(data) as rows:
+        np.savez(tmp_path / "one.npz", x=rows["x"], y=rows["y"] + 1)
+    weights = tmp_path / "weights.safetensors"
+    save_file(build("mlp", inputs=8, outputs=2).state_dict(), weights)
+    told = refused("laplace", weights, "--arch", "mlp", "--data", f"npz:{tmp_path}/one.npz", "--out", tmp_path / "l")
+    assert "run to 2; expected 0 to 1" in told
+    assert "subtract 1 where it begins at 1" in told
 
 
 def test_what_is_refused(plain: Path, data: Path, tmp_path: Path) -> None:

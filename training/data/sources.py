@@ -436,7 +436,7 @@ def _npz(path: Path, regression: bool | None, trained: bool) -> DataSet:
         absent = [c for c in range(most + 1) if c not in set(seen.tolist())]
         remark(
             f"{path}: y goes up to {most}, but has no example of class {_some(tuple(map(str, absent)))}. To predict "
-            "numbers: --set task=regression; classes are numbered from 0 without gaps"
+            "numbers: --set task=regression (--task regression with weights); classes are numbered from 0 without gaps"
         )
     return DataSet(train, test, tuple(map(str, range(most + 1))))
 
