@@ -47,6 +47,7 @@ CLEARLY = 2.0  # standard errors by which a new measure must be better
 # inputs of one request share draws, so their errors are correlated: thresholds need many requests
 CALIBRATION_REQUESTS = 100
 FEWEST = 20  # fewest examples for a temperature or the constants of RAPS
+WITHOUT_TEMPERATURE = ": no temperature (--no-temperature, in a recipe calibrate.temperature = false)."
 MANY = 1000  # examples for thresholds: from here on they count for the temperature too
 LAMBDAS, K_REGS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3), (2, 3, 5, 8)  # grid of the constants of RAPS
 MOST_GROUPS = 1 << 12
@@ -298,11 +299,11 @@ def check_enough(n: int, settings: Calibrate, apart: int = 0) -> None:
     least = max(20, math.ceil(share / (1 - share) - 1e-9))
     if n < least:
         raise CalibrationError(
-            f"{n} examples are too few to calibrate on: a coverage of {settings.coverage} and false positives at "
-            f"{settings.false_positive_rate} need at least {least}"
+            f"{n + apart} examples are too few to calibrate on: a coverage of {settings.coverage} and false positives "
+            f"at {settings.false_positive_rate} need at least {least}"
             + (f", beside {apart} for the temperature or the constants of RAPS" if apart else "")
             + ". Bring more examples (in a recipe, raise data.calibration), or ask for less"
-            + (": no temperature (--no-temperature, in a recipe calibrate.temperature = false)." if apart else ".")
+            + (WITHOUT_TEMPERATURE if apart and n + apart >= least else ".")
         )
 
 

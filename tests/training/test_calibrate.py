@@ -29,6 +29,7 @@ from dubito.training.calibrate import (
     calibrate,
     check_held_out,
     choose_measure,
+    divided,
     outer_quantile,
 )
 from dubito.training.config import Calibrate, Fit
@@ -441,3 +442,12 @@ def test_the_command_refuses_what_it_should(trained: Model, tmp_path: Path) -> N
         assert isinstance(done.exception, DubitoError), done.output
         assert message in str(done.exception)
         assert not (tmp_path / "c.safetensors").exists()
+
+
+@pytest.mark.parametrize(("n", "advised"), [(10, False), (30, True)])
+def test_too_few_examples_are_counted_with_those_of_the_temperature(n: int, advised: bool) -> None:
+    """Without it there would be enough, or too few all the same."""
+    few = Examples(torch.randn(n, 3), torch.zeros(n, dtype=torch.long))
+    with pytest.raises(CalibrationError, match=f"^{n} examples are too few to calibrate on") as raised:
+        divided(few, None, Calibrate(), "classification", 0)
+    assert ("--no-temperature" in str(raised.value)) == advised
