@@ -449,5 +449,5 @@ def test_too_few_examples_are_counted_with_those_of_the_temperature(n: int, advi
     """Without it there would be enough, or too few all the same."""
     few = Examples(torch.randn(n, 3), torch.zeros(n, dtype=torch.long))
     with pytest.raises(CalibrationError, match=f"^{n} examples are too few to calibrate on") as raised:
-        divided(few, None, Calibrate(), "classification", 0)
+        divided(few, None, Calibrate(temperature=True), "classification", 0)
     assert ("--no-temperature" in str(raised.value)) == advised
