@@ -51,6 +51,7 @@ def export(
     from dubito.deploy.edge.data import read
     from dubito.deploy.edge.export import export as to_onnx
     from dubito.deploy.edge.export import save
+    from dubito.deploy.edge.graph import FEW
     from dubito.models.artifact.artifact import load
     from dubito.models.predictions.answers import check_group
     from dubito.models.remote.address import place_of
@@ -71,6 +72,8 @@ def export(
     )
     size, before = save(exported, out) / 1e6, fetched(file).stat().st_size / 1e6
     print(f"wrote {out}: {size:.2f} MB, {precision}, K = {exported.samples} (artifact: {before:.2f} MB)")
+    if precision != "fp32" and not exported.rounded:
+        print(f"nothing is stored in {precision}: no tensor has more than {FEW} numbers; these stay in float32")
     if data is not None:
         products = exported.products or "no layer multiplies by stored weights: no"
         print(f"activations in int8, by the range of the data: {products} products")

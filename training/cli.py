@@ -270,7 +270,7 @@ def prune(
     with _stopping():
         model = pruned(
             file,
-            _writable(out),
+            _writable(out, file),
             keep,
             epochs=epochs,
             lr=lr,
@@ -306,7 +306,7 @@ def compact(
     permit_network(network)
     model = compacted(
         file,
-        _writable(out),
+        _writable(out, file),
         members=members,
         inducing=inducing,
         steps=steps,

@@ -344,6 +344,7 @@ def read_recipe(source: str, changes: list[str] | None = None, *, like: str | No
     `like` names the shipped recipe for one's own data; without it, that of its kind.
     """
     table = _read(source, like)
+    _forget_arguments(table, changes or [])
     for change in changes or []:
         _set(table, change)
     try:
@@ -394,6 +395,16 @@ def _read(source: str, like: str | None) -> dict[str, Any]:
     if own:
         table.setdefault("data", {})["name"] = source
     return table
+
+
+def _forget_arguments(table: dict[str, Any], changes: list[str]) -> None:
+    """Those of the recipe's network are none of another network's."""
+    network: Any = table.get("network")
+    for change in changes:
+        key, _, text = change.partition("=")
+        named = isinstance(network, dict) and _keys(key) == ["network", "architecture"]
+        if named and text.strip().strip("\"'") != network.get("architecture"):
+            network.pop("arguments", None)
 
 
 def _set(table: dict[str, Any], change: str) -> None:

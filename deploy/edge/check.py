@@ -21,6 +21,7 @@ from dubito.deploy.edge.inducing import with_law
 from dubito.deploy.edge.linear import NOISE
 from dubito.deploy.edge.runtime import ROWS, EdgeError, EdgeModel, facts_of
 from dubito.deploy.edge.writers import HIERARCHY, normals_in_order
+from dubito.models.errors import InputError
 from dubito.models.images import prepare_array
 from dubito.models.network.layers import takes_ids
 from dubito.models.network.network import Draws
@@ -154,6 +155,11 @@ def quality(edge: EdgeModel, model: Model, data: LabelledData) -> dict[str, Any]
     """Quality of the file and of the artifact on labelled data, each with its own draws, and how often they agree."""
     ours = edge.predict(data.graph_inputs(model, edge.facts["input"]["takes"] == "image"), SEED)
     prediction = model.predict(data.tensors(model), edge.samples, SEED)
+    if "probabilities" in ours and data.y.max() >= (known := ours["probabilities"].shape[1]):
+        raise InputError(
+            f"classes run from {int(data.y.min())} to {int(data.y.max())}; this model knows 0 to {known - 1}. "
+            "Bring data with the model's classes."
+        )
     rule = rule_for(model.card.calibration, prediction.samples, edge.facts.get("group"))
     theirs = columns_of(prediction.summary, [rule] * len(data.y))
     report: dict[str, Any] = {"inputs": len(data.y)}

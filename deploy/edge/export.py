@@ -52,6 +52,12 @@ class ExportedModel:
     changed: tuple[str, ...]  # layers of the exact law that the graph draws by the factored law
     products: int = 0  # number of products with int8 activations
 
+    @property
+    def rounded(self) -> bool:
+        """Whether any tensor is stored in less than float32."""
+        narrow = (TensorProto.INT8, TensorProto.FLOAT16)
+        return any(tensor.data_type in narrow for tensor in self.model.graph.initializer)
+
 
 def export(
     model: Model,

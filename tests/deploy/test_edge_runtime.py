@@ -17,6 +17,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import nn
 from typer.testing import CliRunner
 
 from dubito.cli import app
@@ -27,6 +28,7 @@ from dubito.models import bayesianize, build, load
 from dubito.models import save as save_artifact
 from dubito.models.embedded import embedded
 from dubito.models.errors import DubitoError, InputError
+from dubito.models.manifest import Card, Input
 
 RUNTIME = Path(__file__).parents[2] / "deploy/edge/runtime.py"
 WITHOUT_TORCH = "import sys; sys.modules.update(torch=None, onnx=None, dubito=None, PIL=None); import runpy; "
@@ -186,6 +188,17 @@ def test_facts_that_do_not_fit_the_graph_are_refused(
         dubito("check-onnx", path, "--against", small_digits)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_a_network_too_small_to_be_rounded_says_so(precision: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for width, rounded in ((4, False), (100, True)):
+        net = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 2))
+        file = tmp_path / "m.safetensors"
+        save_artifact(bayesianize(net, "ffg-w"), file, card=Card(input=Input(shape=(8,))))
+        told = dubito("export", file, tmp_path / "m.onnx", "--precision", precision)
+        assert (f"nothing is stored in {precision}" in told) != rounded
+
+
 def test_data_that_do_not_fit_are_refused(digits: Path, small_digits: Path, tmp_path: Path) -> None:
     good, path = np.zeros((5, 1, 8, 8), np.float32), tmp_path / "data.npz"
     cases: list[tuple[dict[str, NDArray[Any]], str]] = [
@@ -196,6 +209,7 @@ def test_data_that_do_not_fit_are_refused(digits: Path, small_digits: Path, tmp_
         ({"x": good.astype(str), "y": np.zeros(5)}, "expected finite numbers"),
         ({"x": good, "y": np.zeros((5, 2))}, "expected the number of a class"),
         ({"x": np.array(1.0), "y": np.array(1.0)}, "as many inputs as labels"),
+        ({"x": np.zeros((5, 8, 8), np.uint8), "y": np.arange(8, 13)}, "classes run from 8 to 12; this model knows 0 to 9"),
     ]
     for arrays, words in cases:
         np.savez(path, **arrays)  # type: ignore[arg-type]

@@ -395,3 +395,17 @@ def test_any_change_is_made_or_refused_in_one_line(tmp_path_factory: pytest.Temp
     except RecipeError as error:
         said = str(error)
     assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments"),
+    [
+        (["network.architecture=random-features"], {}),
+        (["network.architecture=lenet", "network.arguments.classes=3"], {"classes": 3}),
+        (["network.arguments={hidden=[4]}", "network.architecture='cnn'"], {"hidden": [4]}),
+        (["network.architecture=mlp"], {"hidden": [50, 50], "standardise": True}),
+        (["network.arguments.hidden=[4]"], {"hidden": [4], "standardise": True}),
+    ],
+)
+def test_arguments_of_a_recipes_network_are_none_of_another(changes: list[str], arguments: dict[str, Any]) -> None:
+    assert read_recipe("csv:table.csv", changes).network.arguments == arguments

@@ -182,6 +182,10 @@ def test_csv_with_numbers(tmp_path: Path) -> None:
     answer = run("prune", tmp_path / "m.safetensors", "--keep", "0.9", "--epochs", "1", "--out", smaller, "--json")
     assert answer.exit_code == 0, answer.exception
     assert "noise fitted on the validation part" in answer.stderr
+    kept = smaller.read_bytes()
+    for command, option in (("prune", "--keep=0.5"), ("compact", "--members=2")):
+        assert "would be written, but it is" in str(run(command, smaller, option, "--out", smaller).exception)
+    assert smaller.read_bytes() == kept
     assert json.loads(answer.stdout)["nll"] < found["nll"] + 1
 
 
