@@ -25,7 +25,7 @@ from dubito.deploy.edge.linear import linear_samples, trace_open
 from dubito.deploy.edge.quantise import quantised
 from dubito.deploy.edge.runtime import ROWS
 from dubito.deploy.edge.summary import classified, regressed
-from dubito.deploy.edge.trace import affines_of, trace
+from dubito.deploy.edge.trace import affines_of, refuse_copies, trace
 from dubito.deploy.edge.writers import V_of_all, draw, refuse
 from dubito.models.disk import write_by
 from dubito.models.errors import first_line
@@ -88,6 +88,7 @@ def export(
     if samples < 1:
         raise ExportError(f"samples is {samples}; expected 1 or more.")
     refuse(model.network.layers)
+    refuse_copies(model.network.net)
     network = with_law(model.network, law)
     factors = network.factors()
     K = samples if factors.random else 1

@@ -34,6 +34,14 @@ def affines_of(folded: BayesianNetwork) -> dict[str, list[ScaleShift]]:
     return affines
 
 
+def refuse_copies(net: nn.Module) -> None:
+    """Of layers that answer with several tensors."""
+    for module in net.modules():
+        if isinstance(module, MemberLayer) and isinstance(first := module.copies[0], nn.RNNBase):
+            kind = type(first).__name__
+            raise ExportError(f"an ensemble's copies of {kind} answer with several tensors, which is not exported.")
+
+
 def trace(folded: BayesianNetwork, shape: tuple[int, ...]) -> onnx.ModelProto:
     """The traced network, for inputs of `shape`; it depends on the sizes of the layers, not on their posteriors."""
     memo: dict[int, object] = {}
@@ -44,9 +52,6 @@ def trace(folded: BayesianNetwork, shape: tuple[int, ...]) -> onnx.ModelProto:
         elif name in affines:
             memo[id(module)] = _AffineNode(name)
         elif isinstance(module, MemberLayer):
-            if isinstance(first := module.copies[0], nn.RNNBase):
-                kind = type(first).__name__
-                raise ExportError(f"an ensemble's copies of {kind} answer with several tensors, which is not exported.")
             memo[id(module)] = _ChooseNode(copy.deepcopy(module.copies))
     twin = copy.deepcopy(folded.net, memo).eval()
     return by_torch(twin, shape)

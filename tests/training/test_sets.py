@@ -176,7 +176,7 @@ def test_constants_come_from_the_validation_part(model: Model) -> None:
     assert found(1, 10) == found(2, 10)
     assert found(1, 10)[0] != found(1, 11)[0]
     assert found(1, None)[0] not in (found(1, 10)[0], 1.0)  # of some of the calibration examples
-    with pytest.raises(CalibrationError, match=r"19 examples are too few.*at least 20, beside 20 for the temperature"):
+    with pytest.raises(CalibrationError, match=r"39 examples are too few.*at least 20, beside 20 for the temperature"):
         calibrate(model, clusters(39, 1), settings)
 
 
