@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from dubito.service.web.first_bytes import is_whole, lateness
+from dubito.service.web.first_bytes import is_surely_whole, is_whole, lateness
 from dubito.service.web.limits import ConnectionLimits
 from dubito.service.web.starts import InTurns
 
@@ -174,7 +174,8 @@ class Newcomer:
             self._close()
         elif not self.acceptor.crowded(self.address) or len(self.data) >= READ or is_whole(self.data):
             self._stop_waiting()
-            self.deadline = math.inf  # from here on, its client waits for us
+            if is_surely_whole(self.data):  # others, such as chunked ones, may still wait for their clients
+                self.deadline = math.inf
             self.acceptor.begin_in_turn(self)
         else:
             if self.kind == "header_seconds" and b"\r\n\r\n" in self.data:

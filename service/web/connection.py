@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import httptools
 import uvicorn
 
-from dubito.service.web.first_bytes import PER_BYTE, lateness
+from dubito.service.web.first_bytes import PER_BYTE, is_surely_whole, lateness
 from dubito.service.web.http import Message, Pairs, Scope
 from dubito.service.web.limits import ConnectionLimits
 from dubito.service.web.starts import Openings, Starts
@@ -122,6 +122,8 @@ class HttpConnection(asyncio.Protocol):
         self.scheme = "https" if transport.get_extra_info("sslcontext") else "http"
         self.address = self.limits.address_of(self.client[0]) if self.client else ""
         self.deadline = self.loop.time() + self.settings.header_seconds
+        if is_surely_whole(self.first):  # its client waits for us until that has been read
+            self.deadline = math.inf
         self.state.connections.add(self)
         if limit := self.limits.enter(self):
             self._refuse((503, f"Too many connections: the limit is {limit}.", limit))

@@ -14,6 +14,12 @@ def is_whole(data: bytes) -> bool:
     return size is not None and len(data) >= size
 
 
+def is_surely_whole(data: bytes) -> bool:
+    """Whether a request is there whole, so that its client waits for us."""
+    size = _size(data)
+    return bool(size) and len(data) >= size
+
+
 def lateness(data: bytes) -> float:
     """Seconds by which a client that sent this at once comes later than others of its address."""
     size = _size(data)

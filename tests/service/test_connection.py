@@ -656,6 +656,32 @@ def test_a_newcomer_is_not_closed_for_those_that_get_their_protocols(turns: int)
     run(go())
 
 
+@pytest.mark.parametrize("turns", range(0, 120, 5))
+@pytest.mark.parametrize("head", [b"Transfer-Encoding: chunked\r\n\r\n5\r\n{", b"Content-Length: 9\r\n\r\n{"])
+def test_a_whole_request_is_not_closed_for_those_that_may_be_whole(head: bytes, turns: int) -> None:
+    """Two hundred speak at once, of which only a parser can say how far they are; some turns of the loop later one
+    sends a whole request."""
+
+    async def go() -> None:
+        async with accepting(connections_per_address=50) as (acceptor, limits, _state):
+            address = acceptor.listener.getsockname()
+            with ExitStack() as stack:
+                for _ in range(200):
+                    client = stack.enter_context(socket.create_connection(address))
+                    client.sendall(b"POST / HTTP/1.1\r\n" + head)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                good = stack.enter_context(socket.create_connection(address))
+                good.sendall(LAST)
+                good.setblocking(False)
+                said = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(good, 100), 30)
+                assert said.startswith(b"HTTP/1.1 200 ")
+                assert len(limits.open) <= 50
+            await until(lambda: not limits.open)
+
+    run(go())
+
+
 def test_clients_that_reset_before_they_have_a_protocol_are_counted_off() -> None:
     """Of a connection that was reset nobody knows the address any more."""
 
