@@ -17,7 +17,7 @@ def is_whole(data: bytes) -> bool:
 def is_surely_whole(data: bytes) -> bool:
     """Whether a request is there whole, so that its client waits for us."""
     size = _size(data)
-    return bool(size) and len(data) >= size
+    return size is not None and 0 < size <= len(data)
 
 
 def lateness(data: bytes) -> float:

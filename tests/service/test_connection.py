@@ -656,7 +656,7 @@ def test_a_newcomer_is_not_closed_for_those_that_get_their_protocols(turns: int)
     run(go())
 
 
-@pytest.mark.parametrize("turns", range(0, 120, 5))
+@pytest.mark.parametrize("turns", range(0, 120, 15))
 @pytest.mark.parametrize("head", [b"Transfer-Encoding: chunked\r\n\r\n5\r\n{", b"Content-Length: 9\r\n\r\n{"])
 def test_a_whole_request_is_not_closed_for_those_that_may_be_whole(head: bytes, turns: int) -> None:
     """Two hundred speak at once, of which only a parser can say how far they are; some turns of the loop later one
