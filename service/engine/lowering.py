@@ -559,7 +559,11 @@ def _reduce(kind: str) -> Node:
     def node(g: Writer, call: OperatorCall) -> str:
         x = call.args[0]
         axes, keep = _axes(_arg(call, 1, "dim"), len(_shape_of(x))), bool(_arg(call, 2, "keepdim", False))
-        return str(g.op(kind, g(x, _result(call).dtype), g.constant(np.array(axes, np.int64)), keepdims=int(keep)))
+        name, at = g(x, _result(call).dtype), g.constant(np.array(axes, np.int64))
+        made_by, factors = g.made_by.get(name, ("", ()))
+        if (kind, made_by) == ("ReduceSum", "Mul") and factors[0] == factors[1]:  # ‖x‖²
+            return str(g.op("ReduceSumSquare", factors[0], at, keepdims=int(keep)))
+        return str(g.op(kind, name, at, keepdims=int(keep)))
 
     return node
 
