@@ -25,9 +25,9 @@ from dubito.models.conversion.architectures import OURS, input_of, sizes_of
 from dubito.models.conversion.named import arguments_for, network_of
 from dubito.models.manifest import Architecture
 from dubito.models.remote.cache import fetched
-from dubito.models.terminal import duration
+from dubito.models.terminal import duration, remark
 from dubito.training.calibrate import FEWEST
-from dubito.training.config import Recipe, RecipeError, read_recipe
+from dubito.training.config import Recipe, RecipeError, left_out, read_recipe
 from dubito.training.data.sources import count_pictures, own_place, read_data
 from dubito.training.fit.checkpoint import write_whole
 from dubito.training.fit.fit import VALIDATION_SAMPLES
@@ -361,6 +361,7 @@ def plan(
         if request.quick:
             raise RecipeError(f"--quick belongs to {', '.join(f'{k}:PATH' for k in OWN_DATA)}; set fit.epochs instead.")
         recipe = request.recipe(())
+        _tell_left_out(request)
         return Plan(request.recipe(["fit.pretrain_epochs=0"]) if recipe.network.weights else recipe, "", file)
     if request.recipe().network.weights is not None and not request.sets("network.architecture"):
         raise RecipeError("weights came without their network: name it, such as --network torchvision/resnet18.")
@@ -368,6 +369,7 @@ def plan(
     facts = look(request, data_root, download)
     if facts.pictures and request.recipe().task == "classification" and not request.source.startswith("folder:"):
         request = replace(request, like="folder")
+    _tell_left_out(request)
     machine = timed(device)
     key = {"request": asdict(request), "facts": asdict(facts), "device": device.type}
     chosen = None if fresh else _kept(file, key)
@@ -381,6 +383,11 @@ def plan(
         more = "only be faster" if same else f"train {_words(better)}"
         said += f" A GPU would {more}, in about {duration(seconds(better, facts, gpu))}."
     return Plan(recipe, said, file, json.dumps({**key, "chosen": chosen}))
+
+
+def _tell_left_out(request: Request) -> None:
+    if said := left_out(request.source, request.changes, like=request.like):
+        remark(said)
 
 
 def _words(recipe: Recipe) -> str:

@@ -1,15 +1,17 @@
 """Recipes: the options of `dubito train` as TOML, checked before anything starts. Unknown keys are errors."""
 
 import tomllib
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
+from dubito.models.conversion.options import options_of
 from dubito.models.errors import DubitoError
 from dubito.models.manifest import Fitting, Interpolation, Precision, Predictive, SetScore
-from dubito.models.names import LAPLACE, Measure
+from dubito.models.names import LAPLACE, METHODS, Measure
 from dubito.models.posteriors.subnetwork import Selection
 from dubito.training.names import OWN_DATA, TORCHVISION, recipes, shipped
 
@@ -42,6 +44,7 @@ NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]] | None] = 
     "bytes": ((0.0,), (1 / 255,)),  # from 0 to 255
 }
 PICTURES = ("folder:", "npz:", "digits", *TORCHVISION)
+TRIALS = {("tune",), ("tune", "trials")}  # keys of the whole list
 MOST_COMPLAINTS = 3  # shown at a time
 FEWEST_PROBES = 3  # of a variance whose logarithm has a gradient with a finite variance
 
@@ -345,10 +348,11 @@ def read_recipe(source: str, changes: list[str] | None = None, *, like: str | No
     """
     table = _read(source, like)
     _forget_arguments(table, changes or [])
+    _forget_options(table, changes or [])
     for change in changes or []:
         _set(table, change)
     try:
-        return Recipe.model_validate(table)
+        recipe = Recipe.model_validate(table)
     except ValidationError as error:
         errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")  # misspelt keys first
         said = [_complaint(e["loc"], e["type"], e["msg"], e["input"]) for e in errors[:MOST_COMPLAINTS]]
@@ -356,6 +360,42 @@ def read_recipe(source: str, changes: list[str] | None = None, *, like: str | No
         raise RecipeError(
             f"recipe {source}: {'; '.join(said)}{more}. Change the recipe, or pass --set KEY=VALUE."
         ) from None
+    if idle := _idle_options(recipe):
+        raise RecipeError(f"recipe {source}: {idle}. Change the recipe, or pass --set KEY=VALUE.")
+    return recipe
+
+
+def left_out(source: str, changes: Sequence[str], *, like: str | None = None) -> str:
+    """What `read_recipe` leaves out of a recipe whose method is changed, in words; empty if nothing."""
+    gone = _forget_options(_read(source, like), changes)
+    return f"left out of the recipe, for they belong to another method: {', '.join(gone)}" if gone else ""
+
+
+def _idle_options(recipe: Recipe) -> str:
+    """A complaint about an option that no method of the recipe takes; empty if there is none."""
+    layers = recipe.posterior.layers
+    methods = list(dict.fromkeys([recipe.posterior.method, *_methods_of(layers)]))
+    if not {*methods} <= {*METHODS}:
+        return ""  # Laplace's are checked; what is no method is refused where the network is made
+    known = options_of(*methods)
+    places: dict[str, JsonValue] = {"posterior.options": recipe.posterior.options}
+    places |= {f"posterior.layers.{name}": options for name, options in layers.items()}
+    places |= {f"tune.trials.{i}": options for i, options in enumerate(recipe.tune.trials if recipe.tune else ())}
+    for place, options in places.items():
+        others = ("method", "M_out", "M_in") if place.startswith("posterior.layers.") else ("unsupported",)
+        for name in options if isinstance(options, dict) else ():
+            if name not in (*known, *others):
+                of = " and ".join(methods)
+                there_are = f"; there are: {', '.join(known)}" if known else ", which has none"
+                return f"{place}: {name!r} is no option of {of}{there_are}"
+    return ""
+
+
+def _methods_of(layers: object) -> list[str]:
+    """Methods that `posterior.layers` names."""
+    values = layers.values() if isinstance(layers, dict) else ()
+    named = [value.get("method") if isinstance(value, dict) else value for value in values]
+    return [method for method in named if isinstance(method, str)]
 
 
 def _complaint(loc: tuple[int | str, ...], kind: str, message: str, came: object) -> str:
@@ -405,6 +445,36 @@ def _forget_arguments(table: dict[str, Any], changes: list[str]) -> None:
         named = isinstance(network, dict) and _keys(key) == ["network", "architecture"]
         if named and text.strip().strip("\"'") != network.get("architecture"):
             network.pop("arguments", None)
+
+
+def _forget_options(table: dict[str, Any], changes: Sequence[str]) -> list[str]:
+    """Options of the recipe's own method, and trials of them, are none of a method that does not take them.
+
+    Returns what was left out, in words.
+    """
+    parts = [change.partition("=") for change in changes]
+    changed = {tuple(_keys(key)): text.strip().strip("\"'") for key, _, text in parts}
+    posterior: Any = table.get("posterior")
+    tune: Any = table.get("tune")
+    method = changed.get(("posterior", "method"))
+    if method is None or not isinstance(posterior, dict) or method == posterior.get("method"):
+        return []
+    layers = _methods_of(posterior.get("layers"))
+    known = {*Laplace.model_fields} if method == LAPLACE else {*options_of(method, *layers)}
+    options = posterior.get("options")
+    trials = tune.get("trials") if isinstance(tune, dict) else None
+    gone: list[str] = []
+    if isinstance(options, dict) and ("posterior", "options") not in changed:
+        gone += [f"{name} {options.pop(name)}" for name in [*options] if name not in known]
+    if isinstance(trials, list) and all(isinstance(t, dict) for t in trials) and not changed.keys() & TRIALS:
+        kept = [{name: value for name, value in trial.items() if name in known} for trial in trials]
+        if any(kept):
+            tune["trials"] = [trial for trial in kept if trial]
+            gone += [f"{name} of the trials" for name in dict.fromkeys(n for t in trials for n in t if n not in known)]
+        else:
+            del table["tune"]
+            gone.append("the trials")
+    return gone
 
 
 def _set(table: dict[str, Any], change: str) -> None:

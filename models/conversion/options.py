@@ -22,6 +22,17 @@ def known_options() -> dict[str, Option]:
     return {name: option for entry in entry_classes().values() for name, option in entry.options.items()}
 
 
+def options_of(*methods: str) -> list[str]:
+    """Options of `bayesianize` that change something in a network with layers of these methods."""
+    names: list[str] = []
+    for method in dict.fromkeys(part for whole in methods for part in COMPOSED.get(whole, (whole,))):
+        if method in POSTERIORS:
+            entry = entry_class(method)
+            names += [name for name, option in entry.options.items() if not option.of or method in option.of]
+            names += ["spread"] * (method in entry.spreads) + ["hierarchy"] * (entry.below is not None)
+    return list(dict.fromkeys("inducing" if name in ("M_out", "M_in") else name for name in names))
+
+
 @dataclass(frozen=True)
 class Options:
     """How one layer is made Bayesian; `layers=` of `bayesianize` changes these for some layers."""

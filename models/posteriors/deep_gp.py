@@ -112,6 +112,7 @@ class LocalProcessLayer(ProcessEntry):
     method: Literal["dsvi"] = "dsvi"
 
     what: ClassVar = {"dsvi": "deep Gaussian process with inducing inputs of each layer's own (DSVI)"}
+    spreads = frozenset({"dsvi"})
 
     def start(self, origin: Origin) -> "LocalProcess":
         d_out, d_in = _sides(origin)

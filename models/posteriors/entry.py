@@ -65,6 +65,7 @@ class Option:
     default: Any
     expected: str  # in words
     allows: Callable[[Any], bool]
+    of: tuple[str, ...] = ()  # methods of its class that take it; empty: all
 
     def check(self, name: str, value: Any) -> None:
         try:
@@ -101,6 +102,7 @@ class Entry(Strict, ABC):
 
     what: ClassVar[Mapping[str, str]]  # method -> one line of `inspect`
     options: ClassVar[Mapping[str, Option]] = {}
+    spreads: ClassVar[frozenset[str]] = frozenset()  # methods whose start goes by `spread`
     copies_rest: ClassVar[frozenset[str]] = frozenset()  # methods whose members own all other layers too
     in_sequence: ClassVar[bool] = False  # layers are drawn one after the other, by what inducing inputs become
     of_functions: ClassVar[bool] = False  # draws are functions of the layer's inputs, and no weights

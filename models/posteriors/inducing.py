@@ -73,19 +73,20 @@ class InducingLayer(Entry):
     options: ClassVar = {
         "M_out": Option(64, "a whole number from 1", is_count),
         "M_in": Option(64, "a whole number from 1", is_count),
-        "members": MEMBERS,
+        "members": replace(MEMBERS, of=("ensemble-u",)),
         # None: 0.1 for ensemble-u, 0.03 for the others; 0: no noise of W given V
         "lam_max": Option(
             None, "0 (no noise) or a number from 1e-5", lambda v: v is None or v == 0 or LEAST_LAM <= v < math.inf
         ),
         # the same cap as a share of the norm of W: the λ-noise over the prior's mean W
         "lam_share": Option(None, "a positive number", lambda v: v is None or 0 < v < math.inf),
-        "sigma_max": SIGMA_MAX,
+        "sigma_max": replace(SIGMA_MAX, of=("ffg-u", "fcg-u")),
         "prior_scale": PRIOR_SCALE,  # None: 1; from a network, the scale of its weights, so that V has an RMS of 1
         # auto: exact where forming W is as cheap as not forming it
         "noise": Option("auto", "auto, exact or factored", lambda v: v in ("auto", "exact", "factored")),
-        "covariance_limit": COVARIANCE_LIMIT,
+        "covariance_limit": replace(COVARIANCE_LIMIT, of=("fcg-u",)),
     }
+    spreads = frozenset({"ffg-u", "fcg-u", "ensemble-u"})
     below = "hierarchical"
 
     @classmethod

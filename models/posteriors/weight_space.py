@@ -36,12 +36,13 @@ class WeightLayer(Entry):
         "ensemble-w": "ensemble of weights",
     }
     options: ClassVar = {
-        "members": MEMBERS,
-        "sigma_max": SIGMA_MAX,
+        "members": replace(MEMBERS, of=("ensemble-w",)),
+        "sigma_max": replace(SIGMA_MAX, of=("ffg-w", "fcg-w")),
         "prior_scale": PRIOR_SCALE,
-        "covariance_limit": COVARIANCE_LIMIT,
+        "covariance_limit": replace(COVARIANCE_LIMIT, of=("fcg-w",)),
         "prior": PRIOR,
     }
+    spreads = frozenset({"ffg-w", "fcg-w"})
     copies_rest = frozenset({"ensemble-w"})
 
     @classmethod

@@ -53,6 +53,7 @@ class WhviLayer(Entry):
             0, f"a whole number from 0 to {MOST_FLOWS}", lambda v: isinstance(v, int) and 0 <= v <= MOST_FLOWS
         ),  # planar, on g
     }
+    spreads = frozenset({"whvi", "whvi-column"})
 
     @model_validator(mode="after")
     def _power(self) -> Self:

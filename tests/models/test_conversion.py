@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from dubito.models import bayesianize, build, ensemble, load, predict, save
+from dubito.models.conversion.options import known_options, options_of
 from dubito.models.conversion.start import weight_of
 from dubito.models.errors import ConversionError
 from dubito.models.manifest import Card, Input, Regression
+from dubito.models.names import METHODS
 from dubito.models.network.geometry import Conv
 from dubito.models.numerics.parameters import count
 from dubito.models.posteriors.inducing import Inducing, leading
@@ -583,3 +585,45 @@ def test_a_method_that_leaves_every_layer_as_it_is_is_refused(method: str, net: 
     with pytest.raises(ConversionError, match=f"{method} leaves every layer of this network as it is.*Name those"):
         bayesianize(net, method)
     assert bayesianize(net, method, layers={"0": method}).layers
+
+
+TRIED: dict[str, tuple[Any, ...]] = {  # values of each option that are not its default
+    "inducing": (2,),
+    "members": (2,),
+    "lam_max": (0.01,),
+    "lam_share": (0.01,),
+    "sigma_max": (0.07,),
+    "prior_scale": (3.0,),
+    "noise": ("exact", "factored"),
+    "covariance_limit": (1,),
+    "spread": (0.05,),
+    "hierarchy": (2,),
+    "prior": ("standard",),
+    "rate": (0.3,),
+    "D": (8,),
+    "covariance": ("full",),
+    "flows": (1,),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_options_of_a_method_are_those_that_change_its_network(method: str) -> None:
+    def outcome(**options: Any) -> Any:
+        torch.manual_seed(0)
+        full = {"covariance": "full"} if "covariance_limit" in options and "covariance" in options_of(method) else {}
+        try:
+            network = bayesianize(mlp(5, 12, 3), method, start="prior", **{"inducing": 4, **full, **options})
+        except ConversionError as error:
+            return str(error)
+        entries = {name: layer.entry.model_dump() for name, layer in network.layers.items()}
+        return entries, {name: t.tolist() for name, t in network.state_dict().items()}
+
+    names = {"inducing" if name in ("M_out", "M_in") else name for name in known_options()} | {"spread", "hierarchy"}
+    assert names == TRIED.keys()
+    for name in names:
+        if name == "hierarchy" and name not in options_of(method):
+            assert "a hierarchy needs" in outcome(hierarchy=2)
+            continue
+        without = outcome(covariance="full") if name == "covariance_limit" else outcome()
+        changed = any(outcome(**{name: value}) != without for value in TRIED[name])
+        assert changed == (name in options_of(method)), name

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dubito.models import build
 from dubito.models.conversion.architectures import sizes_of
 from dubito.models.names import METHODS
-from dubito.training.config import Recipe, RecipeError, read_recipe
+from dubito.training.config import Recipe, RecipeError, left_out, read_recipe
 from dubito.training.names import DATA, OWN_DATA, shipped
 
 RECIPE = """
@@ -308,9 +308,9 @@ def test_options_of_the_data_where_they_belong(mine: str) -> None:
         ("network.weights=2024-run.safetensors", ["network", "weights"], "2024-run.safetensors"),
         ("network.arguments.hidden=[64, 64]", ["network", "arguments", "hidden"], [64, 64]),
         ("network.arguments={hidden = [8], inputs = 3}", ["network", "arguments"], {"hidden": [8], "inputs": 3}),
-        ("posterior.options.deep.er=true", ["posterior", "options", "deep", "er"], True),
+        ("network.arguments.deep.er=true", ["network", "arguments", "deep", "er"], True),
         ("posterior.options.lam_max=.03", ["posterior", "options", "lam_max"], 0.03),
-        ("posterior.options.x=True", ["posterior", "options", "x"], True),
+        ("network.arguments.x=True", ["network", "arguments", "x"], True),
         ('posterior.layers."net.1".inducing=4', ["posterior", "layers", "net.1", "inducing"], 4),
         ("posterior.layers.'net.*'=deterministic", ["posterior", "layers", "net.*"], "deterministic"),
         ("calibrate.temperature=true", ["calibrate", "temperature"], True),
@@ -379,7 +379,7 @@ def toml(value: Any) -> str:
 def test_every_toml_value_comes_as_written(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "given.toml"
     path.write_text(RECIPE)
-    found = read_recipe(str(path), [f"posterior.options.it={toml(value)}"]).posterior.options["it"]
+    found = read_recipe(str(path), [f"network.arguments.it={toml(value)}"]).network.arguments["it"]
     assert found == value
     assert type(found) is type(value)
 
@@ -409,3 +409,61 @@ def test_any_change_is_made_or_refused_in_one_line(tmp_path_factory: pytest.Temp
 )
 def test_arguments_of_a_recipes_network_are_none_of_another(changes: list[str], arguments: dict[str, Any]) -> None:
     assert read_recipe("csv:table.csv", changes).network.arguments == arguments
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["posterior.options.rate=0.2"], "posterior.options: 'rate' is no option of ffg-u; there are: inducing, "),
+        (["posterior.options.members=3"], "posterior.options: 'members' is no option of ffg-u; there are"),
+        (["posterior.method=mc-dropout", "posterior.options.inducing=8"], "'inducing' is no option of mc-dropout"),
+        (["posterior.method=ensemble-w", "posterior.options={spread = 0.1}"], "'spread' is no option of ensemble-w"),
+        (["posterior.method=gi", "posterior.options={sigma_max = 0.1}"], "there are: inducing, prior, prior_scale."),
+        (["posterior.method=deterministic", "posterior.options.members=3"], "of deterministic, which has none."),
+        (['posterior.layers."net.1"={rate = 0.2}'], "posterior.layers.net.1: 'rate' is no option of ffg-u"),
+        (["tune={trials = [{spread = 0.1}, {rate = 0.2}], epochs = 1}"], "tune.trials.1: 'rate' is no option of ffg-u"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(mine: str, changes: list[str], said: str) -> None:
+    assert said in complaint(mine, *changes)
+
+
+def test_options_of_other_methods_are_those_of_layers_that_have_them(mine: str) -> None:
+    of_layer = ['posterior.layers."net.3"={method = "mc-dropout"}', "posterior.options.rate=0.3"]
+    assert read_recipe(mine, of_layer).posterior.options["rate"] == 0.3
+    composed = read_recipe(mine, ["posterior.method=fac-gi", "posterior.options={sigma_max = 0.3, inducing = 9}"])
+    assert composed.posterior.options == {"sigma_max": 0.3, "inducing": 9}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "trials", "said"),
+    [
+        ("ffg-u", {"inducing": 32, "lam_share": 0.1}, 4, ""),
+        ("fcg-u", {"inducing": 32, "lam_share": 0.1}, 4, ""),
+        ("'ensemble-u'", {"inducing": 32, "lam_share": 0.1}, 4, "sigma_max of the trials"),
+        ("li", {"inducing": 32}, 0, "lam_share 0.1, the trials"),
+        ("mc-dropout", {}, 0, "inducing 32, lam_share 0.1, the trials"),
+        ("subnetwork-laplace", {}, 0, "inducing 32, lam_share 0.1, the trials"),
+    ],
+)
+def test_options_of_a_recipes_method_are_none_of_another(
+    method: str, options: dict[str, Any], trials: int, said: str
+) -> None:
+    changes = [f"posterior.method={method}"]
+    recipe = read_recipe("fashion-mnist", changes)
+    assert recipe.posterior.options == options
+    assert (0 if recipe.tune is None else len(recipe.tune.trials)) == trials
+    assert left_out("fashion-mnist", changes).endswith(said)
+    assert bool(said) == bool(left_out("fashion-mnist", changes))
+
+
+def test_options_that_a_layer_of_the_recipe_takes_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "mixed.toml").write_text(RECIPE.replace('"net.1" = {inducing = 8}', '"net.1" = "ffg-u"'))
+    recipe = read_recipe(str(tmp_path / "mixed.toml"), ["posterior.method=mc-dropout"])
+    assert recipe.posterior.options == {"inducing": 16}
+
+
+def test_options_that_are_given_whole_leave_nothing_out() -> None:
+    changes = ["posterior.options={rate = 0.2}", "posterior.method=mc-dropout"]
+    assert read_recipe("digits", changes).posterior.options == {"rate": 0.2}
+    assert left_out("digits", changes) == ""

@@ -116,8 +116,8 @@ def test_what_cannot_be_tuned_is_refused(change: str, said: str) -> None:
         recipe(change)
 
 
-def test_options_that_no_posterior_has_are_refused_by_name(tmp_path: Path) -> None:
-    chosen = recipe("tune={trials=[{sigma=0.1}], epochs=1}")
-    with pytest.raises(ConversionError, match="unknown option 'sigma'"):
+def test_trials_that_cannot_be_made_are_refused_by_name(tmp_path: Path) -> None:
+    chosen = recipe("tune={trials=[{sigma_max=-1}], epochs=1}")
+    with pytest.raises(ConversionError, match="sigma_max is -1"):
         train(chosen, tmp_path / "m.safetensors")
     assert list(tmp_path.iterdir()) == []  # before the plain network was trained
