@@ -369,6 +369,8 @@ class BayesianNetwork(nn.Module):
         if points is not None:
             run, x = replace(run, points=len(points)), torch.cat([points.to(x.dtype), x])
         out = self.go(x, run) if x.is_cuda else self._go(x, run)  # on a CPU, gradients are faster as memory lies
+        if K > 1 and self.joint is None:
+            self.check_apart(x)
         ratios = [ratio.mean() for _, ratio in run.drawn.values()]
         return out[:, run.points :], torch.stack(ratios).sum().float() if ratios else out.new_zeros(())
 
@@ -520,6 +522,25 @@ class BayesianNetwork(nn.Module):
             return False
         except Exception:
             return True
+
+    def check_apart(self, x: Tensor) -> None:
+        """Refuse training with several draws in a step where rows would go to the wrong ones.
+
+        Once for each shape of an input; not while a step is compiled or captured, before which it is to be called.
+        """
+        shape, captured = tuple(x.shape[1:]), x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if torch.compiler.is_compiling() or captured or shape in self.learned.apart:
+            return
+        with torch.no_grad():
+            apart = self.keeps_apart(x, self.factors())
+        if apart is False:
+            raise FoldError(
+                "the network mixes rows of the batch, or gives a layer rows of its own, so several samples cannot "
+                "share a training step: some would get the inputs of others. Train with one (fit.samples = 1), or let "
+                "the batch be the first axis of what layers get, as with batch_first=True."
+            )
+        if apart:
+            self.learned.apart.add(shape)
 
     def _arriving(self, x: Tensor, folded: Tensor, run: Run) -> list[tuple[int, float]]:
         """What arrives of the first draw at each layer, in brief."""

@@ -516,6 +516,20 @@ def test_rows_that_mix_are_seen_where_the_answers_do_not_show_it(
     equal(predict(network, factors, x, 8, 1, keep_outputs=True), alone)
 
 
+@pytest.mark.parametrize(("net", "shape"), [(TimeFirst, (8, 4)), (Flipped, (3, 6, 6)), (OfItsOwn, (4,))])
+@pytest.mark.parametrize("method", ["ffg-w", "ensemble-u", "mc-dropout"])
+def test_draws_whose_rows_would_mix_do_not_share_a_training_step(
+    net: type[nn.Module], shape: tuple[int, ...], method: str
+) -> None:
+    network = bayesianize(net(), method)
+    x = torch.randn(2, *shape)
+    assert network(x).shape[0] == 2
+    for refused in (network.sample, network.sample_linearised):
+        with pytest.raises(InputError, match=r"mixes rows of the batch, .* cannot share a training step"):
+            refused(x, 2)
+    assert network.training
+
+
 class OneHot(nn.Module):
     """Its first column is a number of a category."""
 

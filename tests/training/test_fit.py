@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from dubito.models import bayesianize, build
+from dubito.models.errors import InputError
 from dubito.models.manifest import Input, Regression
 from dubito.models.network.network import BayesianNetwork
 from dubito.training.config import Fit, RecipeError
@@ -527,6 +528,25 @@ def test_a_step_that_torch_cannot_compile_is_run_as_it_is(parts: Parts, caplog: 
     plain, compiled = run(False), run(True)
     assert [e.loss for e in compiled.log] == [e.loss for e in plain.log]
     assert caplog.text.count("fit.compile is left out") == 1
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fc(x.flatten(1, 2).transpose(0, 1)).mean(0)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_samples_whose_rows_would_mix_are_refused_before_the_first_step(parts: Parts, compile: bool) -> None:
+    """Of 4 pictures with 8 rows each, and 2 samples, no number of rows would show it."""
+    run = start(parts, bayesianize(TimeFirst(), "ffg-w"), 128, batch=4, samples=2, compile=compile)
+    with pytest.raises(InputError, match=r"fit\.samples = 1"):
+        run.epoch()
+    assert run.step == 0
+    finish(start(parts, bayesianize(TimeFirst(), "ffg-w"), 128, epochs=1))
 
 
 @pytest.mark.parametrize(

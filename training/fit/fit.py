@@ -166,6 +166,8 @@ class FitRun:
         for place, value in zip(self.weights.unbind(), (share, weight), strict=True):
             place.fill_(value)
         arguments = (x, y, self.weights) if context is None else (x, y, self.weights, context)
+        if self.fit.compile and (self.fit.samples > 1 or context is not None):
+            self.network.check_apart(x)  # what is compiled cannot
         (self._update if self.graphs is None else self.graphs.run)(*arguments)
         self.step += 1
 
