@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dubito.models.artifact.trial import Trial, check_width
 from dubito.models.conversion.architectures import build, check_permitted, is_factory, on_meta, only_factory, remember
-from dubito.models.conversion.conversion import assemble
+from dubito.models.conversion.conversion import REMOVE, assemble, norm_hook
 from dubito.models.errors import ArtifactError
 from dubito.models.manifest import Architecture, Manifest
 from dubito.models.network.feature_bank import FeatureBank
@@ -138,13 +138,19 @@ def describe_network(network: BayesianNetwork, manifest: Manifest) -> tuple[Mani
 
 def _advice(net: nn.Module) -> str:
     """What may help where a network cannot be written as data."""
-    computed = [name for name, m in net.named_modules() if is_parametrized(m)]
-    if not computed:
-        return ""
-    return (
-        f" {computed[0]} computes its weights anew in each pass: before bayesianize, "
-        "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight') keeps them as they are."
-    )
+    for name, module in net.named_modules():
+        if is_parametrized(module):
+            tensor = next(iter(module.parametrizations))
+            call = f"parametrize.remove_parametrizations(layer, {tensor!r})"
+        elif (hook := norm_hook(module)) is not None:
+            call = f"{REMOVE[hook]}(layer)"
+        else:
+            continue
+        return (
+            f" {name or 'The network'} computes its weights anew in each pass: before bayesianize, "
+            f"torch.nn.utils.{call} keeps them as they are."
+        )
+    return ""
 
 
 def _with(manifest: Manifest, architecture: Architecture, traced: Traced) -> Manifest:
@@ -196,6 +202,8 @@ def _prove_by_name(network: BayesianNetwork, manifest: Manifest, shape: tuple[in
             f"answers differently. {what} is not in its state dict: register tensors as parameters or as persistent "
             "buffers, keep modules in an nn.ModuleList, and change nothing once the factory has made it."
         )
+    if trial is not None:
+        trial.check_loaded(again)
 
 
 def _ends_in_sigmoid(traced: Traced) -> bool:
@@ -236,4 +244,5 @@ def _prove(
             "the network cannot be written as data: its forward method answers differently when it is followed step "
             "by step. It may draw random numbers, keep a state, or ask for the type of its input."
         )
+    trial.check_loaded(again)
     return unsaved

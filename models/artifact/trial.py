@@ -69,6 +69,20 @@ class Trial:
     def _moved(self, other: Tensor) -> bool:
         return bool((other - self.answer).abs().max() > SAME * self.answer.abs().max())
 
+    def check_loaded(self, other: BayesianNetwork) -> None:
+        """That a network which computes in other numbers than float32 also runs as `load` gives it: all in float32."""
+        kinds = {t.dtype for t in (*other.parameters(), *other.buffers()) if t.is_floating_point()}
+        if kinds <= {torch.float32}:
+            return
+        try:
+            _answer(other.float(), self.factors, self.x.float() if self.x.is_floating_point() else self.x)
+        except Exception as error:  # whatever the network's code comes up with
+            names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+            raise ArtifactError(
+                f"the network holds numbers of the types {names}, and fails in float32, in which a file is loaded: "
+                f"{first_line(error)}. Call network.float() before bayesianize, and leave out casts to other types."
+            ) from None
+
     def agrees(self, other: BayesianNetwork) -> bool:
         """Whether a network with the same weights gives the same answers."""
         answer = _answer(other, self.factors, self.x)

@@ -305,10 +305,8 @@ def _calls(function: Any, module: nn.Module) -> bool:
 
 def _apart(module: nn.Module) -> str:
     """Why a layer of a kind that can be converted is not plain."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
-    normed = next((h for h in hooks if type(h).__name__ in REMOVE), None)
-    if normed is not None:
-        return f", with hooks of {type(normed).__name__}: call torch.nn.utils.{REMOVE[type(normed).__name__]} first"
+    if (normed := norm_hook(module)) is not None:
+        return f", with hooks of {normed}: call torch.nn.utils.{REMOVE[normed]} first"
     if isinstance(module, LazyModuleMixin):
         return ", without sizes yet: run the network once first"
     if parametrize.is_parametrized(module):
@@ -318,6 +316,12 @@ def _apart(module: nn.Module) -> str:
     if isinstance(module, CONVERTIBLE):
         return ", with hooks" if _hooked(module) else ", a class of its own"
     return ""
+
+
+def norm_hook(module: nn.Module) -> str | None:
+    """The kind of hook that computes a weight anew in each pass, one of `REMOVE`; None: there is none."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
+    return next((kind for hook in hooks if (kind := type(hook).__name__) in REMOVE), None)
 
 
 def _hooked(module: nn.Module) -> bool:

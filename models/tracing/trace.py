@@ -72,10 +72,20 @@ def bare_of(net: nn.Module) -> nn.Module:
         elif isinstance(module, Attention):
             memo[id(module)] = module.closed()
     for p in net.parameters():
-        memo.setdefault(id(p), nn.Parameter(p.detach().to("meta"), p.requires_grad))
+        memo.setdefault(id(p), nn.Parameter(_without_storage(p), p.requires_grad))
     for b in net.buffers():
-        memo.setdefault(id(b), b.to("meta"))
-    return copy.deepcopy(net, memo).eval()
+        memo.setdefault(id(b), _without_storage(b))
+    for module in net.modules():  # results of a pass that were kept, which no copy could have: a hook's weight, say
+        memo |= {id(t): _without_storage(t) for t in vars(module).values() if isinstance(t, Tensor) and not t.is_leaf}
+    try:
+        return copy.deepcopy(net, memo).eval()
+    except Exception as error:  # whatever the network's objects come up with
+        raise TraceError(f"the network cannot be copied: {first_line(error)}.") from None
+
+
+def _without_storage(tensor: Tensor) -> Tensor:
+    """Real numbers in float32, as `load` gives them."""
+    return tensor.detach().to("meta", torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
 
 def _plain(g: Geometry) -> nn.Module:

@@ -446,6 +446,92 @@ def test_a_network_that_cannot_be_traced_is_refused_with_its_line(case: str, tmp
     assert not list(tmp_path.iterdir())
 
 
+NORMS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    "weight norm": (nn.utils.weight_norm, "remove_weight_norm(layer)"),
+    "spectral norm": (nn.utils.spectral_norm, "remove_spectral_norm(layer)"),
+    "parametrised": (nn.utils.parametrizations.weight_norm, "parametrize.remove_parametrizations(layer, 'weight')"),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_what_computes_a_layers_weight_in_each_pass_is_named_after_training_too(norm: str, tmp_path: Path) -> None:
+    """Such a hook leaves a tensor with a gradient's history, of which there is no copy."""
+    make, remove = NORMS[norm]
+    net = nn.Sequential(make(nn.Linear(4, 4)), nn.Linear(4, 2))
+    with torch.no_grad():
+        net(torch.rand(3, 4))
+    network = bayesianize(net, "ffg-w", unsupported="leave")
+    network(torch.rand(3, 4)).sum().backward()
+    with pytest.raises(ArtifactError, match=re.escape(f"torch.nn.utils.{remove} keeps them as they are")):
+        save(network, tmp_path / "m", card=Card(input=Input(shape=(4,))))
+
+
+class Keeps(Branching):
+    """Keeps a result of the last pass."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.last = self.a(x)
+        return self.last + self.b(x)
+
+
+class KeepsList(Branching):
+    def forward(self, x: Tensor) -> Any:
+        self.last = [self.a(x)]
+        return self.last[0] + self.b(x)
+
+
+def test_results_that_a_network_keeps_are_left_out(tmp_path: Path) -> None:
+    network = bayesianize(Keeps(), "ffg-w")
+    network(torch.rand(3, 4)).sum().backward()
+    save(network, tmp_path / "m", card=Card(input=Input(shape=(4,))))
+    x = torch.rand(3, 4)
+    expected = predict(network, network.factors(), x, 2, 0, keep_outputs=True).outputs
+    assert expected is not None
+    torch.testing.assert_close(load(tmp_path / "m").predict(x, 2, 0, keep_outputs=True).outputs, expected)
+    network = bayesianize(KeepsList(), "ffg-w")
+    network(torch.rand(3, 4)).sum().backward()
+    with pytest.raises(ArtifactError, match="the network cannot be copied: Only Tensors created explicitly"):
+        save(network, tmp_path / "n", card=Card(input=Input(shape=(4,))))
+
+
+@pytest.mark.parametrize("method", ["deterministic", "mc-dropout", "ffg-u"])
+def test_a_network_in_float64_is_written_as_one_in_float32(method: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
+    network = bayesianize(net, method)
+    save(network, tmp_path / "m", card=Card(input=Input(shape=(1, 6, 6))))
+    assert {t.dtype for t in network.parameters()} == {torch.float64}
+    x = torch.rand(3, 1, 6, 6)
+    expected = predict(network, network.factors(), x, 2, 0, keep_outputs=True).outputs
+    assert expected is not None
+    loaded = load(tmp_path / "m")
+    assert type(loaded.network.get_submodule("net.1")) is nn.BatchNorm2d
+    torch.testing.assert_close(
+        loaded.predict(x, 2, 0, keep_outputs=True).outputs, expected, check_dtype=False, rtol=1e-4, atol=1e-4
+    )
+
+
+class Mixed(nn.Module):
+    """Computes its last layer in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.a(x).double())
+
+
+def test_a_network_that_would_fail_in_float32_is_refused(tmp_path: Path) -> None:
+    """A Bayesian layer computes in the type of what it gets."""
+    card = Card(input=Input(shape=(4,)))
+    with pytest.raises(ArtifactError, match="types float32, float64, and fails in float32, in which a file is loaded"):
+        save(bayesianize(Mixed(), "deterministic"), tmp_path / "m", card=card)
+    save(bayesianize(Mixed(), "ffg-w"), tmp_path / "m", card=card)
+    assert load(tmp_path / "m").predict(torch.rand(2, 4), 2, 0).summary is not None
+
+
 def test_branches_on_sizes_need_a_shape(tmp_path: Path) -> None:
     network, *_ = made("own")
     with pytest.raises(ArtifactError, match="the shape of an input is known: save"):
