@@ -132,6 +132,8 @@ def _same(one: Listed, card: Card, zoo: Zoo) -> Iterator[str]:
         yield f"Stored in {one.precision}, the figures differ{some} from those in float32 by: {said}."
     if card.plain is not None and not card.plain.differences:
         yield "The plain column is that of the model it was made from; the differences have no standard errors."
+    if kept().models[one.name].plain is not None:
+        yield "The posterior starts from no plain network: this one was trained by itself, by the last command below."
 
 
 def _signed(key: str, value: float) -> str:

@@ -333,7 +333,8 @@ class Difference(Strict):
 
 
 class Plain(Strict):
-    """What the plain network that the posterior started from reaches on the same test data."""
+    """What the plain network reaches on the same test data: the one that the posterior started from, or one that was
+    trained by itself."""
 
     metrics: dict[str, FiniteFloat]  # as it is
     temperature: PositiveFinite | None = None  # fitted on the calibration part; None: regression

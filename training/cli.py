@@ -859,6 +859,14 @@ def pack_zoo(
         str | None,
         typer.Option(metavar="FILE", help="The model that it was pruned or distilled from, for the plain network."),
     ] = None,
+    plain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A plain network that was trained by itself, to compare with. Without --minutes, FILE is measured "
+            "again beside it.",
+        ),
+    ] = None,
     examples: Annotated[
         int | None,
         typer.Option(
@@ -876,12 +884,16 @@ def pack_zoo(
 
     Try: dubito zoo pack digits digits.safetensors --minutes 0.5 --out packed.safetensors
     """
-    from dubito.training.zoo import Where, pack, reword
+    from dubito.training.zoo import Where, compare, pack, reword
 
-    if minutes is None:
-        _print_result(out, reword(name, file, _writable(out)), as_json)
-        return
     where = Where(data_root, download, chosen_device(device))
-    told: dict[str, Any] = {"minutes": minutes, "made_on": made_on, "beside": beside, "examples": examples}
+    if minutes is None:
+        out = _writable(out)
+        if plain is not None:
+            compare(file, plain, out, where)
+        _print_result(out, reword(name, file if plain is None else out, out), as_json)
+        return
+    told: dict[str, Any] = {"minutes": minutes, "made_on": made_on, "beside": beside, "plain": plain}
+    told["examples"] = examples
     model = pack(name, file, _writable(out), where, **told)
     _print_result(out, model, as_json)

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from dubito.models import load, save
 from dubito.models.fields import Strict
-from dubito.models.manifest import Plain, Precision, Zoo
+from dubito.models.manifest import Card, Plain, Precision, Zoo
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified
 from dubito.models.terminal import remark
 from dubito.models.zoo import ZooError
 from dubito.training import metrics
-from dubito.training.beside import SAMPLES, answers_of, as_stored, figures_of, spoiled
+from dubito.training.beside import SAMPLES, answers_of, as_stored, beside_plain, figures_of, spoiled
 from dubito.training.calibrate import calibrate
 from dubito.training.compact import compact
-from dubito.training.config import read_recipe
+from dubito.training.config import Recipe, read_recipe
 from dubito.training.data.data import DataError, Parts
 from dubito.training.evaluation.evaluate import measure
 from dubito.training.evaluation.predicting import ChosenPredictive, Summary
@@ -49,6 +49,8 @@ class Steps(Strict):
     title: str
     recipe: str
     set: tuple[str, ...] = ()
+    plain: tuple[str, ...] | None = None  # what is set besides, for a plain network to compare a posterior that starts
+    # from none with
     prune: dict[str, float] | None = None
     compact: dict[str, int] | None = None
     precision: Precision = "float32"
@@ -65,6 +67,9 @@ class Steps(Strict):
                 words = "".join(f" --{key} {value:g}" for key, value in options.items())
                 lines.append(f"dubito {step} {last}.safetensors{words}{root} --out {done}.safetensors")
                 last = done
+        if self.plain is not None:
+            sets += "".join(f" --set {shlex.quote(change)}" for change in self.plain)
+            lines.append(f"dubito train {self.recipe}{sets}{root} --out plain.safetensors")
         return tuple(lines)
 
 
@@ -129,9 +134,15 @@ def make(name: str, out: Path, where: Where, *, fresh: bool = False) -> Model | 
             remark(f"{name}: {step}")
             if run(files[max(0, i - 1)], files[i]) is None:
                 return None
-    minutes = (time.monotonic() - began) / 60
-    packed = pack(name, files[-1], out, where, minutes=minutes, made_on=where.kind, beside=files[0])
-    for file in files:
+    minutes, plain = (time.monotonic() - began) / 60, None
+    if steps.plain is not None:
+        plain = out.with_name(f"{out.stem}.plain.safetensors")
+        if fresh or not plain.exists():
+            remark(f"{name}: its plain network")
+            if train(read_recipe(steps.recipe, [*steps.set, *steps.plain]), plain, **options, fresh=fresh) is None:
+                return None
+    packed = pack(name, files[-1], out, where, minutes=minutes, made_on=where.kind, beside=files[0], plain=plain)
+    for file in [*files, *([] if plain is None else [plain])]:
         file.unlink()
     return packed
 
@@ -145,22 +156,22 @@ def pack(
     minutes: float,
     made_on: str,
     beside: str | Path | None = None,
+    plain: str | Path | None = None,
     examples: int | None = None,
 ) -> Model:
     """Store a trained model in the zoo's precision, calibrate and measure it as stored, and write its card.
 
-    `beside` is the model that it was pruned or distilled from, whose plain network stands beside this one too. With
-    `examples`, the model keeps its calibration and figures, and only that many test inputs are predicted: for the
-    curves, and for what rounding changes. See `reword` for a file that is packed already.
+    `beside` is the model that it was pruned or distilled from, whose plain network stands beside this one too; `plain`
+    is a plain network that was trained by itself, for a posterior that starts from none. With `examples`, the model
+    keeps its calibration and figures, and only that many test inputs are predicted: for the curves, and for what
+    rounding changes. See `reword` for a file that is packed already.
     """
     steps, model = steps_of(name), load(file).to(where.device)
     recipe, card = recipe_of(model), model.card
-    parts = read_parts(recipe, where.data_root, where.download)
-    if parts.hash != card.provenance.data_hash:
-        raise DataError(f"{recipe.data.name} is not what {file} was trained on: its hash is {parts.hash[:12]}….")
-    plain = card.plain
-    if plain is None and beside is not None:
-        plain = _plain_of(load(beside), model)
+    parts = _parts(file, recipe, card, where)
+    column = card.plain
+    if column is None and beside is not None:
+        column = _plain_of(load(beside), model)
     seed, test, measured_on, rounding = recipe.seed, parts.test, made_on.partition(",")[0], {}
     if examples is not None and examples < len(test):
         test = test[torch.randperm(len(test), generator=torch.Generator().manual_seed(seed))[:examples]]
@@ -171,11 +182,13 @@ def pack(
         if examples is None:
             model = _stored(model, steps.precision, parts, out)
             after = model.card.metrics
-            plain, measured_on = None if plain is None else _compared(plain, after), where.kind
+            column, measured_on = None if column is None else _compared(column, after), where.kind
         else:
             model = as_stored(model.network, card, out, steps.precision).to(where.device)
             after = measure(model, test, seed=seed)
         rounding = {key: after[key] - before[key] for key in ROUNDED if key in before}
+    if plain is not None:
+        column = beside_plain(model, load(plain).network, parts, recipe.calibrate, out, seed)[1]
     said, provenance = about(recipe.data.name), card.provenance
     if recipe.network.weights is not None:  # only the file's name: the folder is that of another machine
         bare = recipe.network.model_copy(update={"weights": Path(recipe.network.weights).name})
@@ -198,7 +211,28 @@ def pack(
         rounding=rounding,
         examples=examples,
     )
-    save(model.with_card(plain=plain, provenance=provenance, zoo=zoo), out)
+    save(model.with_card(plain=column, provenance=provenance, zoo=zoo), out)
+    return load(out)
+
+
+def _parts(file: str | Path, recipe: Recipe, card: Card, where: Where) -> Parts:
+    parts = read_parts(recipe, where.data_root, where.download)
+    if parts.hash != card.provenance.data_hash:
+        raise DataError(f"{recipe.data.name} is not what {file} was trained on: its hash is {parts.hash[:12]}….")
+    return parts
+
+
+def compare(file: str | Path, plain: str | Path, out: Path, where: Where) -> Model:
+    """A packed model, measured again beside a plain network that was trained by itself."""
+    model = load(file).to(where.device)
+    card, recipe = model.card, recipe_of(model)
+    if card.zoo is None:
+        raise ZooError(f"{file} is not packed; expected a file of the zoo, or --minutes of training.")
+    parts = _parts(file, recipe, card, where)
+    own, column = beside_plain(model, load(plain).network, parts, recipe.calibrate, out, recipe.seed)
+    found = measure(model, parts.test, seed=recipe.seed) | own
+    zoo = card.zoo.model_copy(update={"measured_on": where.kind})
+    save(model.with_card(metrics=found, plain=column, zoo=zoo), out)
     return load(out)
 
 

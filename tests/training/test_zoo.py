@@ -23,7 +23,7 @@ from dubito.training.data.data import Examples, part_of
 from dubito.training.data.sources import read_for
 from dubito.training.evaluation.evaluate import measure
 from dubito.training.evaluation.predicting import predict_grid
-from dubito.training.zoo import Where, kept, make, pack, reliability, reword, risk, steps_of
+from dubito.training.zoo import Where, compare, kept, make, pack, reliability, reword, risk, steps_of
 from tests.small_models import bayesian_mlp
 
 REPO = Path(__file__).parents[2]
@@ -104,6 +104,35 @@ def test_what_is_packed_is_measured_as_it_is_stored(tmp_path: Path, few_here: No
         reword("digits", rough, tmp_path / "again.safetensors")
 
 
+def test_a_plain_network_that_was_trained_by_itself_stands_beside(tmp_path: Path, few_here: None) -> None:
+    """A posterior that started from no plain network, when it is packed and later; the oracle measures that network."""
+    bare, plain, out = (tmp_path / f"{name}.safetensors" for name in ("bare", "plain", "packed"))
+    save_small(bare, plain=None)
+    save(bayesian_mlp((64, 16, 10), "deterministic"), plain, card=load(bare).card)
+    pack("digits", bare, tmp_path / "alone.safetensors", Where(), minutes=1, made_on="CPU")
+    packed = pack("digits", bare, out, Where(), minutes=1, made_on="CPU", plain=plain).card
+    later = compare(tmp_path / "alone.safetensors", plain, tmp_path / "later.safetensors", Where()).card
+    test = part_of(read_for(load(bare).manifest, "digits", None), packed)[1]
+    expected = measure(load(plain), test, seed=packed.provenance.seed or 0)
+    for card in (packed, later):
+        assert card.plain is not None
+        assert card.plain.metrics["nll"] == pytest.approx(expected["nll"], abs=1e-6)
+        assert card.plain.tempered["nll"] <= expected["nll"] + 0.01  # its temperature is fitted on other examples
+        assert set(card.plain.differences) == {"accuracy", "nll", "ece", "brier", "auroc"}
+    assert "auroc" in later.metrics
+    with pytest.raises(DubitoError, match="is not packed; expected a file of the zoo, or --minutes"):
+        compare(bare, plain, out, Where())
+
+
+def test_the_plain_network_of_a_model_is_one_more_command() -> None:
+    whvi = steps_of("fashion-whvi")
+    *before, last = whvi.commands()
+    assert len(before) == 1
+    assert last.startswith(before[0].partition(" --data-root")[0])
+    assert "--set posterior.method=deterministic" in last
+    assert last.endswith("--out plain.safetensors")
+
+
 def test_the_plain_column_comes_from_the_model_that_it_was_made_of(tmp_path: Path, few_here: None) -> None:
     origin, bare = load(embedded("digits")), tmp_path / "bare.safetensors"
     save_small(bare, plain=None)
@@ -127,6 +156,8 @@ def test_every_model_has_steps_that_can_be_followed() -> None:
 
     for name, steps in kept().models.items():
         recipe = read_recipe(steps.recipe, [*steps.set])
+        if steps.plain is not None:
+            assert read_recipe(steps.recipe, [*steps.set, *steps.plain]).posterior.method == "deterministic"
         assert about(recipe.data.name).licence, name
         assert set(steps.prune or {}) <= {"keep", "epochs", "lr"}
         assert set(steps.compact or {}) <= {"members", "inducing", "steps", "lr"}
