@@ -26,13 +26,18 @@ from dubito.service.engine.plans import PlanCache
 PLAN_SECONDS = 60.0  # of a server's start, for the plans of one model
 
 
-def take_turns(rivals: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each; all run once unmeasured, then in turn, so that noise on the machine affects all."""
+def take_turns(rivals: Mapping[str, Callable[[], object]], rounds: int, settle: int = 0) -> dict[str, float]:
+    """Median seconds of each; all run once unmeasured, then in turn, so that noise on the machine affects all.
+
+    `settle`: unmeasured runs before each measured one, for rivals whose threads go on spinning after their turn.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("measuring", total=(rounds + 1) * len(rivals))
         for turn in range(rounds + 1):
             for name, run in rivals.items():
+                for _ in range(settle):
+                    run()
                 start = time.perf_counter()
                 run()
                 if turn:

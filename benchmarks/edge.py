@@ -25,6 +25,7 @@ from dubito.deploy.edge.runtime import EdgeModel
 from dubito.models import bayesianize, build, load
 from dubito.models import save as save_artifact
 
+SETTLE = 2  # runs until the threads of the session before have stopped spinning
 ALONE = """
 import re, sys
 import numpy as np, onnxruntime
@@ -99,7 +100,7 @@ def _measure(paths: dict[str, Path], args: argparse.Namespace) -> None:
             "deterministic": lambda x=x: [session.run(None, {entry: x}) for _ in range(args.samples)]  # type: ignore[misc]
         }
         rivals |= {name: lambda model=model, x=x: model.predict(x, 0) for name, model in ours.items()}  # type: ignore[misc]
-        times = take_turns(rivals, args.rounds)
+        times = take_turns(rivals, args.rounds, SETTLE)
         memory = {name: _peak(name, path, B, args) for name, path in paths.items()}
         table = Table(title=f"{args.architecture}, M = {args.inducing}, batch {B}, K = {args.samples}, onnxruntime")
         for column in ("", "file, MB", "median seconds", "ratio", "peak memory, MB", "ratio"):
