@@ -1,10 +1,12 @@
 """The root command in processes of its own: it starts light, and it fails in one line."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -90,3 +92,44 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     answer = run(installed_command(), "no-such-command")
     assert answer.returncode == 2
     assert "no-such-command" in answer.stderr
+
+
+def written_to(stdout: int, *command: str, unbuffered: bool) -> tuple[int, str]:
+    """Exit code and stderr."""
+    env = os.environ | {"PYTHONUNBUFFERED": "1" if unbuffered else ""}
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, env=env)
+    return done.returncode, done.stderr
+
+
+SAYING = [  # a table, a few characters of JSON, more than a buffer holds, typer's own words
+    ("zoo",),
+    ("count", "lenet", "--method", "ffg-u", "--json"),
+    ("zoo", "--json"),
+    ("--help",),
+]
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+@pytest.mark.parametrize("command", SAYING, ids=" ".join)
+def test_a_reader_that_has_read_enough_ends_a_command_quietly(command: tuple[str, ...], unbuffered: bool) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert written_to(writer, installed_command(), *command, unbuffered=unbuffered) == (1, "")
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+@pytest.mark.parametrize("unbuffered", [False, True])
+@pytest.mark.parametrize("command", SAYING, ids=" ".join)
+def test_a_full_disk_under_the_output_is_one_line(command: tuple[str, ...], unbuffered: bool) -> None:
+    with open("/dev/full", "w") as full:
+        code, said = written_to(full.fileno(), installed_command(), *command, unbuffered=unbuffered)
+    assert (code, said) == (2, "error: cannot write: No space left on device. Make room, or write to another disk.\n")
+
+
+def test_other_errors_of_the_system_keep_their_traceback() -> None:
+    failed = run_as_command("open('/nowhere/at/all')")
+    assert "Traceback" in failed.stderr
+    assert "FileNotFoundError" in failed.stderr
