@@ -94,7 +94,7 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     assert "no-such-command" in answer.stderr
 
 
-def written_to(stdout: int, *command: str, unbuffered: bool) -> tuple[int, str]:
+def written_to(stdout: int, *command: str | Path, unbuffered: bool) -> tuple[int, str]:
     """Exit code and stderr."""
     env = os.environ | {"PYTHONUNBUFFERED": "1" if unbuffered else ""}
     done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, env=env)
