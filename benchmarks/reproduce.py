@@ -121,8 +121,24 @@ def table_1(args: argparse.Namespace) -> None:
             size = f"{mine[0]['bytes']:,}" if "bytes" in mine[0] else ""
             table.add_row(method, *cells, size, f"{shown[method]:.1f}" if method in shown else "")
     Console(width=180).print(table)
+    Console(width=180).print(outside([row for row in rows if row["seed"] in args.seeds]))
     shifts(folder, args)
     print(machine())
+
+
+def outside(rows: list[Row]) -> Table:
+    """AUROC and AUPR of the sets from outside by each measure, means over the seeds that have it."""
+    names = list(next((row["aurocs"] for row in rows if "auprs" in row), {}))
+    table = Table("method", "measure", "seeds", *names, title="Data from outside: AUROC, AUPR")
+    for method in cifar.METHODS:
+        mine = [row for row in rows if row["method"] == method and "auprs" in row]
+        for measure in dict.fromkeys(measure for row in mine for measure in row["aurocs"][names[0]]):
+            those = [row for row in mine if measure in row["aurocs"][names[0]]]
+            pairs = (
+                [statistics.mean(r[kind][n][measure] for r in those) for kind in ("aurocs", "auprs")] for n in names
+            )
+            table.add_row(method, measure, str(len(those)), *(f"{a:.3f}, {b:.3f}" for a, b in pairs))
+    return table
 
 
 def times(folder: Path, keep: Path) -> dict[str, float]:

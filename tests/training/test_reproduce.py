@@ -64,6 +64,20 @@ def test_corruptions_are_averaged_over_their_kinds() -> None:
     assert found["ece"] == pytest.approx([0.2, 0.3])
 
 
+def test_areas_by_measure_are_means_over_the_seeds_that_have_it() -> None:
+    def row(seed: int, **areas: float) -> dict[str, Any]:
+        return {
+            "method": "ffg-u",
+            "seed": seed,
+            "aurocs": {"near": areas},
+            "auprs": {"near": dict.fromkeys(areas, 0.25)},
+        }
+
+    table = reproduce.outside([row(0, entropy=0.8, knn=0.9), row(1, entropy=0.6), {"method": "plain", "seed": 0}])
+    cells = [list(column.cells) for column in table.columns]
+    assert cells == [["ffg-u", "ffg-u"], ["entropy", "knn"], ["2", "1"], ["0.700, 0.250", "0.900, 0.250"]]
+
+
 def test_charts_are_drawn_from_the_rows_that_were_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cifar").mkdir()
     usual = {"seed": 0, "set": [], "measure": "entropy", "aurocs": {"cifar100": {"entropy": 0.9}}}
