@@ -27,6 +27,7 @@ from dubito.models.artifact.described import (
     maybe_infinite,
     set_masks,
     skeleton_of,
+    state_and_masks,
 )
 from dubito.models.artifact.encoding import MASK, SCALE, decode, decode_whole, encode
 from dubito.models.conversion.architectures import architecture_of, input_of, on_meta
@@ -36,7 +37,7 @@ from dubito.models.manifest import FORMATS, Card, Hierarchy, Manifest, Precision
 from dubito.models.network.layers import MemberLayer
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.network.normalisation import ScaleShift, fold_batchnorm
-from dubito.models.numerics.parameters import Free, Positive
+from dubito.models.numerics.parameters import Free, Optional, Positive
 from dubito.models.predictions.model import Model
 from dubito.models.remote.address import Place, place_of
 from dubito.models.remote.cache import fetched
@@ -72,7 +73,13 @@ def save(
             '"deterministic" for a plain one.'
         )
     network = model.network if isinstance(model, Model) else model
-    if empty := [name for name, tensor in network.state_dict().items() if tensor.is_meta]:
+    whole = network.state_dict()
+    if other := [name.rpartition(".")[0] for name, held in whole.items() if not isinstance(held, Tensor)]:
+        raise ArtifactError(
+            f"{other[0].removeprefix('net.')} keeps a state that is no tensor (get_extra_state), which no file holds: "
+            "let its module keep tensors, as buffers, or numbers that its constructor is given."
+        )
+    if empty := [name for name, tensor in whole.items() if tensor.is_meta]:
         raise ArtifactError(f"{empty[0]} has no storage (meta device); expected trained weights: load them first.")
     if card is None:
         card = model.card if isinstance(model, Model) else Card(input=input_of(architecture_of(network.net)))
@@ -83,12 +90,13 @@ def save(
             )
         network = fold_batchnorm(network)
     tensors: dict[str, Tensor] = {}
-    masks = {name: t for name, t in network.named_buffers() if name.endswith(".keep")}
-    homes, infinite = _homes(network), maybe_infinite(network)
-    for name, tensor in network.state_dict().items():
-        if homes[name] == name and name not in masks:
-            keep = masks.get(name.rpartition(".")[0] + ".keep")
-            tensors |= encode(name, tensor, keep, precision, infinite=name in infinite)
+    state, masks = state_and_masks(network)
+    homes, infinite, directions = _homes(network), maybe_infinite(network), _directions(network)
+    for name, tensor in state.items():
+        if homes[name] == name:
+            # directions were rounded to float16 when they were found
+            own: Precision = "float16" if name in directions and precision != "int8" else precision
+            tensors |= encode(name, tensor, masks.get(name.rpartition(".")[0]), own, infinite=name in infinite)
     manifest, unsaved = _manifest(network, card, precision)
     for name, tensor in unsaved.items():  # buffers and constants
         tensors |= encode(name, tensor, None, precision, infinite=True)
@@ -319,6 +327,12 @@ def _homes(network: nn.Module) -> dict[str, str]:
     """For each name in the state the first name of the same tensor, under which alone it is stored."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(t), name) for name, t in network.state_dict(keep_vars=True).items()}
+
+
+def _directions(network: nn.Module) -> set[str]:
+    """Names of the directions of λ-noise that layers have of their own."""
+    modules = network.named_modules(remove_duplicate=False)
+    return {f"{name}.directions" for name, m in modules if isinstance(m, Optional) and m.optional == "directions"}
 
 
 def _tie(network: nn.Module, homes: Mapping[str, str]) -> None:

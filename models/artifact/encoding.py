@@ -26,8 +26,6 @@ def encode(
     finite = bool(tensor.isfinite().all())
     if not finite and (not infinite or tensor.isnan().any()):
         raise ArtifactError(f"tensor {name!r} holds {_wrong(infinite)}, so nothing was saved; the training diverged.")
-    if name.endswith(".directions") and precision != "int8":
-        precision = "float16"  # which they were rounded to when they were found
     stored: dict[str, Tensor] = {}
     if precision == "int8" and tensor.dim() >= 2 and finite:
         scale = _rows(name, tensor).abs().amax(1) / 127

@@ -112,9 +112,11 @@ def bayesianize(
             f"{method} leaves every layer of this network as it is, and nothing would doubt: {which}. {advice}"
         )
     members: dict[str, int] = {}
+    could_be = convertible
     if base.entry is not None and method in base.entry.copies_rest:
         members = dict.fromkeys(_copied(net, base, layers or {}), base.values(base.entry)["members"])
-    check_used(layers or {}, dict(net.named_modules()) if members else convertible)
+        could_be = dict(net.named_modules())
+    check_used(layers or {}, could_be)
     above = None
     if hierarchy is not None:
         above = _hierarchy(entries, base, *pair(hierarchy))

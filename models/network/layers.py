@@ -219,6 +219,23 @@ class MemberLayer(nn.Module):
         super().__init__()
         self.copies = nn.ModuleList(copies)
 
+    def __getattr__(self, name: str) -> Any:
+        """What the layer that stood here would say, as far as it is the same for all members."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "copies" not in self.__dict__.get("_modules", {}):
+                raise
+        value = getattr(self.copies[0], name)
+        if isinstance(value, Tensor | nn.Module):
+            run = _thread.run
+            where = "its name" if run is None else run.structure.names.get(self, "its name")
+            raise NoWeightError(
+                f"a layer of which each member has a copy has no one {name}. The network reads it past its forward "
+                f"method; leave that layer out with layers={{{where!r}: 'deterministic'}}."
+            )
+        return value
+
     def forward(self, x: Tensor, *further: Any, **named: Any) -> Tensor:
         run = current(self, x)
         chosen = run.member(len(self.copies)).tolist()

@@ -575,7 +575,8 @@ class BayesianNetwork(nn.Module):
                 ) from None
         if not isinstance(out, Tensor) or len(out) != run.K * len(x):
             came = f"a tensor of {len(out)} rows" if isinstance(out, Tensor) else type(out).__name__
-            raise PredictionError(f"the network answers with {came}; expected a tensor with one row per input.")
+            advice = "" if isinstance(out, Tensor) else " Wrap it in an nn.Module that returns the one to be asked for."
+            raise PredictionError(f"the network answers with {came}; expected a tensor with one row per input.{advice}")
         if run.read is not None:
             out = torch.cat([out.float(), run.read(here.features[0], run.K, run.member)], 1)
         return out.view(run.K, len(x), *out.shape[1:])

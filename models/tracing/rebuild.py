@@ -89,7 +89,10 @@ def _owner(root: "Container", name: str) -> tuple["Container", str]:
 def _free(part: nn.Module, word: str) -> str:
     """A name that stands for nothing yet: not `__class__`, and no attribute of torch's modules."""
     if not PART.fullmatch(word) or hasattr(part, word):
-        raise ArtifactError(f"a part of its network is called {short(word)}, which is taken or no plain name.")
+        raise ArtifactError(
+            f"a part of its network is called {short(word)}, which is taken or no plain name (letters from A to Z, "
+            "digits, _ and -). Give that part another name."
+        )
     return word
 
 

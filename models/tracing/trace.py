@@ -32,6 +32,7 @@ from dubito.models.tracing.operators import ATTRIBUTES, FACTORIES, METHODS, NAME
 from dubito.models.tracing.thread_tracer import ThreadTracer
 
 ROWS = (2, 3)
+ONE = "Wrap it in an nn.Module whose forward method returns the one that is asked for, such as the logits."
 ASSERTIONS = (torch._assert, fx.proxy.assert_fn)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 UNUSED = (getattr, operator.getitem)  # calls that do nothing where nobody uses their result
@@ -101,6 +102,9 @@ def _plain(g: Geometry) -> nn.Module:
 def trace(net: nn.Module, shape: tuple[int, ...] | None) -> tuple[Traced, dict[str, Tensor]]:
     """The description of `net`, whose layers may be Bayesian, and the constants of its forward method by name."""
     bare = bare_of(net)
+    called = next(kind for kind in type(bare).__mro__ if "__call__" in vars(kind))
+    if called is not nn.Module and not isinstance(bare, fx.GraphModule):
+        raise TraceError(f"{called.__name__} has a __call__ of its own, which is not followed: move it into forward.")
     if (whole := describe(bare)) is not None:
         return Traced(parts={"": whole}, calls=(), output={"#": 0}), {}
     hints = None if shape is None else tuple(torch.empty(rows, *shape, device="meta") for rows in ROWS)
@@ -249,7 +253,7 @@ class _NetworkTracer(ThreadTracer):
             if node.op == "output":
                 if not isinstance(node.args[0], fx.Node):
                     came = type(node.args[0]).__name__.removeprefix("immutable_")
-                    raise TraceError(f"the network's forward method returns a {came}; expected one tensor.")
+                    raise TraceError(f"the network's forward method returns a {came}; expected one tensor. {ONE}")
                 output = encode(node.args[0], number)
             elif node.op != "placeholder":
                 calls.append(self._call(node, number))
@@ -274,7 +278,7 @@ class _NetworkTracer(ThreadTracer):
                 return TracedCall(do="method", of=str(target), args=encoded, named=named)
         if target not in NAMES:  # torch.fx records that a named tuple is made
             name = getattr(target, "__name__", str(target))
-            raise TraceError(f"the network's forward method makes a {name}; expected to return one tensor.")
+            raise TraceError(f"the network's forward method makes a {name}; expected to return one tensor. {ONE}")
         return TracedCall(do="function", of=NAMES[target], args=encoded, named=named)
 
     # what torch.fx asks

@@ -574,6 +574,22 @@ def test_a_batchnorm_whose_weights_are_read_past_it_is_not_folded(tmp_path: Path
     torch.testing.assert_close(after, before)
 
 
+class AsksTheNorm(ReadsTheNorm):
+    def forward(self, x: Tensor) -> Any:
+        h = self.norm(self.conv(x)) * self.norm.num_features + self.norm.eps
+        return self.head(h.mean((2, 3)))
+
+
+def test_a_layer_of_which_members_have_copies_tells_what_they_share() -> None:
+    x = torch.randn(2, 1, 6, 6)
+    net = AsksTheNorm().eval()
+    ensemble = bayesianize(net, "ensemble-w", members=2, start="network").eval()
+    assert ensemble.mean(x).shape == (2, 3)
+    with pytest.raises(ConversionError, match=r"has no one weight\. .* layers={'norm': 'deterministic'}"):
+        bayesianize(ReadsTheNorm(), "ensemble-w")(x)
+    assert bayesianize(ReadsTheNorm(), "ensemble-w", layers={"norm": "deterministic"})(x).shape == (2, 3)
+
+
 @pytest.mark.parametrize(("method", "net"), [
     ("mc-dropout", nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 6), nn.Flatten())),
     ("ffg-u", nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.AdaptiveAvgPool2d(1), nn.Flatten())),

@@ -425,7 +425,7 @@ REFUSED: dict[str, tuple[type[nn.Module], str]] = {
     ),
     "random numbers": (Random, "changes from call to call: it draws random numbers or keeps a state"),
     "types": (Asking, "answers differently .* ask for the type of its input"),
-    "several outputs": (Several, "forward method returns a tuple; expected one tensor"),
+    "several outputs": (Several, "forward method returns a tuple; expected one tensor. Wrap it in"),
     "several inputs": (Two, r"takes several inputs \(x, y\); expected one"),
     "state": (Counting, r"line \d+, in forward: `self.a.bias.add_\(1\)`: it changes 'a.bias' in place"),
     "other functions": (
@@ -529,7 +529,102 @@ def test_a_network_that_would_fail_in_float32_is_refused(tmp_path: Path) -> None
     with pytest.raises(ArtifactError, match="types float32, float64, and fails in float32, in which a file is loaded"):
         save(bayesianize(Mixed(), "deterministic"), tmp_path / "m", card=card)
     save(bayesianize(Mixed(), "ffg-w"), tmp_path / "m", card=card)
-    assert load(tmp_path / "m").predict(torch.rand(2, 4), 2, 0).summary is not None
+    load(tmp_path / "m").predict(torch.rand(2, 4), 2, 0)
+
+
+def test_a_network_by_its_factory_keeps_its_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Branches(Mixed):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x if x.mean() > 0 else -x)
+
+    monkeypatch.setitem(FACTORIES, "tests:branches", Branches)
+    save(bayesianize(build("tests:branches"), "deterministic"), tmp_path / "m", card=Card(input=Input(shape=(4,))))
+    load(tmp_path / "m").predict(torch.rand(2, 4), 2, 0)
+
+
+class Part(nn.Module):
+    """Holds a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.t = nn.Linear(6, 6), torch.rand(6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.a(x) * self.t
+
+
+class NamedLikeOurs(nn.Module):
+    """Its tensors and modules have names that those of posteriors have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor
+        self.copies = nn.ModuleList([Part(), Part()])
+        self.keep, self.directions = nn.Parameter(torch.rand(6)), nn.Parameter(torch.rand(6))
+        self.head = nn.Linear(6, 3)
+        self.register_buffer("mask", torch.rand(6))
+        self.head.register_buffer("keep", torch.tensor([True, False, True]))
+
+    def forward(self, x: Tensor) -> Any:
+        for part in self.copies:
+            x = part(x)
+        return self.head(x * self.keep * self.directions + self.mask) * self.head.keep
+
+
+@pytest.mark.parametrize("method", ["deterministic", "ffg-u", "ensemble-w"])
+def test_names_that_we_use_ourselves_are_free(method: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = bayesianize(NamedLikeOurs(), method, inducing=2, layers={"head": "deterministic"})
+    x = torch.rand(3, 6)
+    expected = predict(network, network.factors(), x, 2, 0, keep_outputs=True).outputs
+    assert expected is not None
+    save(network, tmp_path / "m", card=Card(input=Input(shape=(6,))))
+    found = load(tmp_path / "m").predict(x, 2, 0, keep_outputs=True).outputs
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)  # nothing was rounded
+
+
+def test_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"times": 2}
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    network = bayesianize(nn.Sequential(Extra(4, 4), nn.Linear(4, 2)), "ffg-w", unsupported="leave")
+    with pytest.raises(ArtifactError, match=r"^0 keeps a state that is no tensor \(get_extra_state\)"):
+        save(network, tmp_path / "m")
+
+
+class Called(nn.Linear):
+    def __call__(self, x: Tensor) -> Any:
+        return 3 * super().__call__(x)
+
+
+def test_what_a_network_does_around_its_forward_method_is_not_lost(tmp_path: Path) -> None:
+    """Without a declared input no answers are compared."""
+    with pytest.raises(ArtifactError, match="Called has a __call__ of its own"):
+        save(bayesianize(Called(4, 2), "deterministic"), tmp_path / "m")
+    network = bayesianize(nn.Sequential(Called(4, 4), nn.Linear(4, 2)), "deterministic")
+    save(network, tmp_path / "m")
+    x = torch.rand(2, 4)
+    torch.testing.assert_close(load(tmp_path / "m").network(x), network(x))
+
+
+def test_a_part_whose_name_cannot_be_kept_is_to_get_another(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"'.xfcber', which is taken or no plain name .* Give that part another"):
+        save(bayesianize(Around("über"), "deterministic"), tmp_path / "m")
+    with pytest.raises(ArtifactError, match="'calls', which is taken"):
+        save(bayesianize(Around("calls"), "deterministic"), tmp_path / "m")
+
+
+class Around(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, nn.Linear(4, 2))
+        self.name = name
+
+    def forward(self, x: Tensor) -> Any:
+        return getattr(self, self.name)(x) + 1
 
 
 def test_branches_on_sizes_need_a_shape(tmp_path: Path) -> None:
