@@ -22,7 +22,7 @@ from dubito.models.predictions.sets import class_scores
 from dubito.models.predictions.uncertainty import Classified
 from dubito.models.terminal import bar, remark
 from dubito.training.config import Calibrate
-from dubito.training.data.data import Examples, enter
+from dubito.training.data.data import DataSet, Examples, enter, own_parts
 from dubito.training.data.spoil import SPOILED, spoil, to_spoil
 from dubito.training.evaluation.predicting import (
     GRID,
@@ -159,14 +159,34 @@ def divided(
     held: Examples, validation: Examples | None, settings: Calibrate, task: str, seed: int
 ) -> tuple[Examples, Examples | None]:
     """The examples for thresholds, and those for constants; raises where there are too few of either."""
-    n, raps = 0, settings.sets == "raps" and task == "classification"
-    if (settings.temperature or raps) and (validation is None or len(validation) < FEWEST):
+    raps = settings.sets == "raps" and task == "classification"
+    n = _for_constants(held, validation) if settings.temperature or raps else 0
+    if n:
         order = torch.randperm(len(held), generator=torch.Generator().manual_seed(seed))
-        n = max(min(FEWEST, len(held)), len(held) // 5)
         held, validation = held[order[n:].sort().values], held[order[:n].sort().values]
     check_enough(len(held), settings, n)
     _check_parts(held, settings, task)
     return held, validation
+
+
+def _for_constants(held: Examples, validation: Examples | None) -> int:
+    """How many of the examples a temperature or the constants of RAPS take, where the validation part has too few."""
+    return 0 if validation is not None and len(validation) >= FEWEST else max(min(FEWEST, len(held)), len(held) // 5)
+
+
+def calibrated_on(model: Model, data: DataSet) -> int | None:
+    """Number of examples that the thresholds come from; None: not calibrated, or on other data than these."""
+    card = model.card
+    if (calibration := card.calibration) is None:
+        return None
+    if counted := calibration.classes or (*(calibration.groups or {}).values(),):
+        return sum(part.examples for part in counted)
+    parts = own_parts(data, card)
+    if parts is None or not card.metrics:  # calibration on other data leaves a card without metrics
+        return None
+    constants = calibration.temperature != 1 or (calibration.sets is not None and calibration.sets.score == "raps")
+    held = parts.calibration
+    return len(held) - (_for_constants(held, parts.validation) if constants else 0)
 
 
 # prediction sets

@@ -756,7 +756,7 @@ def evaluate(
     from dubito.models.remote.address import place_of
     from dubito.models.verdict import beside_plain
     from dubito.training.beside import check_alike, compare
-    from dubito.training.calibrate import tell_training_inputs
+    from dubito.training.calibrate import calibrated_on, tell_training_inputs
     from dubito.training.data.data import part_of
     from dubito.training.data.sources import read_for
     from dubito.training.evaluation.evaluate import evaluate as measure_all
@@ -776,7 +776,8 @@ def evaluate(
             f"{place_of(str(against))} is a model of {rival.manifest.task.kind}, {place_of(file)} one of "
             f"{model.manifest.task.kind}; expected two models of one kind."
         )
-    name, examples = part_of(read_for(model.manifest, data, data_root, download=download), model.card, part)
+    data_set = read_for(model.manifest, data, data_root, download=download)
+    name, examples = part_of(data_set, model.card, part)
     if name not in ("test", "calibration", "validation"):
         tell_training_inputs(model, examples)
     if rival is not None:
@@ -784,8 +785,8 @@ def evaluate(
         check_examples(rival, examples)
     outside = {}
     for other in ood or []:
-        data_set = read_for(model.manifest, other, data_root, download=download, labelled=False)
-        outside[other] = part_of(data_set, model.card)[1]
+        of_other = read_for(model.manifest, other, data_root, download=download, labelled=False)
+        outside[other] = part_of(of_other, model.card)[1]
     if report is not None:
         need("train", "matplotlib")
         from dubito.training.evaluation.report import open_folder, write
@@ -795,7 +796,9 @@ def evaluate(
     if predictive is None and samples is not None:  # --samples implies sampling
         predictive = "sampling"
     K = 20 if fixed is None else fixed
-    evaluation = measure_all(model, examples, outside, shift=shift, samples=K, seed=seed, method=predictive)
+    how: dict[str, Any] = {"samples": K, "seed": seed, "method": predictive}
+    n = calibrated_on(model, data_set)
+    evaluation = measure_all(model, examples, outside, shift=shift, **how, calibrated_on=n)
     if model.card.plain is not None:
         plain = model.card.plain
         evaluation.figures["plain"] = plain.model_dump(mode="json") | {"verdict": beside_plain(plain)}

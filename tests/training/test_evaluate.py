@@ -20,14 +20,16 @@ from typer.testing import CliRunner, Result
 from dubito.cli import app
 from dubito.models import bayesianize, load, save
 from dubito.models.errors import DubitoError
-from dubito.models.manifest import Calibration, Card, Input, Provenance, Regression
+from dubito.models.manifest import Calibration, Card, Input, Part, Provenance, Regression, Sets
 from dubito.models.predictions.answers import answers
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.uncertainty import Classified
+from dubito.training.calibrate import calibrated_on, divided, outer_quantile
+from dubito.training.config import Calibrate
 from dubito.training.data.data import DataError, DataSet, Examples, Parts, divide, enter, input_of
 from dubito.training.data.sources import read_data
 from dubito.training.evaluation import plots
-from dubito.training.evaluation.evaluate import evaluate, measure
+from dubito.training.evaluation.evaluate import evaluate, measure, promises
 from dubito.training.evaluation.shift import corrupt, families
 from dubito.training.seeds import stream
 from tests.few import GRID, REQUESTS
@@ -347,6 +349,40 @@ def test_figures_are_plain_and_finite(model: Model, parts: Parts) -> None:
     assert len(evaluation.inside.entropy) == 1
 
 
+# the error of the calibration itself
+
+
+def test_the_error_of_a_promise_is_that_of_a_threshold_from_as_many_examples() -> None:
+    """False alarms of 400 thresholds, each from 120 uniform scores. The tolerance is 3.4 standard errors of their
+    standard deviation."""
+    rng = torch.Generator().manual_seed(0)
+    alarms = [1 - outer_quantile(torch.rand(120, generator=rng), 0.95) for _ in range(400)]
+    told = promises(CALIBRATION, 120)
+    assert told is not None
+    assert told["examples"] == 120
+    assert told["false_positive_rate_se"] == pytest.approx(float(np.std(alarms)), rel=0.12)
+    assert told["coverage_se"] == pytest.approx(math.sqrt(0.9 * 0.1 / 120))
+
+
+def test_how_many_examples_a_model_was_calibrated_on(model: Model, digits: DataSet, parts: Parts) -> None:
+    own, n = model.with_card(metrics={"accuracy": 0.9}), len(parts.calibration)
+    assert calibrated_on(own, digits) == n
+    assert calibrated_on(model, digits) is None  # calibrated on other data, which leaves no metrics
+    assert calibrated_on(own, DataSet(digits.train[:99], None, digits.labels)) is None
+    assert calibrated_on(own.with_card(calibration=None), digits) is None
+    tempered = CALIBRATION.model_copy(update={"temperature": 1.2})
+    assert calibrated_on(own.with_card(calibration=tempered), digits) == n  # the validation part has enough for it
+    few = own.card.provenance.model_copy(update={"recipe": {"seed": 0, "data": {**RECIPE, "validation": 0.005}}})
+    some = divide(digits, 0.005, 0.1, 0.2, seed=0)
+    settings = Calibrate(temperature=True)
+    held, _ = divided(some.calibration, some.validation, settings, "classification", 0)
+    assert len(held) < len(some.calibration)
+    assert calibrated_on(own.with_card(calibration=tempered, provenance=few), digits) == len(held)
+    by_class = tuple(Part(examples=m, coverage=0.9, quantiles=CALIBRATION.quantiles) for m in (40, 17))
+    each = CALIBRATION.model_copy(update={"sets": Sets(), "classes": by_class})
+    assert calibrated_on(model.with_card(calibration=each), digits) == 57
+
+
 # what cannot be evaluated
 
 
@@ -456,6 +492,22 @@ def test_the_table_fits_a_terminal_and_says_it_all(run: Run, file: Path, parts: 
     ):
         assert word in answer.stdout
     assert max(map(len, lines)) <= 80
+
+
+def test_the_command_says_how_far_off_thresholds_from_few_examples_may_be(
+    run: Run, model: Model, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(model.with_card(metrics={"accuracy": 0.9}), own := tmp_path / "own.safetensors")
+    n = len(parts.calibration)
+    line = f"calibrated on {n} examples: what is promised has a standard error of its own, 2.50% (coverage) and 1.82%"
+    shown = run(own, "--data", "digits", "--part", "validation").stdout
+    assert line in re.sub(r"\s+", " ", shown)
+    told = json.loads(run(own, "--data", "digits", "--part", "validation", "--json").stdout)["calibration"]
+    assert told["examples"] == n
+    assert told["coverage_se"] == pytest.approx(0.025, abs=5e-5)
+    assert told["false_positive_rate_se"] == pytest.approx(0.0182, abs=5e-5)
+    monkeypatch.setattr("dubito.training.evaluation.table.FEW", n)
+    assert "calibrated on" not in run(own, "--data", "digits", "--part", "validation").stdout
 
 
 @pytest.mark.usefixtures("without_plots")

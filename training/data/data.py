@@ -104,7 +104,7 @@ def part_of(data: DataSet, card: Card, part: str | None = None, default: str = "
     """
     if part is not None and part not in (*PARTS, "all"):
         raise DataError(f"no part {part!r}; there are: {', '.join(PARTS)}, all.")
-    divided = _own_parts(data, card) if part != "all" else None
+    divided = own_parts(data, card) if part != "all" else None
     given = {"train": data.train, "test": data.test} if data.test is not None else {}
     if part is None:
         part = default if divided is not None or (default == "test" and given) else "all"
@@ -121,7 +121,7 @@ def part_of(data: DataSet, card: Card, part: str | None = None, default: str = "
     return part, given[part]
 
 
-def _own_parts(data: DataSet, card: Card) -> Parts | None:
+def own_parts(data: DataSet, card: Card) -> Parts | None:
     """The division that the model was trained with; None for other data, or if its recipe is not known."""
     origin = card.provenance
     if origin.recipe is None or origin.data_hash is None or data.hash() != origin.data_hash:

@@ -68,8 +68,9 @@ def evaluate(
     samples: int = 20,
     seed: int = 0,
     method: Predictive | None = None,
+    calibrated_on: int | None = None,
 ) -> Evaluation:
-    """All figures, and the predictions for a report."""
+    """All figures, and the predictions for a report; `calibrated_on` is the number of calibration examples."""
     outside = outside or {}
     check_examples(model, examples)
     for name, others in outside.items():
@@ -97,7 +98,7 @@ def evaluate(
         "samples": K,
         "seed": seed,
         "method": predictive.kind,
-        "calibration": promises(calibration),
+        "calibration": promises(calibration, calibrated_on),
         **_quality(inside, examples.y, rule, errors=True),
         **_changed(model, inside, examples.x),
         "curve": [
@@ -214,11 +215,16 @@ def _by_part(model: Model, summary: Summary, examples: Examples, predictive: Cho
     return rows
 
 
-def promises(calibration: Calibration | None) -> Figures | None:
-    """Settings of the calibration, for the figures."""
+def promises(calibration: Calibration | None, examples: int | None = None) -> Figures | None:
+    """Settings of the calibration, for the figures; with its number of examples, standard errors of what it promises:
+    its thresholds are quantiles of as many."""
     if calibration is None:
         return None
     figures = calibration.model_dump(include={"coverage", "false_positive_rate", "measure", "temperature", "sets"})
+    if examples is not None:
+        figures["examples"] = examples
+        for name in ("coverage", "false_positive_rate"):
+            figures[f"{name}_se"] = math.sqrt(figures[name] * (1 - figures[name]) / examples)
     per = "class" if calibration.classes is not None else "group" if calibration.groups is not None else None
     return figures if per is None else figures | {"per": per}
 

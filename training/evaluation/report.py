@@ -31,6 +31,7 @@ from dubito.training.evaluation.table import (
     by_size,
     compared,
     curve_with_auto,
+    error_of_promises,
     mean_by_severity,
     number,
     with_error,
@@ -257,10 +258,12 @@ def _promised(e: Evaluation) -> str:
         promise = f", promised {promises[name]:.0%}" if name in promises else ""
         alt = f"{titles[name]} over the number of draws{promise}."
         figures.append((plots.draw(_over_draws(curve, name, titles[name], promises.get(name))), alt))
+    own = error_of_promises(calibration)
     return section(
         "Promises of the calibration",
         "What was promised on held-out data, and what came of it here, for each number of draws K. The band is two "
-        "standard errors of this measurement wide on either side; the calibration's own error comes on top.",
+        "standard errors of this measurement wide on either side; the calibration's own error comes on top"
+        + (f" ({own})." if own is not None else "."),
         pictures(figures),
         *(table(*cells(e.figures)) for key, cells in (("sets", by_size), ("parts", by_part)) if key in e.figures),
     )

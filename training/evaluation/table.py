@@ -30,6 +30,7 @@ NAMES = {
 SHIFT = ("accuracy", "rmse", "nll", "ece", "entropy", "mutual_information", "ood_rate")
 CURVE = ("accuracy", "rmse", "nll", "ece", "coverage", "set_size", "width", "ood_rate")
 PERCENT = {"accuracy", "ece", "coverage", "ood_rate", "changed"}
+FEW = 1000  # calibration examples from which on the error of their thresholds is below a point
 TableCells = tuple[list[str], list[list[str]]]  # headings, rows
 PROMISES = {"coverage": "coverage", "ood_rate": "false_positive_rate"}  # figure -> key of the calibration
 
@@ -70,6 +71,8 @@ def show(about: Mapping[str, str], figures: Mapping[str, Any]) -> None:
     calibration = figures["calibration"]
     if calibration is None:
         console.print("not calibrated: no OOD flags and no prediction sets")
+    elif (said := error_of_promises(calibration)) is not None:
+        console.print(said)
     if "sets" in figures:
         console.print(_filled(*by_size(figures), title="coverage by size of the set", box=SIMPLE))
     if "parts" in figures:
@@ -96,6 +99,17 @@ def show(about: Mapping[str, str], figures: Mapping[str, Any]) -> None:
         console.print(_rows(curve_with_auto(figures), "samples", "as draws are added", CURVE))
     if "report" in about:
         console.print(clean(f"wrote {about['report']}"))
+
+
+def error_of_promises(calibration: Mapping[str, Any]) -> str | None:
+    """How far off thresholds from few examples may be; None of many, or where their number is not known."""
+    if calibration.get("examples", FEW) >= FEW:
+        return None
+    coverage, flags = (f"{calibration[f'{key}_se']:.2%}" for key in PROMISES.values())
+    return (
+        f"calibrated on {calibration['examples']:,} examples: what is promised has a standard error of its own, "
+        f"{coverage} (coverage) and {flags} (OOD flags)"
+    )
 
 
 def _quality(figures: Mapping[str, Any]) -> Table:
