@@ -11,6 +11,7 @@ import typer
 
 from dubito import __version__
 from dubito.models.errors import DubitoError
+from dubito.models.numerics.cores import before_torch
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a disk without space for more
 ROOMS = ("models", "training", "service", "deploy")  # the order of their commands in --help
@@ -46,6 +47,7 @@ for room in ROOMS:
 
 def main() -> None:
     """The script's entry point. Typer itself turns Ctrl-C in a command into exit code 130."""
+    before_torch()
     try:
         _run()
     except OSError as error:

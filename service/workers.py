@@ -16,6 +16,7 @@ from typing import Any
 
 from dubito.models.cli import permit_network
 from dubito.models.errors import DubitoError
+from dubito.models.numerics.cores import available_cores, chosen
 from dubito.service.logs import start_logging, writer
 from dubito.service.run import Membership, listen, serve
 from dubito.service.settings import Settings
@@ -115,8 +116,8 @@ def reserve(settings: Settings) -> "AbstractContextManager[socket.socket | None]
 
 async def _supervise(settings: Settings, listener: socket.socket, folder: Path, say: Callable[[str], None]) -> int:
     count, stopping, loop = settings.workers, asyncio.Event(), asyncio.get_running_loop()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment = {"OMP_NUM_THREADS": str(max(1, cores // count)), **os.environ}
+    given = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS" or name not in chosen}
+    environment = {"OMP_NUM_THREADS": str(max(1, available_cores() // count)), **given}
     own = shares(settings).model_dump(mode="json")
     workers = []
     for index in range(count):
