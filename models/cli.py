@@ -409,7 +409,10 @@ def _inputs(path: Path, name: str, model: "Model") -> list[tuple[str, "Tensor"]]
     array = _numbers(path)
     pictures = array.dtype == np.uint8 and declared.image is not None
     if pictures:
-        batch, single = pictures_in(array, declared)
+        try:
+            batch, single = pictures_in(array, declared)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
     else:
         single = array.ndim == len(declared.shape)
         batch = array[None] if single else array

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +17,7 @@ from dubito.models.manifest import Fitting, Input
 from dubito.models.pixels import pixels_of
 
 LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601)
+CHANNELS = (1, 2, 3, 4)  # of a picture: grey and colour, each without and with transparency
 LARGEST_RESIZED = 1 << 25  # pixels, before the middle is cut out
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")  # of files in folders
 AT_ONCE = 1 << 24  # numbers of pictures that are prepared at a time: in float32 they take four times the bytes
@@ -38,15 +40,52 @@ def read_pixels(file: str | Path | IO[bytes], fitting: Fitting | None = None) ->
         raise ValueError(str(error)) from None
 
 
-def pictures_in(array: NDArray[np.uint8], declared: Input) -> tuple[NDArray[np.uint8], bool]:
-    """A batch of pictures, channels last, and whether the array was a single picture, (H, W) or (H, W, channels).
+@dataclass(frozen=True)
+class PixelLayout:
+    """How an array of pixels holds its pictures."""
 
-    An array with the declared shape, as the network takes it, has its channels first.
+    single: bool  # one picture, without a batch axis
+    first: bool = False  # the channels come before height and width
+
+    def pictures(self, array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The batch (B, H, W) or, with the channels last, (B, H, W, channels)."""
+        array = np.moveaxis(array, -3, -1) if self.first else array
+        return array[None] if self.single else array
+
+
+def layout_of(shape: Sequence[int], declared: Input, *, several: bool = False) -> PixelLayout:
+    """How an array of this shape holds pictures for the model; with `several`, its first axis is known to count them.
+
+    The axis of the channels is told by its length. Three axes are one picture where one of them can be its channels,
+    (H, W, channels) or as many in front as the model has, and else grey pictures. Where both ends can be, the model's
+    own height and width decide.
     """
-    if array.shape[-3:] == declared.shape:
-        array = np.moveaxis(array, -3, -1)
-    single = array.ndim == 2 or (array.ndim == 3 and array.shape[-1] in (1, 3, 4))
-    return (array[None] if single else array), single
+    channels, height, width = declared.shape
+    shape, numbers = tuple(shape), {*CHANNELS, channels}
+    single = len(shape) in (2, 3) and not several
+    first = last = False
+    if 0 not in shape and (len(shape) == 4 or (len(shape) == 3 and single)):
+        first = shape[-3] == channels or (shape[-3] in numbers and not single)
+        last = shape[-1] in numbers
+        if first and last and (height, width) in (shape[-2:], shape[-3:-1]):
+            first = shape[-2:] == (height, width)
+            last = not first
+    if first and last:
+        raise InputError(
+            f"pixels have shape {shape}, of which the channels may be first or last; expected pictures of the model's "
+            f"own {height} × {width} pixels, or other sides."
+        )
+    if 0 in shape or not 2 + several <= len(shape) <= 4 or (len(shape) == 4 and not first and not last):
+        raise InputError(
+            f"pixels have shape {shape}; expected (H, W), (H, W, channels), (channels, H, W) or several of them."
+        )
+    return PixelLayout(single and (first or last or len(shape) == 2), first)
+
+
+def pictures_in(array: NDArray[np.uint8], declared: Input) -> tuple[NDArray[np.uint8], bool]:
+    """A batch of pictures, channels last, and whether the array was a single picture."""
+    layout = layout_of(array.shape, declared)
+    return layout.pictures(array), layout.single
 
 
 def prepare(pixels: Tensor, declared: Input) -> Tensor:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dubito.models.errors import InputError
-from dubito.models.images import pictures_in, prepare_array
+from dubito.models.images import layout_of, prepare_array
 from dubito.models.network.layers import takes_ids
 from dubito.models.predictions.model import Model
 from dubito.models.remote.cache import local_copy
@@ -30,7 +30,7 @@ class LabelledData:
         if not self._pictures(model):
             return torch.from_numpy(self.x.astype(np.int64 if takes_ids(model.network) else np.float32))
         assert model.card.input is not None
-        batch, _ = pictures_in(self.x, model.card.input)
+        batch = layout_of(self.x.shape, model.card.input, several=True).pictures(self.x)
         return prepare_array(batch, model.card.input)
 
     def graph_inputs(self, model: Model, image: bool) -> NDArray[Any]:
@@ -41,7 +41,7 @@ class LabelledData:
         if not self._pictures(model):
             raise InputError("this file takes pictures (uint8), but the data hold other numbers.")
         assert model.card.input is not None
-        batch, _ = pictures_in(self.x, model.card.input)
+        batch = layout_of(self.x.shape, model.card.input, several=True).pictures(self.x)
         return np.ascontiguousarray(batch if batch.ndim == 4 else batch[..., None])
 
     def _pictures(self, model: Model) -> bool:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from dubito.models.errors import InputError
-from dubito.models.images import SUFFIXES, is_shown, pictures_in, prepare, read_pixels
+from dubito.models.images import SUFFIXES, PixelLayout, is_shown, layout_of, prepare, read_pixels
 from dubito.models.manifest import Input
 from dubito.models.remote.address import Address, Place, place_of
 from dubito.models.remote.cache import local_copy
@@ -129,6 +129,13 @@ class ZippedArray:
         return np.frombuffer(content, self.dtype).reshape(rows.stop - rows.start, *self.shape[1:])
 
 
+def _layout(path: Path, shape: tuple[int, ...], declared: Input) -> PixelLayout:
+    try:
+        return layout_of(shape, declared)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
 class ArrayRows:
     """Rows of an array (N, ...): numbers in the model's input space, or uint8 pixels for a model of pictures."""
 
@@ -138,23 +145,24 @@ class ArrayRows:
         self.pixels = array.dtype == np.uint8 and declared.image is not None
         if array.dtype.kind not in "fiub":
             raise InputError(f"{path} holds {array.dtype}; expected numbers.")
-        fits = len(array.shape) in (3, 4) if self.pixels else array.shape[1:] == declared.shape
-        if not fits or not self.count:
+        if self.pixels:
+            self.layout = _layout(path, array.shape, declared)
+            self.count = 1 if self.layout.single else self.count
+        elif array.shape[1:] != declared.shape or not self.count:
             own = ", ".join(map(str, declared.shape))
-            expected = "(N, H, W) or (N, H, W, channels) of uint8" if self.pixels else f"(N, {own})"
-            raise InputError(f"{path} has shape {array.shape}; expected {expected}, N at least 1.")
+            raise InputError(f"{path} has shape {array.shape}; expected (N, {own}), N at least 1.")
 
     def fingerprint(self) -> str:
         return fingerprint_of(self.path)
 
     def read(self, start: int, stop: int) -> Block:
-        array = self.array[start:stop]
         if self.pixels:
-            pictures, _ = pictures_in(array, self.declared)
+            rows = slice(0, self.array.shape[0]) if self.layout.single else slice(start, stop)
+            pictures = self.layout.pictures(self.array[rows])
             ready = [prepare(torch.from_numpy(np.array(picture)), self.declared) for picture in pictures]
             return Block(torch.stack(ready).numpy())
         with np.errstate(over="ignore"):  # a number too large for float32 becomes infinite, which `checked` sees
-            return checked(np.array(array, np.float32), {})
+            return checked(np.array(self.array[start:stop], np.float32), {})
 
     def files(self, start: int, stop: int) -> None:
         return None

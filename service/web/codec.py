@@ -82,12 +82,11 @@ class Codec:
             return array.astype(NUMBERS)
 
     def from_pixels(self, array: NDArray[np.uint8]) -> Inputs:
-        """One picture (H, W) or (H, W, C), or several; or several with channels first, as the network takes them."""
-        pictures, _ = pictures_in(array, self.declared)
-        if pictures.ndim not in (3, 4) or 0 in pictures.shape:
-            raise Problem(
-                400, f"pixels have shape {array.shape}; expected (H, W), (H, W, channels) or several of them."
-            )
+        """One picture, grey or with its channels first or last, or several."""
+        try:
+            pictures, _ = pictures_in(array, self.declared)
+        except InputError as error:
+            raise Problem(400, str(error)) from None
         self._check_rows(len(pictures))
         if (size := pictures.shape[1] * pictures.shape[2]) > self.limits.max_pixels:
             raise Problem(413, f"a picture has {size:,} pixels; at most {self.limits.max_pixels:,} are taken.")

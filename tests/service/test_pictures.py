@@ -5,6 +5,7 @@ REST, client, ONNX runtime and browser. The network answers with its own input, 
 
 import base64
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from pydantic import ValidationError
 from torchvision.transforms import v2
+from typer.testing import CliRunner
 
+from dubito.cli import app
+from dubito.deploy.edge.data import read as labelled
 from dubito.deploy.edge.export import export
 from dubito.deploy.edge.export import save as write_onnx
 from dubito.deploy.edge.runtime import EdgeError, EdgeModel
@@ -27,6 +31,7 @@ from dubito.models.images import fitted, prepare, prepare_all, prepare_array, re
 from dubito.models.manifest import Card, Fitting, Input, Interpolation, Regression, format_of
 from dubito.models.manifest import Image as ImageInput
 from dubito.service.client import Client
+from dubito.service.scoring.rows import rows_of_input
 from dubito.training.data.data import enter
 from dubito.training.data.sources import read_for
 from tests.small_models import mlp
@@ -142,6 +147,96 @@ def test_every_road_makes_the_same_tensor(
     wide = np.array(Image.open(io.BytesIO(content)))[:5]  # 5 × 37: the shorter side grows
     again = prepare(torch.from_numpy(wide), declared).numpy().ravel()
     assert np.abs(edge.predict(wide[None])["mean"][0] - again).max() < 1e-4
+
+
+def by_command(path: Path, file: Path) -> NDArray[Any]:
+    answer = CliRunner().invoke(app, ["predict", str(path), str(file), "--json"])
+    assert answer.exit_code == 0, answer.exception
+    return np.array([row["mean"] for row in json.loads(answer.stdout)["predictions"]])
+
+
+def by_score(path: Path, declared: Input) -> NDArray[Any]:
+    """What `dubito score` gives the model, three rows at a time."""
+    rows = rows_of_input(str(path), declared)
+    blocks = [rows.read(i, min(i + 3, rows.count)).x for i in range(0, rows.count, 3)]
+    return np.concatenate(blocks).reshape(rows.count, -1)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_shape_of_an_array_says_how_its_pictures_lie(
+    channels: int, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Alike for `dubito predict`, the server and `dubito score`, at other sizes than the model's and at its own."""
+    model = load(path := artifact(None, tmp_path / "m.safetensors", channels))
+    declared = model.card.input
+    assert declared is not None
+    live, rng = serve(path), np.random.default_rng(3)
+    for height, width in ((20, 13), (SIDE, SIDE)):
+        colour = rng.integers(0, 256, (5, height, width, 3), dtype=np.uint8)
+        grey = colour[..., 1]
+        transparent = np.concatenate([colour, grey[..., None]], -1)
+        first = np.moveaxis(colour, -1, -3)
+        cases = [  # the array, and its pictures
+            (grey[0], grey[:1]),
+            (grey[:1], grey[:1]),
+            (grey, grey),
+            (grey[..., None], grey),
+            (grey[:, None], grey),
+            (colour[0], colour[:1]),
+            (colour, colour),
+            (first, colour),
+            (transparent, colour),
+            (np.moveaxis(transparent, -1, -3), colour),
+            (first[0], colour[:1] if channels == 3 else first[0]),  # of a grey model they are three grey pictures
+        ]
+        for array, pictures in cases:
+            x = torch.stack([prepare(torch.from_numpy(np.array(p)), declared) for p in pictures]).flatten(1).numpy()
+            np.save(tmp_path / "x.npy", array)
+            np.savez(tmp_path / "x.npz", x=np.ascontiguousarray(array))
+            with Client(live.url) as client:
+                np.testing.assert_allclose(client.predict("m", array)["mean"], x, atol=1e-5)
+            np.testing.assert_allclose(by_command(path, tmp_path / "x.npy"), x, atol=1e-5)
+            np.testing.assert_allclose(by_score(tmp_path / "x.npy", declared), x, atol=1e-5)
+            np.testing.assert_allclose(by_score(tmp_path / "x.npz", declared), x, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((3, 20, 3), "of which the channels may be first or last; expected pictures of the model's own 6 × 6 pixels"),
+        ((2, 3, 20, 4), "of which the channels may be first or last"),
+        ((2, 5, 20, 13), "expected (H, W), (H, W, channels), (channels, H, W) or several of them."),
+        ((7,), "expected (H, W)"),
+        ((0, 20, 13), "expected (H, W)"),
+        ((2, 0, 3), "expected (H, W)"),
+        ((2, 2, 3, 20, 13), "expected (H, W)"),
+    ],
+)
+def test_a_shape_that_may_be_read_in_two_ways_or_in_none_is_refused_alike(
+    shape: tuple[int, ...], said: str, serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    declared = load(path := artifact(None, tmp_path / "m.safetensors")).card.input
+    assert declared is not None
+    np.save(file := tmp_path / "x.npy", np.zeros(shape, np.uint8))
+    headers = {"content-type": "application/x-npy"}
+    reply = httpx.post(f"{serve(path).url}/v1/models/m/predict", content=file.read_bytes(), headers=headers)
+    assert reply.status_code == 400
+    with pytest.raises(InputError) as scored:
+        rows_of_input(str(file), declared)
+    predicted = CliRunner().invoke(app, ["predict", str(path), str(file)]).exception
+    assert isinstance(predicted, InputError)
+    for complaint in (reply.json()["detail"], str(scored.value), str(predicted)):
+        assert f"pixels have shape {shape}" in complaint
+        assert said in complaint
+
+
+def test_labelled_pictures_are_counted_by_their_labels(tmp_path: Path) -> None:
+    """Three grey pictures of a model that takes colour are no colour picture with its channels first."""
+    model = load(artifact(None, tmp_path / "m.safetensors"))
+    grey = np.random.default_rng(0).integers(0, 256, (3, SIDE, SIDE), dtype=np.uint8)
+    np.savez(tmp_path / "d.npz", x=grey, y=np.zeros((3, 3 * SIDE * SIDE)))
+    data = labelled(f"npz:{tmp_path / 'd.npz'}", model)
+    assert len(data.tensors(model)) == 3
 
 
 def test_a_graph_that_takes_tensors_refuses_pictures_that_would_be_cut(pictures: Path, tmp_path: Path) -> None:
