@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.errors import InputError
-from dubito.models.network.layers import BayesianLayer
+from dubito.models.network.layers import BayesianLayer, first_input
 from dubito.models.network.network import BayesianNetwork
 from dubito.models.predictions.prediction import predict
 
@@ -28,7 +28,7 @@ def set_directions(network: BayesianNetwork, x: Tensor, R: int, seed: int = 0) -
     factors = network.factors()
     with ExitStack() as hooks:
         for name, layer in chosen.items():
-            hooks.enter_context(layer.register_forward_pre_hook(_gather(name, patches, rng)))
+            hooks.enter_context(layer.register_forward_pre_hook(_gather(name, patches, rng), with_kwargs=True))
         predict(network, factors, x, samples=0, max_rows=len(x))
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # the low-rank SVD starts at random
@@ -36,10 +36,10 @@ def set_directions(network: BayesianNetwork, x: Tensor, R: int, seed: int = 0) -
             layer.q.set_directions(patches[name], factors.layers[name], R)
 
 
-def _gather(name: str, patches: dict[str, Tensor], rng: torch.Generator) -> Callable[[nn.Module, tuple[Tensor]], None]:
-    def hook(layer: nn.Module, arguments: tuple[Tensor]) -> None:
+def _gather(name: str, patches: dict[str, Tensor], rng: torch.Generator) -> Callable[..., None]:
+    def hook(layer: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         assert isinstance(layer, BayesianLayer)
-        (x,) = arguments
+        x = first_input(given, named)
         inputs = max(1, min(64, 8 * PATCHES // max(1, x[0, 0].numel())))  # few of large pictures: each has many patches
         rows = layer.geometry.patches(x[torch.randperm(len(x), generator=rng)[:inputs]])
         patches[name] = rows[torch.randperm(len(rows), generator=rng)[:PATCHES]]

@@ -11,6 +11,7 @@ from dubito.models.conversion.architectures import architecture_of, input_of
 from dubito.models.conversion.start import geometry_of
 from dubito.models.errors import ConversionError, first_line
 from dubito.models.manifest import Layer, Task
+from dubito.models.network.layers import first_input
 from dubito.models.numerics.normals import normals
 from dubito.models.posteriors.protocol import Seen
 from dubito.models.predictions.prediction import evaluating
@@ -67,14 +68,14 @@ def look(net: nn.Module, x: Tensor, names: Collection[str]) -> tuple[dict[str, S
     calls: list[str] = []
     seen: dict[str, Seen] = {}
 
-    def at(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def at(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> None:
             calls.append(name)
-            seen[name] = seen_at(module, inputs[0], output, len(x))
+            seen[name] = seen_at(module, first_input(given, named), output, len(x))
 
         return hook
 
-    hooks = [modules[name].register_forward_hook(at(name)) for name in names]
+    hooks = [modules[name].register_forward_hook(at(name), with_kwargs=True) for name in names]
     try:
         with evaluating(net), torch.no_grad():
             net(x)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.models.network.geometry import Linear
-from dubito.models.network.layers import BayesianLayer, keep_features
+from dubito.models.network.layers import BayesianLayer, first_input, keep_features
 from dubito.models.posteriors.protocol import Value
 
 MOST_FEATURES = 1 << 13  # d beyond which no bank is kept: its points would outweigh the network
@@ -33,7 +33,7 @@ class AllFeatures(Value):
 def watch(layer: nn.Module) -> None:
     """Add the hook that records a layer's inputs in passes with a reading; copies of the layer have it too."""
     if not watched(layer):
-        layer.register_forward_pre_hook(keep_features)
+        layer.register_forward_pre_hook(keep_features, with_kwargs=True)
 
 
 def watched(layer: nn.Module) -> bool:
@@ -51,13 +51,13 @@ def last_linear(net: nn.Module, run: Callable[[], Tensor]) -> str | None:
     """
     calls: list[tuple[str, Tensor, Tensor]] = []
 
-    def note(name: str, module: nn.Module, given: tuple[Any, ...], out: Tensor) -> None:
-        calls.append((name, given[0], out))
+    def note(name: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: Tensor) -> None:
+        calls.append((name, first_input(given, named), out))
 
     with ExitStack() as hooks:
         for name, module in net.named_modules():
             if is_linear(module):
-                hooks.enter_context(module.register_forward_hook(partial(note, name)))
+                hooks.enter_context(module.register_forward_hook(partial(note, name), with_kwargs=True))
         out = run()
     if not calls:
         return None

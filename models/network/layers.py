@@ -83,11 +83,16 @@ def running(run: Run) -> Iterator[None]:
         _thread.run = before
 
 
-def keep_features(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+def first_input(inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """What a layer was called with, as its one argument: by place or by name."""
+    return inputs[0] if inputs else next(iter(named.values()))
+
+
+def keep_features(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
     """A hook of the layer that is watched: keeps its inputs where the pass reads something off them."""
     run = _thread.run
     if run is not None and run.read is not None:
-        run.features.append(inputs[0])
+        run.features.append(first_input(inputs, named))
 
 
 @contextmanager
@@ -236,7 +241,10 @@ class MemberLayer(nn.Module):
             )
         return value
 
-    def forward(self, x: Tensor, *further: Any, **named: Any) -> Tensor:
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        if not given and len(named) == 1:
+            given, named = (first_input(given, named),), {}
+        x, *further = given
         run = current(self, x)
         chosen = run.member(len(self.copies)).tolist()
         if run.K == 1:

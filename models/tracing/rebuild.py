@@ -312,6 +312,8 @@ def _refs(used: Any) -> list[int]:
 def _step(call: TracedCall, args: tuple[Any, ...], named: dict[str, Any], last_used: tuple[int, ...]) -> _Step:
     match call.do:
         case "module":
+            if not args and len(named) == 1:  # a layer's one input: by place, as what takes its place wants it
+                args, named = tuple(named.values()), {}
             return _Step(_run_module, tuple(call.of.split(".")), None, args, named, last_used)
         case "tensor":
             return _Step(_run_tensor, tuple(call.of.split(".")), None, args, named, last_used)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dubito.models.disk import replace_by_draft
 from dubito.models.errors import NumericsError
 from dubito.models.network.geometry import Execution
-from dubito.models.network.layers import BayesianLayer, FoldError, current
+from dubito.models.network.layers import BayesianLayer, FoldError, current, first_input
 from dubito.models.network.network import Draws, Plan
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.processor import processor
@@ -68,12 +68,13 @@ class Plans:
         if not structure.layers or any(k == K and 1 / NEAR < B / job.B < NEAR for B, k in self.known):
             return
 
-        def choose(unit: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def choose(unit: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             layer = unit.layer if isinstance(unit, Unit) else unit
             assert isinstance(layer, BayesianLayer)
-            run, name = current(layer, inputs[0]), structure.names[layer]
+            x = first_input(inputs, named)
+            run, name = current(layer, x), structure.names[layer]
             residual = inputs[1] if len(inputs) > 1 else None
-            call = LayerCall(unit, inputs[0], residual, run.operands[layer](), run.K, run.channels_last)
+            call = LayerCall(unit, x, residual, run.operands[layer](), run.K, run.channels_last)
             if (execution := self._fastest(name, call)) is not None:
                 chosen[name] = execution
 
@@ -86,7 +87,7 @@ class Plans:
             if job.factors.ahead:  # passes of requests are measured, not those that draw weights
                 draws = replace(draws, stock=job.factors.stock(job.network, draws))
             for unit in units:
-                hooks.enter_context(unit.register_forward_pre_hook(choose))
+                hooks.enter_context(unit.register_forward_pre_hook(choose, with_kwargs=True))
             for between in (m for m in form.modules() if isinstance(m, Between)):
                 hooks.enter_context(between.register_forward_pre_hook(self._choose_between))
             with suppress(FoldError):  # then draws run one by one

@@ -11,17 +11,23 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from dubito.models import bayesianize, build, ensemble, load, predict, save
+from dubito.models.conversion.directions import set_directions
 from dubito.models.conversion.options import known_options, options_of
 from dubito.models.conversion.start import weight_of
 from dubito.models.errors import ConversionError
 from dubito.models.manifest import Card, Input, Regression
 from dubito.models.names import METHODS
+from dubito.models.network.feature_bank import FeatureBank
+from dubito.models.network.features import last_linear
 from dubito.models.network.geometry import Conv
 from dubito.models.numerics.parameters import count
 from dubito.models.posteriors.inducing import Inducing, leading
 from dubito.models.posteriors.protocol import Dense, Factored
+from dubito.models.predictions.model import Model
 from dubito.models.predictions.resident import reside
+from dubito.models.predictions.uncertainty import Classified
 from dubito.models.pruning import prune
+from dubito.service.engine.engine import Engine, PredictRequest, PredictResult
 from tests.small_models import mlp
 
 
@@ -572,6 +578,42 @@ def test_a_batchnorm_whose_weights_are_read_past_it_is_not_folded(tmp_path: Path
     assert before is not None
     assert after is not None
     torch.testing.assert_close(after, before)
+
+
+class ByName(nn.Module):
+    """Hands its layers their inputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(input=self.norm(input=self.first(input=x)).relu())
+
+
+@pytest.mark.parametrize("method", ["ffg-u", "ensemble-w"])
+def test_layers_may_get_their_inputs_by_name(method: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x = ByName(), torch.randn(40, 6)
+    assert last_linear(net, lambda: net(x)) == "head"
+    network = bayesianize(net, method, inducing=2)
+    set_directions(network, x, 1)
+    members = max(1, network.factors().members)
+    network.set_feature_bank(FeatureBank.of(nn.functional.normalize(torch.randn(members, 8, 6), dim=-1), "head"))
+    expected = predict(network, network.factors(), x, 4, 0).summary
+    assert isinstance(expected, Classified)
+    save(network, tmp_path / "m.safetensors", card=Card(input=Input(shape=(6,))))
+    for model in (load(tmp_path / "m.safetensors"), Model(network, load(tmp_path / "m.safetensors").manifest)):
+        served = Engine(model, (1, 64))
+        served.plans.measure(served._job(x, 0, None), 4)
+        (found,) = served.answer([PredictRequest(x.numpy(), 4, 0, 128, 0.05)])
+        assert isinstance(found, PredictResult)
+        np.testing.assert_allclose(found.columns["probabilities"], expected.probabilities, rtol=1e-4, atol=1e-5)
+
+
+def test_inducing_points_start_at_inputs_that_layers_get_by_name() -> None:
+    examples = torch.randn(20, 6), torch.arange(20) % 3
+    assert len(bayesianize(ByName(), "gi", inducing=4, examples=examples).layers) == 2
 
 
 class AsksTheNorm(ReadsTheNorm):
