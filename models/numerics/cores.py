@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SPINS = {"x86_64": "2000", "AMD64": "2000"}  # about a tenth of a millisecond; 300,000 of them, as is usual, are 17
-chosen: dict[str, str] = {}  # what this process has chosen for itself, and its children may choose anew
+chosen: set[str] = set()  # variables that this process has set for itself, which its children may set anew
 
 
 def available_cores(root: Path = Path("/")) -> int:
@@ -30,7 +30,8 @@ def before_torch() -> None:
 
 def _choose(name: str, value: str) -> None:
     if name not in os.environ:
-        os.environ[name] = chosen[name] = value
+        os.environ[name] = value
+        chosen.add(name)
 
 
 def _quotas(root: Path) -> Iterator[float]:
