@@ -156,7 +156,7 @@ class Bench:
         plain = model.card.plain
         if method == "plain":
             answers = {"test": inside, **outside}
-            logits = {name: model.temperature * as_classes(s).log() for name, s in answers.items()}
+            logits = {name: logits_of(model, summary) for name, summary in answers.items()}
             save_file({**logits, "y": test.y}, self.answers(seed))
         return {
             "method": method,
@@ -186,9 +186,7 @@ class Bench:
         kept = [load_file(self.answers(seed)) for seed in members]
         summaries = {}
         for name in ("test", *self.outside):
-            tally = ClassTally()
-            tally.add(torch.stack([answers[name] for answers in kept]))
-            summaries[name] = tally.summary()
+            summaries[name] = together([answers[name] for answers in kept])
         inside = summaries.pop("test")
         near: dict[Measure, Tensor] = {measure: scores(inside)[measure] for measure in WITHOUT_CALIBRATION}
         parameters = rows[0]["parameters"] if rows else count(self.model("plain", first, None).network)
@@ -202,7 +200,20 @@ class Bench:
             "mutual_information": float(near["mutual_information"].mean()),
             "measure": None,
             "aurocs": {name: aurocs(near, scores(far)) for name, far in summaries.items()},
+            "auprs": {name: {m: aupr(near[m], scores(far)[m]) for m in near} for name, far in summaries.items()},
         }
+
+
+def logits_of(model: Model, summary: Summary) -> Tensor:
+    """The logits of a plain network's answers before its temperature, but for a constant of each input."""
+    return model.temperature * as_classes(summary).log()
+
+
+def together(members: list[Tensor]) -> Classified:
+    """The answers of an ensemble of plain networks, by the logits of each."""
+    tally = ClassTally()
+    tally.add(torch.stack(members))
+    return tally.summary()
 
 
 def as_classes(summary: Summary) -> Tensor:

@@ -41,11 +41,13 @@ from benchmarks import cifar, fashion, uci
 from benchmarks._measure import answering, keep_row, kept_rows, machine, spread, take_turns
 from dubito.models import load
 from dubito.models.artifact.artifact import is_artifact
+from dubito.models.predictions.model import Model
 from dubito.training.config import read_recipe
-from dubito.training.data.data import part_of
+from dubito.training.data.data import Examples, part_of
 from dubito.training.data.sources import read_data
-from dubito.training.evaluation.evaluate import evaluate
-from dubito.training.evaluation.predicting import declared_by, draws_for
+from dubito.training.evaluation.evaluate import SHIFTED, evaluate, quality, some_of
+from dubito.training.evaluation.predicting import ChosenPredictive, declared_by, draws_for
+from dubito.training.evaluation.shift import corrupt, families
 from dubito.training.recipe import train
 
 # Accuracy and ECE in %: [Ritter21, first version on arXiv], ResNet-18
@@ -161,15 +163,19 @@ def times(folder: Path, keep: Path) -> dict[str, float]:
 def shifts(folder: Path, args: argparse.Namespace) -> None:
     """Accuracy and ECE on corrupted test pictures by severity, mean over the kinds; the first seed's files."""
     keep, device = args.keep / "shift.jsonl", torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    known = {row["method"]: row for row in kept_rows(keep)}
+    known, seed = {row["method"]: row for row in kept_rows(keep)}, args.seeds[0]
     for method in cifar.METHODS:
-        path = folder / f"{method}-{args.seeds[0]}.safetensors"
-        if method in known or not path.exists():
+        members = range(seed, seed + cifar.MEMBERS) if method == "ensemble-w" else [seed]
+        paths = [folder / f"{method.replace('ensemble-w', 'plain')}-{s}.safetensors" for s in members]
+        if method in known or not all(path.exists() for path in paths):
             continue
-        model = load(path).to(device)
-        test = part_of(read_data("cifar10", args.data_root), model.card)[1]
-        families = evaluate(model, test, shift=True, seed=args.seeds[0]).figures["shift"]["families"]
-        known[method] = {"method": method, **by_severity(families)}
+        models = [load(path).to(device) for path in paths]
+        test = part_of(read_data("cifar10", args.data_root), models[0].card)[1]
+        if method == "ensemble-w":
+            kinds = shifted_ensemble(models, some_of(test, SHIFTED, seed), seed)
+        else:
+            kinds = evaluate(models[0], test, shift=True, seed=seed).figures["shift"]["families"]
+        known[method] = {"method": method, **by_severity(kinds)}
         keep_row(keep, known[method])
     if known:
         severities = next(iter(known.values()))["severities"]
@@ -178,6 +184,18 @@ def shifts(folder: Path, args: argparse.Namespace) -> None:
             pairs = zip(row["accuracy"], row["ece"], strict=True)
             table.add_row(method, *(f"{100 * a:.1f}, {100 * e:.1f}" for a, e in pairs))
         Console(width=180).print(table)
+
+
+def shifted_ensemble(models: list[Model], pictures: Examples, seed: int) -> dict[str, list[Row]]:
+    """Figures of plain networks together, by their answers as they are, on the corrupted pictures of the others."""
+    rows: dict[str, list[Row]] = {}
+    for family, severities in families(pictures.x.shape[1]).items():
+        for severity in severities:
+            x = corrupt(pictures.x, family, severity, seed)
+            answers = [(model, ChosenPredictive.of(model, SAMPLES, None).predict(model, x, seed)) for model in models]
+            summary = cifar.together([cifar.logits_of(*answer) for answer in answers])
+            rows.setdefault(family, []).append({"severity": severity, **quality(summary, pictures.y)})
+    return rows
 
 
 def by_severity(families: dict[str, list[Row]]) -> Row:

@@ -878,6 +878,10 @@ def pack_zoo(
             min=1,
         ),
     ] = None,
+    again: Annotated[
+        bool,
+        typer.Option("--again", help="Measure FILE, which is of the zoo already, as it is stored; with new curves."),
+    ] = False,
     data_root: DataRoot = None,
     download: Download = False,
     device: Device = "auto",
@@ -887,14 +891,19 @@ def pack_zoo(
 
     Try: dubito zoo pack digits digits.safetensors --minutes 0.5 --out packed.safetensors
     """
-    from dubito.training.zoo import Where, compare, pack, reword
+    from dubito.models.errors import InputError
+    from dubito.training.zoo import Where, compare, pack, remeasure, reword
 
     where = Where(data_root, download, chosen_device(device))
+    if again and (minutes is not None or plain is not None or examples is not None):
+        raise InputError("--again measures a packed FILE by itself; leave --minutes, --plain and --examples out.")
     if minutes is None:
         out = _writable(out)
-        if plain is not None:
+        if again:
+            remeasure(file, out, where)
+        elif plain is not None:
             compare(file, plain, out, where)
-        _print_result(out, reword(name, file if plain is None else out, out), as_json)
+        _print_result(out, reword(name, out if again or plain is not None else file, out), as_json)
         return
     told: dict[str, Any] = {"minutes": minutes, "made_on": made_on, "beside": beside, "plain": plain}
     told["examples"] = examples

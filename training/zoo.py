@@ -25,7 +25,7 @@ from dubito.training.beside import SAMPLES, answers_of, as_stored, beside_plain,
 from dubito.training.calibrate import calibrate
 from dubito.training.compact import compact
 from dubito.training.config import Recipe, read_recipe
-from dubito.training.data.data import DataError, Parts
+from dubito.training.data.data import DataError, Examples, Parts
 from dubito.training.evaluation.evaluate import measure
 from dubito.training.evaluation.predicting import ChosenPredictive, Summary
 from dubito.training.prune import prune, recipe_of
@@ -194,8 +194,6 @@ def pack(
         bare = recipe.network.model_copy(update={"weights": Path(recipe.network.weights).name})
         stored = {**(provenance.recipe or {}), "network": bare.model_dump(mode="json")}
         provenance = provenance.model_copy(update={"recipe": stored})
-    predictive = ChosenPredictive.of(model, SAMPLES, None)
-    summary = predictive.predict(model, test.x, seed)
     zoo = Zoo(
         title=steps.title,
         data=said.title,
@@ -206,8 +204,7 @@ def pack(
         measured_on=measured_on,
         limits=steps.limits,
         not_for=steps.not_for,
-        reliability=tuple(reliability(summary, test.y)),
-        risk=tuple(risk(summary, test.y)),
+        **_curves(model, test, seed),
         rounding=rounding,
         examples=examples,
     )
@@ -236,6 +233,28 @@ def compare(file: str | Path, plain: str | Path, out: Path, where: Where) -> Mod
     return load(out)
 
 
+def remeasure(file: str | Path, out: Path, where: Where) -> Model:
+    """A packed model with the figures and curves that it has as it is stored, on this device; its calibration stays.
+
+    A model whose figures were those before it was rounded has them in `rounding` from now on, as what they changed by.
+    """
+    model = load(file).to(where.device)
+    card, recipe = model.card, recipe_of(model)
+    if card.zoo is None:
+        raise ZooError(f"{file} is not packed; expected a file of the zoo, or --minutes of training.")
+    test = _parts(file, recipe, card, where).test
+    found = _figures(model, test, recipe.seed)
+    rounding, column = card.zoo.rounding, card.plain
+    if card.zoo.examples is not None:
+        rounding = {key: found[key] - card.metrics[key] for key in ROUNDED if key in found}
+    zoo = card.zoo.model_copy(
+        update={"measured_on": where.kind, "rounding": rounding, "examples": None, **_curves(model, test, recipe.seed)}
+    )
+    column = None if column is None else _compared(column, found)
+    save(model.with_card(metrics=found, plain=column, zoo=zoo), out)
+    return load(out)
+
+
 def reword(name: str, file: str | Path, out: Path) -> Model:
     """A packed model with the words that zoo.toml has now; its figures and curves stay as they are."""
     steps, model = steps_of(name), load(file)
@@ -258,9 +277,13 @@ def _stored(model: Model, precision: Precision, parts: Parts, out: Path) -> Mode
     stored = as_stored(model.network, card, out, precision).to(model.device)
     others = {"validation": parts.validation, "train": parts.train}
     stored = calibrate(stored, parts.calibration, recipe.calibrate, seed=recipe.seed, **others)
-    found = measure(stored, parts.test, seed=recipe.seed)
-    answers = answers_of(stored, parts.test, spoiled(parts.test, recipe.seed), recipe.seed, SAMPLES)
-    return stored.with_card(metrics=found | {"auroc": figures_of(answers, parts.test.y)["auroc"]})
+    return stored.with_card(metrics=_figures(stored, parts.test, recipe.seed))
+
+
+def _figures(model: Model, test: Examples, seed: int) -> dict[str, float]:
+    """Those of the test part, and the AUROC against spoiled copies of it."""
+    answers = answers_of(model, test, spoiled(test, seed), seed, SAMPLES)
+    return measure(model, test, seed=seed) | {"auroc": figures_of(answers, test.y)["auroc"]}
 
 
 def _plain_of(origin: Model, model: Model) -> Plain | None:
@@ -279,6 +302,11 @@ def _compared(plain: Plain, after: dict[str, float]) -> Plain:
         value = after[key] - rival[key]
         changed[key] = was.model_copy(update={"value": value, "se": max(was.se, abs(value - was.value))})
     return plain.model_copy(update={"differences": changed})
+
+
+def _curves(model: Model, test: Examples, seed: int) -> dict[str, Any]:
+    summary = ChosenPredictive.of(model, SAMPLES, None).predict(model, test.x, seed)
+    return {"reliability": tuple(reliability(summary, test.y)), "risk": tuple(risk(summary, test.y))}
 
 
 def reliability(summary: Summary, y: Tensor) -> list[tuple[float, float, float]]:

@@ -80,7 +80,7 @@ def evaluate(
     predictive, calibration = ChosenPredictive.of(model, samples, method), model.card.calibration
     K, rule = predictive.K, predictive.rule(model)
     grid = sorted({*GRID, K} - {0}) if model.factors.random else [1]
-    pictures = _some(examples, SHIFTED, seed)
+    pictures = some_of(examples, SHIFTED, seed)
     changes = [(f, s) for f, all_s in families(pictures.x.shape[1]).items() for s in all_s] if shift else []
     further = sum(map(len, outside.values())) + len(changes) * len(pictures)
     with bar("evaluating", max(grid) * len(examples) + max(1, K) * further) as advance:
@@ -259,7 +259,8 @@ def _changed(model: Model, summary: Summary, x: Tensor) -> dict[str, float]:
     return {"changed": float((summary.probabilities.argmax(-1) != plain.probabilities.argmax(-1)).double().mean())}
 
 
-def _some(examples: Examples, most: int, seed: int) -> Examples:
+def some_of(examples: Examples, most: int, seed: int) -> Examples:
+    """As many examples, or all, drawn by the seed."""
     if len(examples) <= most:
         return examples
     return examples[torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))[:most]]
