@@ -20,8 +20,9 @@ FEW, MANY = 8, 32  # up to so few filters, from so many channels on, folding bea
 
 # loop: dense weights, draw by draw; batch: all draws in one call; unfold: one product of all patches and weights;
 # factored: without W, but for blocks that are faster with it. By GPU kernels that include the operators after the
-# layer: fused and parted form no W, in one kernel or two, grouped has dense weights
-Execution = Literal["loop", "batch", "unfold", "factored", "fused", "parted", "grouped"]
+# layer: fused and parted form no W, in one kernel or two, grouped has dense weights; mixed starts from what the kernel
+# of the layer before has made
+Execution = Literal["loop", "batch", "unfold", "factored", "fused", "parted", "grouped", "mixed"]
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class Run:
     structure: "Structure"
     B: int = 1  # inputs
     channels_last: bool = False
+    first_alone: bool = False  # of the inputs, only the rows of the first draw are read; the others are not written
     form: nn.Module | None = None  # the network in another form, to be run instead
     begun: Sequence[Callable[[], object]] = ()  # draws that are under way: a capture ends when all were called for
     read: Reading | None = None  # what is read off the features, in further columns of the outputs
@@ -53,6 +54,7 @@ class Run:
     points: int = 0  # inducing inputs, the first rows of each draw
     on_arrival: Mapping[nn.Module, "OnArrival"] = field(default_factory=dict)  # layers that are drawn in sequence
     drawn: dict[nn.Module, "Drawn"] = field(default_factory=dict)  # filled by them
+    ahead: dict[nn.Module, Any] = field(default_factory=dict)  # what the kernel of one layer has made for the next
 
 
 Drawn = tuple[Dense | Functions, Tensor]  # and log Q − log P of each draw (K,)

@@ -558,14 +558,18 @@ class BayesianNetwork(nn.Module):
 
     def _go(self, x: Tensor, run: Run, channels_last: bool = False, folded: Tensor | None = None) -> Tensor:
         """`folded`: K times B inputs, where they are not the same for each draw."""
-        if folded is None:
+        if folded is None and run.first_alone:
+            like = torch.channels_last if channels_last and x.dim() == 4 else torch.contiguous_format
+            folded = torch.empty((run.K * len(x), *x.shape[1:]), dtype=x.dtype, device=x.device, memory_format=like)
+            folded[: len(x)].copy_(x)
+        elif folded is None:
             # of one draw, too: a network may change its input in place
             times = (run.K, *[1] * (x.dim() - 1))
             folded = x.movedim(1, -1).repeat(times).movedim(-1, 1) if channels_last else x.repeat(times)
         elif channels_last:
             folded = folded.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
         self.learned.inputs = tuple(x.shape[1:])
-        here = replace(run, B=len(x), channels_last=channels_last, features=[])
+        here = replace(run, B=len(x), channels_last=channels_last, features=[], ahead={})
         with running(here), layer_by_layer(run.structure.attends):
             try:
                 out = (self.net if run.form is None else run.form)(folded)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,10 @@ from dubito.models.network.geometry import Conv, Execution, Geometry, Linear, ap
 from dubito.models.network.layers import BayesianLayer
 from dubito.models.numerics.proof import WIDER, fault_in, name_of
 from dubito.models.posteriors.protocol import Dense, Factored, Operand
-from dubito.service.engine.fusion import Unit
+from dubito.service.engine.fusion import Begun, Unit
+
+if TYPE_CHECKING:
+    from dubito.service.engine.kernels import Ahead
 
 ROUNDINGS = 16  # tolerance in machine epsilons of the largest value: weights and intermediate results are rounded
 SEEN = 2  # inputs of a draw that are compared
@@ -30,6 +33,13 @@ class LayerCall:
     operand: Operand
     K: int
     channels_last: bool
+    begun: Begun | None = None  # for "mixed"
+
+    @property
+    def layer(self) -> BayesianLayer:
+        layer = self.unit.layer if isinstance(self.unit, Unit) else self.unit
+        assert isinstance(layer, BayesianLayer)
+        return layer
 
     @property
     def geometry(self) -> Geometry:
@@ -52,9 +62,10 @@ class LayerCall:
         parts = (str(self.geometry), tuple(self.x.shape), str(self.x.dtype), r, self.K, self.channels_last, follows)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
-    def compute(self, execution: Execution) -> Tensor:
+    def compute(self, execution: Execution, ahead: "Ahead | None" = None) -> Tensor:
         if isinstance(self.unit, Unit):
-            return self.unit.compute(self.x, self.residual, self.operand, self.K, execution, self.channels_last)
+            given = (self.x, self.residual, self.operand, self.K, execution, self.channels_last)
+            return self.unit.compute(*given, self.begun, ahead)
         return apply(self.geometry, self.x, self.operand, self.K, execution, self.channels_last)
 
     def expected(self, *, unsigned: bool = False) -> Tensor:
@@ -78,6 +89,60 @@ class LayerCall:
         result = torch.cat(_seen(self.compute(execution), self.K))
         what = f"{execution!r} in {name_of(result.dtype)}"
         return fault_in(what, result, expected, ROUNDINGS, partial(self.expected, unsigned=True))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A unit, and the one that reads its outputs, in a pass: each by itself, or the second's first product within the
+    first's kernel."""
+
+    first: LayerCall
+    then: LayerCall
+    alone: bool  # nothing else reads the outputs
+
+    @cached_property
+    def executions(self) -> tuple[Execution, ...]:
+        """Those of the first in which it can go on."""
+        if not self._suits():
+            return ()
+        return ("mixed",) if self.first.begun is not None else ("fused", "parted")
+
+    def _suits(self) -> bool:
+        for call in (self.first, self.then):
+            of_kernels = kernel_executions(call.geometry, call.operand, call.x)
+            if not isinstance(call.operand, Factored) or "fused" not in of_kernels:
+                return False
+        from dubito.service.engine.kernels import WIDEST_AHEAD
+
+        assert isinstance(self.then.operand, Factored)
+        d_in, r = self.then.operand.B.shape
+        return r <= WIDEST_AHEAD and 2 * r <= d_in
+
+    @cached_property
+    def case(self) -> str:
+        parts = (self.first.case, self.then.case, self.first.begun is not None, self.alone)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def apart(self, first: Execution, then: Execution) -> Tensor:
+        self.first.compute(first)
+        return self.then.compute(then)
+
+    def handed_over(self, first: Execution, *, stored: bool) -> LayerCall:
+        """The second unit, with what the first has made for it."""
+        assert isinstance(self.then.unit, Unit)
+        ahead = self.then.unit.asks(self.then.operand, self.then.x.dtype, stored=stored)
+        assert ahead is not None
+        y = self.first.compute(first, ahead)
+        assert ahead.made is not None
+        return replace(self.then, x=y, begun=Begun(self.then.operand, ahead.made))
+
+    def together(self, first: Execution) -> Tensor:
+        return self.handed_over(first, stored=not self.alone).compute("mixed")
+
+    def fault(self, first: Execution) -> str | None:
+        """What is wrong with the result, from the first's outputs as they are then; None if it is right."""
+        begun = self.handed_over(first, stored=True)
+        return begun.fault("mixed", begun.expected())
 
 
 def _seen(rows: Tensor, K: int) -> list[Tensor]:

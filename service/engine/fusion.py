@@ -11,8 +11,7 @@ import operator
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from torch import Tensor, fx, nn
 from dubito.models.errors import first_line
 from dubito.models.network.attention import Attention
 from dubito.models.network.features import watched
-from dubito.models.network.geometry import Affine, Execution, Linear, absorbs, apply
+from dubito.models.network.geometry import Affine, Conv, Execution, Geometry, Linear, absorbs, apply
 from dubito.models.network.layers import BayesianLayer, MemberLayer, current
 from dubito.models.network.normalisation import FOLDABLE, ScaleShift, folded
 from dubito.models.network.window_attention import WindowAttention
@@ -29,6 +28,9 @@ from dubito.models.posteriors.protocol import Dense, Factored, Operand
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import evaluating
 from dubito.models.tracing.thread_tracer import ThreadTracer
+
+if TYPE_CHECKING:
+    from dubito.service.engine.kernels import Ahead, Projected
 
 log = logging.getLogger("dubito")
 ADDED = (operator.add, operator.iadd, torch.add)
@@ -41,8 +43,25 @@ IDLE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Identity)  # in
 Activation = Literal["relu", "gelu", "silu"]
 FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"relu": F.relu_, "gelu": F.gelu, "silu": F.silu}
 TIMES = (operator.mul, operator.imul, torch.mul)
+GOES_ON: tuple[Execution, ...] = ("fused", "parted", "mixed")  # executions that can begin the next unit
 RESHAPED = ("reshape", "view", "unsqueeze")
 LAST_TO_SECOND, SECOND_TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)  # axes of channels last, channels first, and back
+
+
+@dataclass(frozen=True)
+class Next:
+    """The unit that reads a unit's outputs, of one tap: its first product can be part of the same kernel."""
+
+    unit: "Unit"
+    alone: bool  # nothing else reads them
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A unit's operand, and the product of its first factor with its inputs, by the unit before."""
+
+    operand: Operand
+    projected: "Projected"
 
 
 class Unit(nn.Module):
@@ -64,6 +83,7 @@ class Unit(nn.Module):
         super().__init__()
         self.layer, self.norm, self.then, self.shared, self.turned = layer, norm, then, shared, turned
         self.geometry = layer.geometry
+        self.next: Next | None = None
         if norm is not None:  # in float32, for kernels that sum in it
             scale, shift = norm.scale.detach().float(), norm.shift.detach().float()
         else:
@@ -73,14 +93,41 @@ class Unit(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         run = current(self.layer, x)
-        execution = run.plan.get(self.layer, "loop")
-        return self.compute(x, residual, run.operands[self.layer](), run.K, execution, run.channels_last)
+        execution, begun = run.plan.get(self.layer, "loop"), run.ahead.pop(self, None)
+        operand = run.operands[self.layer]() if begun is None else begun.operand
+        if execution == "mixed" and begun is None:  # the unit before runs otherwise here
+            execution = "parted"
+        ahead, of_next = None, self.next
+        if of_next is not None and run.plan.get(of_next.unit.layer) == "mixed" and execution in GOES_ON:
+            theirs = run.operands[of_next.unit.layer]()
+            ahead = of_next.unit.asks(theirs, x.dtype, stored=not of_next.alone)
+        out = self.compute(x, residual, operand, run.K, execution, run.channels_last, begun, ahead)
+        if of_next is not None and ahead is not None:
+            assert ahead.made is not None
+            run.ahead[of_next.unit] = Begun(theirs, ahead.made)
+        return out
+
+    def asks(self, operand: Operand, dtype: torch.dtype, *, stored: bool) -> "Ahead | None":
+        """What the kernel of the unit before is to make for this one."""
+        from dubito.service.engine import kernels
+
+        if not isinstance(operand, Factored) or operand.B.dim() != 2:
+            return None
+        return kernels.Ahead(operand.B.to(dtype), self.geometry.bias, operand.e is not None, stored)
 
     def compute(
-        self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, execution: Execution, channels_last: bool
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        operand: Operand,
+        K: int,
+        execution: Execution,
+        channels_last: bool,
+        begun: Begun | None = None,
+        ahead: "Ahead | None" = None,
     ) -> Tensor:
-        if execution in ("fused", "parted", "grouped"):
-            return self._by_kernel(x, residual, operand, K, execution)
+        if execution in ("fused", "parted", "grouped", "mixed"):
+            return self._by_kernel(x, residual, operand, K, execution, begun, ahead)
         within = self.norm is not None and absorbs(self.geometry, x, operand, self.norm.axis)
         affine = Affine(self.scale, self.shift) if within else None
         out = apply(self.geometry, x, operand, K, execution, channels_last, affine)
@@ -90,15 +137,28 @@ class Unit(nn.Module):
             out = out + residual
         return out if self.then is None else FUNCTIONS[self.then](out)
 
-    def _by_kernel(self, x: Tensor, residual: Tensor | None, operand: Operand, K: int, execution: Execution) -> Tensor:
+    def _by_kernel(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        operand: Operand,
+        K: int,
+        execution: Execution,
+        begun: Begun | None,
+        ahead: "Ahead | None",
+    ) -> Tensor:
         from dubito.service.engine import kernels
 
         geometry = self.geometry
         after = kernels.Epilogue(self.scale, self.shift, residual, self.then)
         match operand:
             case Factored(B, G, e) if execution != "grouped":
-                run = kernels.factored if execution == "fused" else partial(kernels.parted, shared=self.shared)
-                return run(geometry, x, B, G.to(x.dtype), None if e is None else e.to(x.dtype), after)
+                given = (G.to(x.dtype), None if e is None else e.to(x.dtype), after, ahead)
+                if execution == "mixed" and begun is not None:
+                    return kernels.mixed(geometry, x, begun.projected, *given)
+                if execution == "fused":
+                    return kernels.factored(geometry, x, B, *given)
+                return kernels.parted(geometry, x, B, *given, shared=self.shared)
             case Factored(B, G, None):
                 return kernels.dense(geometry, x, B @ G.mT.to(x.dtype), after)
             case Dense(W):
@@ -193,7 +253,32 @@ def _fused(net: nn.Module, turned: bool) -> nn.Module:
             graph.erase_node(old)
     graph.lint()
     root.recompile()
+    _link(root)
     return root
+
+
+def _link(root: fx.GraphModule) -> None:
+    """Each unit gets to know the one that reads its outputs, where that has one tap."""
+    units = {node: unit for node in root.graph.nodes if (unit := _unit_of(root, node)) is not None}
+    for node, unit in units.items():
+        for reader in node.users:
+            other = units.get(reader)
+            if other is not None and reader.args[0] is node and _goes_on(unit.geometry, other.geometry):
+                unit.next = Next(other, len(node.users) == 1 and reader.args.count(node) == 1)
+                break
+
+
+def _unit_of(root: fx.GraphModule, node: fx.Node) -> Unit | None:
+    module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return module if isinstance(module, Unit) else None
+
+
+def _goes_on(first: Geometry, then: Geometry) -> bool:
+    """Whether the rows of one layer's outputs are those of the other's inputs, which has one tap."""
+    if isinstance(first, Linear) and isinstance(then, Linear):
+        return first.outputs == then.inputs and first.groups == then.groups == 1
+    point = isinstance(then, Conv) and then.kernel == then.stride == (1, 1) and then.padding == (0, 0)
+    return point and isinstance(first, Conv) and first.outputs == then.inputs and first.groups == then.groups == 1
 
 
 @dataclass

@@ -5,6 +5,8 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -15,12 +17,13 @@ from torch import Tensor, nn
 
 from dubito.models.errors import first_line
 from dubito.models.network.geometry import Conv
+from dubito.models.network.layers import Reading, Run
 from dubito.models.network.network import BayesianNetwork, Draws, NetworkFactors, Plan
 from dubito.models.numerics.normals import Normals, counted
 from dubito.models.numerics.streams import stream
 from dubito.models.predictions.model import Model
-from dubito.models.predictions.prediction import Job, evaluating, sums_of, tempered
-from dubito.models.predictions.uncertainty import Reals, on_host
+from dubito.models.predictions.prediction import Job, evaluating, sums_of, tempered, with_distances
+from dubito.models.predictions.uncertainty import Reals, class_sums, on_host
 from dubito.service.engine.between import with_between
 from dubito.service.engine.fusion import Unit, difference_of, with_units
 
@@ -70,6 +73,42 @@ def tap_by_tap(factors: NetworkFactors, form: nn.Module) -> NetworkFactors:
                 unit.geometry = replace(unit.geometry, taps_first=True)
             layers[name] = reordered
     return replace(factors, layers=MappingProxyType(layers), form=form)
+
+
+def first_alone(run: Run) -> bool:
+    """Whether a pass reads the inputs of the first draw alone: they are those of all, and go to one layer."""
+    units = () if run.form is None else run.form.modules()
+    return any(isinstance(u, Unit) and u.shared and run.plan.get(u.layer) == "parted" for u in units)
+
+
+def _summed(out: Tensor, network: BayesianNetwork, read: Reading | None) -> Tensor:
+    """`sums_of` all draws, by a kernel where there is one."""
+    if network.task.kind == "classification" and out.dim() == 3 and _sums_by_kernel(out.device):
+        from dubito.service.engine.plain_kernels import WIDEST, class_sums
+
+        logits, distance = with_distances(out, read)
+        if logits.shape[-1] <= WIDEST:
+            return class_sums(logits, distance)
+    return sums_of(network, read)(out)
+
+
+@cache
+def _sums_by_kernel(device: torch.device) -> bool:
+    """Whether the kernel that sums over draws is there, and right on this device."""
+    if find_spec("triton") is None:
+        return False
+    from dubito.service.engine.plain_kernels import class_sums as by_kernel
+
+    logits = 10 * torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(0)).to(device)
+    distance = logits[..., 0].abs()
+    try:
+        torch.testing.assert_close(by_kernel(logits, distance), class_sums(logits, distance), rtol=1e-9, atol=1e-9)
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:  # AssertionError, or a kernel that this GPU does not take
+        log.warning("sums over draws are torch's", extra={"why": first_line(error)})
+        return False
+    return True
 
 
 class PinnedInputs:
@@ -144,13 +183,13 @@ class PassGraph:
 
         def once() -> Tensor:
             key = port.key.to(x.device, non_blocking=True)
+            run = network.arrange(factors, Draws(K, None, 0, key=key), plan)  # draws begin while the inputs come
             inputs = port.x[: len(x)].to(x.device, non_blocking=True).to(x.dtype)
-            run = network.arrange(factors, Draws(K, None, 0, key=key), plan)
-            out = network.go(inputs, run)
+            out = network.go(inputs, replace(run, first_alone=first_alone(run)))
             for wait in run.begun:
                 wait()
             out = tempered(out, temperature, factors.read)
-            sums = sums_of(network, factors.read)(out)
+            sums = _summed(out, network, factors.read)
             if self._sums is None:
                 self._sums = torch.zeros(sums.shape, dtype=sums.dtype, pin_memory=True)
             self._sums.copy_(sums, non_blocking=True)

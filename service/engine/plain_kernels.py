@@ -1,5 +1,5 @@
-"""Triton kernels for what runs between Bayesian layers: LayerNorm, depthwise convolutions and max pooling. Imported on
-first use, since triton is optional.
+"""Triton kernels for what runs between Bayesian layers, LayerNorm, depthwise convolutions and max pooling, and for the
+sums over a pass's draws. Imported on first use, since triton is optional.
 
 Activations are channels last, in half precision; sums are in float32. These operators have no weights that are drawn,
 so the draws of a pass are rows like any others.
@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dubito.service.engine.kernels import Epilogue, at_least, curved, positions
+from dubito.service.engine.kernels import LEAST, Epilogue, at_least, curved, positions
 
+WIDEST = 8192  # classes that are summed
 PER_PROGRAM = 4096  # numbers of a normalised or pooled tile
 HIGH = 4  # rows of outputs of a depthwise tile, which the kernel writes out
+DRAWS, COLUMNS = 32, 32  # of a tile that is summed over its draws
 WIDE, CHANNELS, WARPS = 16, 32, 1  # its columns and channels, and warps: the best of eight for 7 × 7 on an H200
 
 
@@ -125,6 +127,56 @@ def _depthwise_kernel(
     _store(y, at + Wo * C, acc1, by, plus, floor, out, top + 1, Wo, Ho, inside, CURVE)
     _store(y, at + 2 * Wo * C, acc2, by, plus, floor, out, top + 2, Wo, Ho, inside, CURVE)
     _store(y, at + 3 * Wo * C, acc3, by, plus, floor, out, top + 3, Wo, Ho, inside, CURVE)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _class_kernel(logits, distance, parts, C, width, DISTANCE: tl.constexpr, BC: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BC)
+    inside = col < C
+    value = tl.load(logits + row * C + col, mask=inside, other=float("-inf")).to(tl.float64)
+    top = tl.max(value, 0)
+    away = value - top
+    each = tl.exp(away)
+    total = tl.sum(each, 0)
+    p = each / total
+    left = tl.log(total)
+    parts += row * width
+    tl.store(parts + col, p, mask=inside)
+    tl.store(parts + C + col, p * p, mask=inside)
+    tl.store(parts + 2 * C, -tl.sum(tl.where(p == 0, 0.0, p * (away - left)), 0))  # NaN where p is
+    tl.store(parts + 2 * C + 1, -(top + left))
+    if DISTANCE:
+        tl.store(parts + 2 * C + 2, tl.load(distance + row).to(tl.float64))
+
+
+@triton.jit(do_not_specialize=["K", "B", "width"])
+def _over_draws_kernel(parts, out, K, B, width, BK: tl.constexpr, BC: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BC + tl.arange(0, BC)
+    acc = tl.zeros((BC,), tl.float64)
+    for first in range(0, K, BK):
+        k = first + tl.arange(0, BK)
+        live = (k < K)[:, None] & (col < width)[None, :]
+        at = (k.to(tl.int64) * B + b)[:, None] * width + col[None, :]
+        acc += tl.sum(tl.load(parts + at, mask=live, other=0.0), 0)
+    tl.store(out + b * width + col, acc, mask=col < width)
+
+
+def class_sums(logits: Tensor, distance: Tensor | None = None) -> Tensor:
+    """`uncertainty.class_sums` of all draws (K, B, C), in two kernels."""
+    K, B, C = logits.shape
+    width = 2 * C + (2 if distance is None else 3)
+    logits = logits.contiguous()
+    parts = torch.empty(K * B, width, dtype=torch.float64, device=logits.device)
+    out = torch.empty(B, width, dtype=torch.float64, device=logits.device)
+    given = logits if distance is None else distance.contiguous()
+    with torch.cuda.device_of(logits):
+        _class_kernel[(K * B,)](
+            logits, given, parts, C, width, distance is not None, max(LEAST, triton.next_power_of_2(C)), num_warps=4
+        )
+        _over_draws_kernel[B, triton.cdiv(width, COLUMNS)](parts, out, K, B, width, DRAWS, COLUMNS, num_warps=4)
+    return out
 
 
 def layer_norm(

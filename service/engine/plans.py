@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -27,7 +27,7 @@ from dubito.models.numerics.processor import processor
 from dubito.models.numerics.proof import fault_in, name_of
 from dubito.models.predictions.prediction import Job, evaluating
 from dubito.service.engine.between import Between
-from dubito.service.engine.executions import ROUNDINGS, SEEN, LayerCall
+from dubito.service.engine.executions import ROUNDINGS, SEEN, LayerCall, Pair
 from dubito.service.engine.fusion import Unit
 from dubito.service.engine.pace import seconds_of
 
@@ -77,7 +77,14 @@ class Plans:
             call = LayerCall(unit, x, residual, run.operands[layer](), run.K, run.channels_last)
             if (execution := self._fastest(name, call)) is not None:
                 chosen[name] = execution
+            if (before := waiting.pop(unit, None)) is not None and isinstance(before.unit, Unit):
+                link = before.unit.next
+                assert link is not None
+                call = self._together(Pair(before, call, link.alone), chosen, structure.names)
+            if isinstance(unit, Unit) and unit.next is not None:
+                waiting[unit.next.unit] = call
 
+        waiting: dict[nn.Module, LayerCall] = {}  # units whose outputs another one reads, by that one
         form = job.network.net if job.factors.form is None else job.factors.form
         units: list[nn.Module] = [m for m in form.modules() if isinstance(m, Unit)]
         within = {unit.layer for unit in units}
@@ -97,6 +104,40 @@ class Plans:
             self.usual = self._without_wrong(self.usual, chosen)
             self.known = {size: self._without_wrong(plan, chosen) for size, plan in self.known.items()}
         self._at.cache_clear()
+
+    def _together(self, pair: Pair, chosen: dict[str, Execution], names: Mapping[nn.Module, str]) -> LayerCall:
+        """Whether the second unit's first product is faster within the first's kernel; the second as it is then."""
+        first, then = (names[call.layer] for call in (pair.first, pair.then))
+        remembered = self.cache.executions.get(pair.case)
+        if (remembered is None and self.left <= 0) or remembered == "loop" or (then, "mixed") in self.wrong:
+            return pair.then
+        right: list[Execution] = []
+        for execution in pair.executions if remembered is None else (remembered,):
+            try:
+                fault = pair.fault(execution) if execution in pair.executions else "it is not known here"
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:  # out of memory, or a kernel too large for this GPU
+                log.info("an execution is left out", extra={"why": str(error)[:200]})
+                continue
+            if fault is not None:
+                log.warning("an execution is left out", extra={"layer": then, "why": fault})
+                self.wrong.add((then, "mixed"))
+                return pair.then
+            right.append(execution)
+        if remembered is None:
+            began, device = time.perf_counter(), pair.then.x.device
+            times = {e: _seconds(partial(pair.together, e), device, math.inf) for e in right}
+            of_each = chosen.get(first, "loop"), chosen.get(then, "loop")
+            apart = _seconds(partial(pair.apart, *of_each), device, math.inf)
+            right = [e for e in sorted(times, key=times.__getitem__) if times[e] < apart]
+            self.left -= time.perf_counter() - began
+            self.cache.executions[pair.case] = right[0] if right else "loop"
+        if not right:
+            return pair.then
+        best = right[0]
+        chosen |= {first: best, then: "mixed"}
+        return pair.handed_over(best, stored=True)
 
     def _choose_between(self, operator: nn.Module, inputs: tuple[Any, ...]) -> None:
         """The fastest execution with right results of what runs between the layers; without time left, torch's."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dubito.models import bayesianize
 from dubito.models.conversion.directions import set_directions
-from dubito.models.network.geometry import Conv, Linear, apply
+from dubito.models.network.geometry import Conv, Execution, Linear, apply
 from dubito.models.network.network import Draws
 from dubito.models.network.plan import cheapest
 from dubito.models.numerics.hadamard_kernel import transform_on_gpu
@@ -23,11 +23,13 @@ from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.inducing_factors import InducingFactors, LambdaLaw
 from dubito.models.posteriors.inducing_together import _size, stack, stack_dense
 from dubito.models.posteriors.protocol import Dense, Factored
-from dubito.service.engine import plain_kernels
+from dubito.models.predictions.uncertainty import class_sums
+from dubito.service.engine import kernels, plain_kernels
 from dubito.service.engine.between import Between, with_between
-from dubito.service.engine.fusion import fuse
-from dubito.service.engine.kernels import Epilogue, dense, factored, parted, suits, tap_by_tap
-from tests.small_models import mixed, spoiled
+from dubito.service.engine.fusion import Unit, fuse
+from dubito.service.engine.graphs import tap_by_tap as tap_by_tap_of
+from dubito.service.engine.kernels import Ahead, Epilogue, dense, factored, parted, suits, tap_by_tap
+from tests.small_models import bottlenecks, mixed, spoiled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # numpy has no bfloat16
@@ -50,12 +52,20 @@ DEPTHWISE = [
     (1, 8, 6, 6, 3, 1, 0, "gelu"),
 ]
 POOLED = [(3, 5, 9, 7, 3, 2, 1), (1, 70, 6, 8, 2, 2, 0), (1, 64, 5, 5, 3, 1, 1)]
+SUMMED = [(3, 2, 10, True), (37, 3, 1, False), (2, 2, 21, False)]  # K, B, classes, whether there are distances
 NORMED = [((7, 40), True), ((3, 5, 96), True), ((2, 130), False)]
 # K, axes before the last, inputs, outputs, bias, r, λ-noise, residual, activation
 LINEAR = [
     (2, (3, 5), 40, 72, True, 36, True, True, "gelu"),
     (3, (7,), 128, 24, False, 17, False, False, None),
     (2, (2, 2, 3), 48, 40, True, 49, True, False, "silu"),
+]
+# inputs, outputs of three layers, of which the last has 24; side of the first, or linear; bias, λ-noise, residual
+AHEAD: list[tuple[int, int, int, int | None, bool, bool, bool]] = [
+    (20, 72, 40, 3, True, True, True),
+    (18, 64, 33, 1, False, False, False),
+    (24, 130, 48, None, True, True, True),
+    (18, 40, 32, None, False, True, False),
 ]
 LAWS: list[tuple[float, LambdaLaw]] = [(0.0, "exact"), (0.3, "factored"), (0.3, "exact")]
 
@@ -106,7 +116,7 @@ def check_layer(
             assert torch.equal(k(geometry, x, B_, G, e, after), first)
         assert torch.equal(dense(geometry, x, W, after), found["dense"][0])
     same = x[: shape[0]].repeat(K, *[1] * (x.dim() - 1))
-    of_same, of_one = (parted(geometry, same, B_, G, e, after, shared).double() for shared in (False, True))
+    of_same, of_one = (parted(geometry, same, B_, G, e, after, shared=shared).double() for shared in (False, True))
     assert float((of_one - of_same).norm() / of_same.norm()) < CLOSE[dtype]
     own = (-1, 1, 1) if isinstance(geometry, Conv) else (-1,)
     for name, y in expected.items():
@@ -117,6 +127,92 @@ def check_layer(
             assert out.shape == y.shape
             error = float((out.double() - y).norm() / y.norm())
             assert error < CLOSE[dtype], (name, geometry, shape, K, r, noise, add, then, error)
+
+
+def check_ahead(
+    d_in: int, hidden: int, d_out: int, side: int | None, bias: bool, noise: bool, residual: bool, dtype: torch.dtype
+) -> None:
+    """Two layers, the second one's first product within the first one's kernel, and a third from the second, against
+    torch in float64; `side` of the first layer's taps, None: linear layers."""
+    torch.manual_seed(0)
+    K, sizes, r = 2, [(d_in, hidden), (hidden, d_out), (d_out, 24)], (17, 12, 16)
+    geometries: list[Conv | Linear] = [Linear(a, b, bias) for a, b in sizes]
+    if side is not None:
+        sides = (side, 1, 1)
+        geometries = [
+            Conv(a, b, (n, n), (1, 1), (n // 2, n // 2), (1, 1), 1, bias)
+            for n, (a, b) in zip(sides, sizes, strict=True)
+        ]
+    shape = (K * 3, d_in, 4, 5) if side is not None else (K * 3, 7, d_in)
+    x = torch.randn(shape, device=DEVICE).to(dtype)
+    operands = []
+    for geometry, columns in zip(geometries, r, strict=True):
+        outputs, inputs = geometry.shape
+        B = torch.linalg.qr(torch.randn(inputs, columns))[0].to(DEVICE, dtype)
+        G = (torch.randn(K, outputs, columns, device=DEVICE) / math.sqrt(columns)).to(dtype)
+        e = (torch.randn(K, outputs, device=DEVICE) / 10).to(dtype) if noise else None
+        operands.append((B, tap_by_tap(geometry, B).T.contiguous().T, G, e))
+    after = []
+    for geometry, then in zip(geometries, ("gelu", "relu", None), strict=True):
+        scale, shift = torch.randn(2, geometry.outputs, device=DEVICE)
+        after.append(Epilogue(scale, shift, None, then))  # type: ignore[arg-type]
+
+    def wide(i: int, y: Tensor) -> Tensor:
+        (B, _, G, e), (more, then) = operands[i], (after[i].residual, after[i].then)
+        layer = Factored(B.double(), G.double(), None if e is None else e.double())
+        y = apply(geometries[i], y.double(), layer, K, "factored")
+        own = (-1, 1, 1) if side is not None else (-1,)
+        y = y * after[i].scale.double().view(own) + after[i].shift.double().view(own)
+        y = y if more is None else y + more.double()
+        return y if then is None else getattr(torch.nn.functional, then)(y)
+
+    if residual:
+        after[1] = replace(after[1], residual=torch.randn(wide(1, wide(0, x)).shape, device=DEVICE).to(dtype))
+    for run in (factored, parted):
+        expected, given = wide(0, x), operands[0]
+        first = Ahead(operands[1][1], bias, noise)
+        y = run(geometries[0], x, *given[1:], after[0], first)
+        unseen = Ahead(operands[1][1], bias, noise, stored=False)
+        run(geometries[0], x, *given[1:], after[0], unseen)
+        assert first.made is not None
+        assert unseen.made is not None
+        assert float((first.made.c - unseen.made.c).norm() / first.made.c.norm()) < CLOSE[dtype]
+        assert float((y.double() - expected).norm() / expected.norm()) < CLOSE[dtype]
+        expected, second = wide(1, y), Ahead(operands[2][1], bias, noise)
+        z = kernels.mixed(geometries[1], torch.full_like(y, math.nan), first.made, *operands[1][2:], after[1], second)
+        assert float((z.double() - expected).norm() / expected.norm()) < CLOSE[dtype]
+        assert second.made is not None
+        expected = wide(2, z)
+        out = kernels.mixed(geometries[2], torch.full_like(z, math.nan), second.made, *operands[2][2:], after[2])
+        assert out.shape == expected.shape
+        assert float((out.double() - expected).norm() / expected.norm()) < CLOSE[dtype]
+        for _ in range(AGAIN if DEVICE == "cuda" else 0):  # to the bit, however the programs are interleaved
+            again = Ahead(operands[1][1], bias, noise)
+            run(geometries[0], x, *given[1:], after[0], again)
+            assert again.made is not None
+            assert torch.equal(again.made.c, first.made.c)
+            assert torch.equal(again.made.energy, first.made.energy)
+
+
+def check_pairs(dtype: torch.dtype) -> None:
+    """A network whose units begin the next one wherever they can, against the same one without."""
+    torch.manual_seed(0)
+    net = spoiled(bottlenecks())
+    network = bayesianize(net, "ffg-u", inducing=4).to(DEVICE)
+    factors = network.factors()
+    form = fuse(network.net, torch.device(DEVICE))
+    factors = tap_by_tap_of(factors, form)
+    layers = {layer: name for name, layer in network.layers.items()}
+    units = [m for m in form.modules() if isinstance(m, Unit)]
+    begun = {u.next.unit for u in units if u.next is not None}
+    assert len(begun) == 4  # all of one tap, but one of the two that read the stem
+    plan: dict[str, Execution] = {layers[u.layer]: "mixed" if u in begun else "parted" for u in units}
+    x, noise = torch.randn(2, 3, 8, 8, device=DEVICE).to(dtype), torch.randn(2, factors.normals, device=DEVICE)
+    made = replace(factors, form=form.to(dtype))
+    with torch.inference_mode():
+        found = network.run(x, made, Draws(2, noise, 0), plan)
+        expected = network.run(x, made, Draws(2, noise, 0), dict.fromkeys(plan, "parted"))
+    assert float((found - expected).norm() / expected.norm()) < CLOSE[dtype]
 
 
 def check_layer_norm(shape: tuple[int, ...], affine: bool, dtype: torch.dtype) -> None:
@@ -160,6 +256,17 @@ def check_finish(then: str | None, dtype: torch.dtype) -> None:
     y = y if then is None else getattr(torch.nn.functional, then)(y)
     found = plain_kernels.finish(x, Epilogue(scale, shift, None, then))  # type: ignore[arg-type]
     assert float((found.double() - y).norm() / y.norm()) < CLOSE[dtype], (then, dtype)
+
+
+def check_class_sums(K: int, B: int, C: int, far: bool, dtype: torch.dtype) -> None:
+    """Against torch in float64; one draw is sure of its answer, another input is NaN."""
+    torch.manual_seed(0)
+    logits, distance = (20 * torch.randn(K, B, C, device=DEVICE)).to(dtype), torch.rand(K, B, device=DEVICE)
+    logits[0, 0, 0] = 2000.0
+    logits[-1, -1, -1] = math.nan
+    given = distance if far else None
+    found, expected = plain_kernels.class_sums(logits, given), class_sums(logits, given)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11, equal_nan=True)
 
 
 def check_max_pool(N: int, C: int, H: int, W: int, side: int, stride: int, padding: int, dtype: torch.dtype) -> None:
@@ -304,12 +411,17 @@ if __name__ == "__main__":
         check_convolution(*case, torch.float32)
     for linear in LINEAR[:1] if short else LINEAR:
         check_linear(*linear, torch.float32)
+    for ahead in AHEAD[:1] if short else AHEAD:
+        check_ahead(*ahead, torch.float32)
+    check_pairs(torch.float32)
     for shape, affine in NORMED[1:2] if short else NORMED:
         check_layer_norm(shape, affine, torch.float32)
     for depthwise in DEPTHWISE[1:2] if short else DEPTHWISE:
         check_depthwise(*depthwise, torch.float32)
     for pooled in POOLED[:1] if short else POOLED:
         check_max_pool(*pooled, torch.float32)
+    for summed in SUMMED[:1] if short else SUMMED:
+        check_class_sums(*summed, torch.float32)
     for then in ("relu",) if short else (None, "relu", "gelu", "silu"):
         check_finish(then, torch.float32)
     check_between(torch.float32)
@@ -318,4 +430,6 @@ if __name__ == "__main__":
     if not short:
         check_convolution(*CASES[-1], HALF)
         check_linear(*LINEAR[0], HALF)
+        check_class_sums(*SUMMED[0], HALF)
+        check_ahead(*AHEAD[0], HALF)
         check_normals(3, 0, 2, 5000)

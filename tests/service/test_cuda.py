@@ -25,6 +25,7 @@ from dubito.models.posteriors.inducing_factors import LambdaLaw
 from dubito.models.predictions.model import Model
 from dubito.models.predictions.prediction import evaluating
 from dubito.models.predictions.resident import reside
+from dubito.service.engine import plans
 from dubito.service.engine.batcher import Batcher
 from dubito.service.engine.engine import Answer, Engine, PredictRequest, PredictResult
 from dubito.service.engine.executions import kernel_executions
@@ -37,12 +38,12 @@ from tests.models import test_agreement as agreement
 from tests.service import interpreted
 from tests.service.conftest import repository_on
 from tests.service.test_repository import nothing_collected
-from tests.small_models import stored
+from tests.small_models import bottlenecks, spoiled, stored
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the GPU's engine is not tested")
 
 SHAPE = (3, 32, 32)
-CUDA = torch.device("cuda")
+CUDA, HALF = torch.device("cuda"), torch.bfloat16
 x = agreement.x
 
 
@@ -61,10 +62,22 @@ def test_the_kernels(case: tuple[int, ...], dtype: torch.dtype) -> None:
     interpreted.check_convolution(*case, dtype)  # type: ignore[arg-type, call-arg]
 
 
+LARGE_AHEAD = (64, 256, 200, 3, True, True, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_layers_kernel_begins_the_next_layer(dtype: torch.dtype) -> None:
+    for case in [*interpreted.AHEAD, LARGE_AHEAD]:
+        interpreted.check_ahead(*case, dtype)
+    interpreted.check_pairs(dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_kernels_between_layers(dtype: torch.dtype) -> None:
     for shape, affine in [*interpreted.NORMED, ((5000, 96), True)]:
         interpreted.check_layer_norm(shape, affine, dtype)
+    for summed in [*interpreted.SUMMED, (20, 64, 1000, True), (100, 3, 10, False)]:
+        interpreted.check_class_sums(*summed, dtype)
     for depthwise in [*interpreted.DEPTHWISE, (4, 200, 33, 35, 7, 1, 3, "gelu")]:
         interpreted.check_depthwise(*depthwise, dtype)
     for pooled in [*interpreted.POOLED, (9, 64, 57, 60, 3, 2, 1)]:
@@ -119,6 +132,31 @@ def test_the_engine_answers_as_the_network_does(
     assert np.array_equal(found.columns["probabilities"], again.columns["probabilities"])
     if method != "ensemble-u":  # of whose members two seeds may well choose the same
         assert not np.array_equal(found.columns["probabilities"], other.columns["probabilities"])
+
+
+@pytest.mark.parametrize("lam_max", [0.0, 0.3])
+def test_a_plan_joins_units_where_that_is_faster(
+    lam_max: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it always is, by a clock that says so; the answers are those of the plain network in float32."""
+    monkeypatch.setattr(plans, "_seconds", lambda run, device, limit: float(run.func.__name__ != "together"))
+    torch.manual_seed(0)
+    net = spoiled(bottlenecks())
+    network = bayesianize(net, "ffg-u", inducing=4, lam_max=lam_max).eval()
+    engine = Engine(
+        reside(stored(network, tmp_path / "m.safetensors", input=Input(shape=SHAPE)), CUDA, HALF), (1, 4), None, 30.0
+    )
+    engine.warm(8, nullcontext())
+    assert engine.plans is not None
+    for B in (1, 4):
+        assert list(engine.plans.at(B, 8).values()).count("mixed") == 4
+    x = torch.randn(3, *SHAPE)
+    (found,) = engine.answer([PredictRequest(x.numpy(), 8, 3, 8, 0.05)])
+    wide = load(tmp_path / "m.safetensors").to(CUDA)
+    with torch.inference_mode():
+        noise = Normals(3, CUDA).rows(8, wide.factors.normals)
+        expected = wide.network.run(x.to(CUDA), wide.factors, Draws(8, noise, 3), cheapest(wide.factors))
+    np.testing.assert_allclose(probabilities(found), expected.softmax(-1).mean(0).cpu().numpy(), atol=3e-2)
 
 
 @pytest.mark.parametrize(("lam", "executions"), [(0.0, ("fused", "parted", "grouped")), (agreement.LAM, ("grouped",))])

@@ -43,7 +43,13 @@ def test_the_kernels_by_tritons_interpreter(words: list[str]) -> None:
     assert run.returncode == 0, run.stderr
 
 
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float64: "*fp64",
+}
 
 
 @pytest.mark.slow
@@ -77,6 +83,8 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(capability: int, monkeyp
     checks: list[Callable[[], None]] = [
         *(partial(interpreted.check_convolution, *case, half) for case in interpreted.CASES[2:]),
         partial(interpreted.check_linear, *interpreted.LINEAR[0], half),
+        *(partial(interpreted.check_ahead, *case, half) for case in interpreted.AHEAD),
+        *(partial(interpreted.check_class_sums, *case, half) for case in interpreted.SUMMED),
         *(partial(interpreted.check_layer_norm, *case, half) for case in interpreted.NORMED[1:]),
         *(partial(interpreted.check_depthwise, *case, half) for case in interpreted.DEPTHWISE),
         partial(interpreted.check_max_pool, *interpreted.POOLED[0], half),
