@@ -900,10 +900,10 @@ def pack_zoo(
     if minutes is None:
         out = _writable(out)
         if again:
-            remeasure(file, out, where)
-        elif plain is not None:
-            compare(file, plain, out, where)
-        _print_result(out, reword(name, out if again or plain is not None else file, out), as_json)
+            model = remeasure(name, file, out, where)
+        else:
+            model = reword(name, file, out) if plain is None else compare(name, file, plain, out, where)
+        _print_result(out, model, as_json)
         return
     told: dict[str, Any] = {"minutes": minutes, "made_on": made_on, "beside": beside, "plain": plain}
     told["examples"] = examples

@@ -219,37 +219,35 @@ def _parts(file: str | Path, recipe: Recipe, card: Card, where: Where) -> Parts:
     return parts
 
 
-def compare(file: str | Path, plain: str | Path, out: Path, where: Where) -> Model:
-    """A packed model, measured again beside a plain network that was trained by itself."""
-    model = load(file).to(where.device)
+def compare(name: str, file: str | Path, plain: str | Path, out: Path, where: Where) -> Model:
+    """A packed model, measured again beside a plain network that was trained by itself; with the words of zoo.toml."""
+    model, said = _packed(name, file)
+    model = model.to(where.device)
     card, recipe = model.card, recipe_of(model)
-    if card.zoo is None:
-        raise ZooError(f"{file} is not packed; expected a file of the zoo, or --minutes of training.")
     parts = _parts(file, recipe, card, where)
     own, column = beside_plain(model, load(plain).network, parts, recipe.calibrate, out, recipe.seed)
     found = measure(model, parts.test, seed=recipe.seed) | own
-    zoo = card.zoo.model_copy(update={"measured_on": where.kind})
+    zoo = said.model_copy(update={"measured_on": where.kind})
     save(model.with_card(metrics=found, plain=column, zoo=zoo), out)
     return load(out)
 
 
-def remeasure(file: str | Path, out: Path, where: Where) -> Model:
+def remeasure(name: str, file: str | Path, out: Path, where: Where) -> Model:
     """A packed model with the figures and curves that it has as it is stored, on this device; its calibration stays.
+    With the words of zoo.toml.
 
     A model whose figures were those before it was rounded has them in `rounding` from now on, as what they changed by.
     """
-    model = load(file).to(where.device)
+    model, said = _packed(name, file)
+    model = model.to(where.device)
     card, recipe = model.card, recipe_of(model)
-    if card.zoo is None:
-        raise ZooError(f"{file} is not packed; expected a file of the zoo, or --minutes of training.")
     test = _parts(file, recipe, card, where).test
     found = _figures(model, test, recipe.seed)
-    rounding, column = card.zoo.rounding, card.plain
-    if card.zoo.examples is not None:
-        rounding = {key: found[key] - card.metrics[key] for key in ROUNDED if key in found}
-    zoo = card.zoo.model_copy(
-        update={"measured_on": where.kind, "rounding": rounding, "examples": None, **_curves(model, test, recipe.seed)}
-    )
+    rounding, column = said.rounding, card.plain
+    if said.examples is not None:
+        rounding = {key: found[key] - card.metrics[key] for key in ROUNDED if key in found and key in card.metrics}
+    update: dict[str, Any] = {"measured_on": where.kind, "rounding": rounding, "examples": None}
+    zoo = said.model_copy(update=update | _curves(model, test, recipe.seed))
     column = None if column is None else _compared(column, found)
     save(model.with_card(metrics=found, plain=column, zoo=zoo), out)
     return load(out)
@@ -257,6 +255,13 @@ def remeasure(file: str | Path, out: Path, where: Where) -> Model:
 
 def reword(name: str, file: str | Path, out: Path) -> Model:
     """A packed model with the words that zoo.toml has now; its figures and curves stay as they are."""
+    model, zoo = _packed(name, file)
+    save(model.with_card(zoo=zoo), out)
+    return load(out)
+
+
+def _packed(name: str, file: str | Path) -> tuple[Model, Zoo]:
+    """A model that is packed already, and its place in the zoo with the words that zoo.toml has now."""
     steps, model = steps_of(name), load(file)
     if (zoo := model.card.zoo) is None or model.manifest.precision != steps.precision:
         raise ZooError(
@@ -265,8 +270,7 @@ def reword(name: str, file: str | Path, out: Path) -> Model:
     said = about(recipe_of(model).data.name)
     words: dict[str, Any] = {"title": steps.title, "steps": steps.commands(), "data": said.title}
     words |= {"licence": said.licence, "limits": steps.limits, "not_for": steps.not_for}
-    save(model.with_card(zoo=zoo.model_copy(update=words)), out)
-    return load(out)
+    return model, zoo.model_copy(update=words)
 
 
 def _stored(model: Model, precision: Precision, parts: Parts, out: Path) -> Model:

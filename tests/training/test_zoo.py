@@ -23,7 +23,7 @@ from dubito.training.data.data import Examples, part_of
 from dubito.training.data.sources import read_for
 from dubito.training.evaluation.evaluate import measure
 from dubito.training.evaluation.predicting import predict_grid
-from dubito.training.zoo import Where, compare, kept, make, pack, reliability, reword, risk, steps_of
+from dubito.training.zoo import Where, compare, kept, make, pack, reliability, remeasure, reword, risk, steps_of
 from tests.small_models import bayesian_mlp
 
 REPO = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ def test_a_plain_network_that_was_trained_by_itself_stands_beside(tmp_path: Path
     save(bayesian_mlp((64, 16, 10), "deterministic"), plain, card=load(bare).card)
     pack("digits", bare, tmp_path / "alone.safetensors", Where(), minutes=1, made_on="CPU")
     packed = pack("digits", bare, out, Where(), minutes=1, made_on="CPU", plain=plain).card
-    later = compare(tmp_path / "alone.safetensors", plain, tmp_path / "later.safetensors", Where()).card
+    later = compare("digits", tmp_path / "alone.safetensors", plain, tmp_path / "later.safetensors", Where()).card
     test = part_of(read_for(load(bare).manifest, "digits", None), packed)[1]
     expected = measure(load(plain), test, seed=packed.provenance.seed or 0)
     for card in (packed, later):
@@ -120,8 +120,30 @@ def test_a_plain_network_that_was_trained_by_itself_stands_beside(tmp_path: Path
         assert card.plain.tempered["nll"] <= expected["nll"] + 0.01  # its temperature is fitted on other examples
         assert set(card.plain.differences) == {"accuracy", "nll", "ece", "brier", "auroc"}
     assert "auroc" in later.metrics
-    with pytest.raises(DubitoError, match="is not packed; expected a file of the zoo, or --minutes"):
-        compare(bare, plain, out, Where())
+    with pytest.raises(DubitoError, match="is not packed in float32; expected a file of the zoo, or --minutes"):
+        compare("digits", bare, plain, tmp_path / "unwritten.safetensors", Where())
+    assert not (tmp_path / "unwritten.safetensors").exists()
+
+
+def test_a_packed_model_is_measured_again_as_it_is_stored(tmp_path: Path, few_here: None) -> None:
+    """Its card says of 20 test inputs what rounding changed, and has the figures from before; then it has those of the
+    file, and the difference."""
+    rough, packed, out = (tmp_path / f"{name}.safetensors" for name in ("rough", "packed", "again"))
+    save_small(rough, precision="int8", metrics={"accuracy": 0.5, "nll": 3.0})
+    pack("digits", rough, packed, Where(), minutes=1, made_on="CPU", examples=20)
+    assert load(packed).card.metrics["nll"] == 3.0
+    again = remeasure("digits", packed, out, Where())
+    test = part_of(read_for(again.manifest, "digits", None), again.card)[1]
+    expected = measure(load(packed), test, seed=again.card.provenance.seed or 0)
+    for key, value in expected.items():
+        assert again.card.metrics[key] == pytest.approx(value, abs=1e-9)
+    assert again.card.zoo is not None
+    assert again.card.zoo.examples is None
+    assert again.card.zoo.rounding == {
+        key: pytest.approx(expected[key] - was) for key, was in (("accuracy", 0.5), ("nll", 3.0))
+    }
+    assert again.card.zoo.risk[-1] == (1.0, pytest.approx(1 - expected["accuracy"], abs=1e-4))
+    assert again.card.calibration == load(packed).card.calibration
 
 
 def test_the_plain_network_of_a_model_is_one_more_command() -> None:
