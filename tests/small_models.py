@@ -49,13 +49,17 @@ def mixed() -> nn.Module:
 
 
 def bottlenecks() -> nn.Module:
-    """Two blocks of a ResNet-50, in small."""
+    """torchvision's bottlenecks, narrow: one with a convolution beside it, one without."""
     from torchvision.models.resnet import Bottleneck
 
-    shortcut = nn.Sequential(nn.Conv2d(16, 32, 1, bias=False), nn.BatchNorm2d(32))
-    blocks = Bottleneck(16, 8, downsample=shortcut), Bottleneck(32, 8)
-    stem = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5))
+    beside = nn.Sequential(nn.Conv2d(8, 32, 1, 2, bias=False), nn.BatchNorm2d(32))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        Bottleneck(8, 8, 2, beside),
+        Bottleneck(32, 8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
 
 
 def spoiled(net: nn.Module) -> nn.Module:

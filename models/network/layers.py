@@ -18,7 +18,7 @@ from dubito.models.errors import ConversionError, InputError
 from dubito.models.manifest import Layer
 from dubito.models.network.geometry import Conv, Execution, Geometry, Linear, apply
 from dubito.models.posteriors.functions import Functions
-from dubito.models.posteriors.protocol import Dense, Operand, Posterior
+from dubito.models.posteriors.protocol import Dense, Factors, Operand, Posterior
 
 
 class Reading(Protocol):
@@ -46,6 +46,7 @@ class Run:
     B: int = 1  # inputs
     channels_last: bool = False
     first_alone: bool = False  # of the inputs, only the rows of the first draw are read; the others are not written
+    factors: Mapping[str, Factors] = field(default_factory=dict)  # what the draws are made from, by layer
     form: nn.Module | None = None  # the network in another form, to be run instead
     begun: Sequence[Callable[[], object]] = ()  # draws that are under way: a capture ends when all were called for
     read: Reading | None = None  # what is read off the features, in further columns of the outputs

@@ -119,6 +119,12 @@ class InducingFactors(WithV):
         return self.lam > 0 and self.noise == "exact" and not (self.spans and self.B.is_cuda)
 
     @property
+    def projection(self) -> tuple[Tensor, bool] | None:
+        if self.forms_W:
+            return None
+        return (self.matheron.B_c, False) if self.lam == 0 else (self.B, not self.spans)
+
+    @property
     def normals(self) -> int:
         return sum(self._parts())
 

@@ -180,6 +180,11 @@ class Factors(Value, ABC):
         """Whether draws act on inputs with the fewest multiplications without W being formed."""
         return False
 
+    @property
+    def projection(self) -> tuple[Tensor, bool] | None:
+        """B of the draws, which is the same for all, and whether they have noise outside it; None: they have no B."""
+        return None
+
     def tap_by_tap(self, channels: int, bias: bool) -> Self | None:
         """For inputs whose channels lie together at each tap of a kernel; None: only channel by channel."""
         return None

@@ -14,10 +14,10 @@ from dubito.models.network.geometry import Conv, Execution, Geometry, Linear, ap
 from dubito.models.network.layers import BayesianLayer
 from dubito.models.numerics.proof import WIDER, fault_in, name_of
 from dubito.models.posteriors.protocol import Dense, Factored, Operand
-from dubito.service.engine.fusion import Begun, Unit
+from dubito.service.engine.fusion import Unit
 
 if TYPE_CHECKING:
-    from dubito.service.engine.kernels import Ahead
+    from dubito.service.engine.kernels import Ahead, Projected
 
 ROUNDINGS = 16  # tolerance in machine epsilons of the largest value: weights and intermediate results are rounded
 SEEN = 2  # inputs of a draw that are compared
@@ -33,7 +33,7 @@ class LayerCall:
     operand: Operand
     K: int
     channels_last: bool
-    begun: Begun | None = None  # for "mixed"
+    begun: "Projected | None" = None  # for "mixed"
 
     @property
     def layer(self) -> BayesianLayer:
@@ -86,9 +86,12 @@ class LayerCall:
 
     def fault(self, execution: Execution, expected: Tensor) -> str | None:
         """What is wrong with an execution's result on the rows of `expected`; None if it is right."""
-        result = torch.cat(_seen(self.compute(execution), self.K))
-        what = f"{execution!r} in {name_of(result.dtype)}"
-        return fault_in(what, result, expected, ROUNDINGS, partial(self.expected, unsigned=True))
+        return self.fault_of(self.compute(execution), f"{execution!r}", expected)
+
+    def fault_of(self, result: Tensor, what: str, expected: Tensor) -> str | None:
+        rows = torch.cat(_seen(result, self.K))
+        what = f"{what} in {name_of(rows.dtype)}"
+        return fault_in(what, rows, expected, ROUNDINGS, partial(self.expected, unsigned=True))
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Pair:
 
     first: LayerCall
     then: LayerCall
+    projection: tuple[Tensor, bool] | None  # of the second, as a pass knows it before its draws
     alone: bool  # nothing else reads the outputs
 
     @cached_property
@@ -114,9 +118,12 @@ class Pair:
                 return False
         from dubito.service.engine.kernels import WIDEST_AHEAD
 
-        assert isinstance(self.then.operand, Factored)
-        d_in, r = self.then.operand.B.shape
-        return r <= WIDEST_AHEAD and 2 * r <= d_in
+        operand = self.then.operand
+        if self.projection is None or not isinstance(operand, Factored):
+            return False
+        (B, outside), (d_in, r) = self.projection, operand.B.shape
+        known = B.shape == operand.B.shape and B.dtype == self.then.x.dtype and outside == (operand.e is not None)
+        return known and r <= WIDEST_AHEAD and 2 * r <= d_in
 
     @cached_property
     def case(self) -> str:
@@ -130,19 +137,21 @@ class Pair:
     def handed_over(self, first: Execution, *, stored: bool) -> LayerCall:
         """The second unit, with what the first has made for it."""
         assert isinstance(self.then.unit, Unit)
-        ahead = self.then.unit.asks(self.then.operand, self.then.x.dtype, stored=stored)
-        assert ahead is not None
+        assert self.projection is not None
+        ahead = self.then.unit.asks(*self.projection, stored=stored)
         y = self.first.compute(first, ahead)
-        assert ahead.made is not None
-        return replace(self.then, x=y, begun=Begun(self.then.operand, ahead.made))
+        return replace(self.then, x=y, begun=ahead.made)
 
     def together(self, first: Execution) -> Tensor:
         return self.handed_over(first, stored=not self.alone).compute("mixed")
 
     def fault(self, first: Execution) -> str | None:
-        """What is wrong with the result, from the first's outputs as they are then; None if it is right."""
+        """What is wrong with the outputs of either, as they are made in a pass; None if they are right."""
         begun = self.handed_over(first, stored=True)
-        return begun.fault("mixed", begun.expected())
+        wrong = self.first.fault_of(begun.x, f"{first!r} that goes on", self.first.expected())
+        if wrong is None and self.alone:
+            begun = replace(begun, begun=self.handed_over(first, stored=False).begun)
+        return wrong or begun.fault("mixed", begun.expected())
 
 
 def _seen(rows: Tensor, K: int) -> list[Tensor]:

@@ -21,7 +21,7 @@ from dubito.models.errors import first_line
 from dubito.models.network.attention import Attention
 from dubito.models.network.features import watched
 from dubito.models.network.geometry import Affine, Conv, Execution, Geometry, Linear, absorbs, apply
-from dubito.models.network.layers import BayesianLayer, MemberLayer, current
+from dubito.models.network.layers import BayesianLayer, MemberLayer, Run, current
 from dubito.models.network.normalisation import FOLDABLE, ScaleShift, folded
 from dubito.models.network.window_attention import WindowAttention
 from dubito.models.posteriors.protocol import Dense, Factored, Operand
@@ -44,6 +44,7 @@ Activation = Literal["relu", "gelu", "silu"]
 FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"relu": F.relu_, "gelu": F.gelu, "silu": F.silu}
 TIMES = (operator.mul, operator.imul, torch.mul)
 GOES_ON: tuple[Execution, ...] = ("fused", "parted", "mixed")  # executions that can begin the next unit
+SIZES = ("shape", "ndim", "dtype", "device", "is_cuda")
 RESHAPED = ("reshape", "view", "unsqueeze")
 LAST_TO_SECOND, SECOND_TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)  # axes of channels last, channels first, and back
 
@@ -54,14 +55,6 @@ class Next:
 
     unit: "Unit"
     alone: bool  # nothing else reads them
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A unit's operand, and the product of its first factor with its inputs, by the unit before."""
-
-    operand: Operand
-    projected: "Projected"
 
 
 class Unit(nn.Module):
@@ -94,26 +87,28 @@ class Unit(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         run = current(self.layer, x)
         execution, begun = run.plan.get(self.layer, "loop"), run.ahead.pop(self, None)
-        operand = run.operands[self.layer]() if begun is None else begun.operand
         if execution == "mixed" and begun is None:  # the unit before runs otherwise here
-            execution = "parted"
-        ahead, of_next = None, self.next
-        if of_next is not None and run.plan.get(of_next.unit.layer) == "mixed" and execution in GOES_ON:
-            theirs = run.operands[of_next.unit.layer]()
-            ahead = of_next.unit.asks(theirs, x.dtype, stored=not of_next.alone)
+            execution = "factored"
+        ahead = self._ahead(run) if execution in GOES_ON else None
+        operand = run.operands[self.layer]()
         out = self.compute(x, residual, operand, run.K, execution, run.channels_last, begun, ahead)
-        if of_next is not None and ahead is not None:
-            assert ahead.made is not None
-            run.ahead[of_next.unit] = Begun(theirs, ahead.made)
+        if self.next is not None and ahead is not None:
+            run.ahead[self.next.unit] = ahead.made
         return out
 
-    def asks(self, operand: Operand, dtype: torch.dtype, *, stored: bool) -> "Ahead | None":
+    def _ahead(self, run: Run) -> "Ahead | None":
+        """What the kernel is to make for the next unit, whose draws may still be under way."""
+        if self.next is None or run.plan.get(self.next.unit.layer) != "mixed":
+            return None
+        layer = self.next.unit.layer
+        projection = run.factors[run.structure.names[layer]].projection
+        return None if projection is None else self.next.unit.asks(*projection, stored=not self.next.alone)
+
+    def asks(self, B: Tensor, outside: bool, *, stored: bool) -> "Ahead":
         """What the kernel of the unit before is to make for this one."""
         from dubito.service.engine import kernels
 
-        if not isinstance(operand, Factored) or operand.B.dim() != 2:
-            return None
-        return kernels.Ahead(operand.B.to(dtype), self.geometry.bias, operand.e is not None, stored)
+        return kernels.Ahead(B, self.geometry.bias, outside, stored)
 
     def compute(
         self,
@@ -123,9 +118,10 @@ class Unit(nn.Module):
         K: int,
         execution: Execution,
         channels_last: bool,
-        begun: Begun | None = None,
+        begun: "Projected | None" = None,
         ahead: "Ahead | None" = None,
     ) -> Tensor:
+        """`begun`: what the unit before has made of the inputs, for "mixed"."""
         if execution in ("fused", "parted", "grouped", "mixed"):
             return self._by_kernel(x, residual, operand, K, execution, begun, ahead)
         within = self.norm is not None and absorbs(self.geometry, x, operand, self.norm.axis)
@@ -144,7 +140,7 @@ class Unit(nn.Module):
         operand: Operand,
         K: int,
         execution: Execution,
-        begun: Begun | None,
+        begun: "Projected | None",
         ahead: "Ahead | None",
     ) -> Tensor:
         from dubito.service.engine import kernels
@@ -155,7 +151,7 @@ class Unit(nn.Module):
             case Factored(B, G, e) if execution != "grouped":
                 given = (G.to(x.dtype), None if e is None else e.to(x.dtype), after, ahead)
                 if execution == "mixed" and begun is not None:
-                    return kernels.mixed(geometry, x, begun.projected, *given)
+                    return kernels.mixed(geometry, x, begun, *given)
                 if execution == "fused":
                     return kernels.factored(geometry, x, B, *given)
                 return kernels.parted(geometry, x, B, *given, shared=self.shared)
@@ -259,12 +255,16 @@ def _fused(net: nn.Module, turned: bool) -> nn.Module:
 
 def _link(root: fx.GraphModule) -> None:
     """Each unit gets to know the one that reads its outputs, where that has one tap."""
-    units = {node: unit for node in root.graph.nodes if (unit := _unit_of(root, node)) is not None}
+    order = {node: i for i, node in enumerate(root.graph.nodes)}
+    units = {node: unit for node in order if (unit := _unit_of(root, node)) is not None}
     for node, unit in units.items():
-        for reader in node.users:
+        readers = [reader for reader in sorted(node.users, key=order.__getitem__) if not _asks_size(reader)]
+        for reader in readers:
             other = units.get(reader)
-            if other is not None and reader.args[0] is node and _goes_on(unit.geometry, other.geometry):
-                unit.next = Next(other, len(node.users) == 1 and reader.args.count(node) == 1)
+            if other is None:  # it may change them in place
+                break
+            if reader.args[0] is node and _goes_on(unit.geometry, other.geometry):
+                unit.next = Next(other, len(readers) == 1 and reader.args.count(node) == 1)
                 break
 
 
@@ -301,8 +301,12 @@ def _is_shared(node: object) -> bool:
     """Whether a node is the network's input, which nothing else changes or reads but for its sizes."""
     if not isinstance(node, fx.Node) or node.op != "placeholder":
         return False
-    reads = [user for user in node.users if user.target is not getattr and user.target not in ("size", "dim")]
-    return len(reads) == 1
+    return len([user for user in node.users if not _asks_size(user)]) == 1
+
+
+def _asks_size(node: fx.Node) -> bool:
+    """Whether a node asks a value for its size, and not for its numbers."""
+    return node.target in ("size", "dim") or (node.target is getattr and node.args[1] in SIZES)
 
 
 def _following(

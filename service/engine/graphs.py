@@ -83,23 +83,25 @@ def first_alone(run: Run) -> bool:
 
 def _summed(out: Tensor, network: BayesianNetwork, read: Reading | None) -> Tensor:
     """`sums_of` all draws, by a kernel where there is one."""
-    if network.task.kind == "classification" and out.dim() == 3 and _sums_by_kernel(out.device):
-        from dubito.service.engine.plain_kernels import WIDEST, class_sums
+    logits, distance = with_distances(out, read) if network.task.kind == "classification" else (None, None)
+    if logits is not None and logits.dim() == 3 and _sums_by_kernel(out.device, logits.shape[2]):
+        from dubito.service.engine.plain_kernels import class_sums
 
-        logits, distance = with_distances(out, read)
-        if logits.shape[-1] <= WIDEST:
-            return class_sums(logits, distance)
+        return class_sums(logits, distance)
     return sums_of(network, read)(out)
 
 
 @cache
-def _sums_by_kernel(device: torch.device) -> bool:
+def _sums_by_kernel(device: torch.device, classes: int) -> bool:
     """Whether the kernel that sums over draws is there, and right on this device."""
     if find_spec("triton") is None:
         return False
+    from dubito.service.engine.plain_kernels import WIDEST
     from dubito.service.engine.plain_kernels import class_sums as by_kernel
 
-    logits = 10 * torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(0)).to(device)
+    if classes > WIDEST:
+        return False
+    logits = 10 * torch.randn(5, 3, classes, generator=torch.Generator().manual_seed(0)).to(device)
     distance = logits[..., 0].abs()
     try:
         torch.testing.assert_close(by_kernel(logits, distance), class_sums(logits, distance), rtol=1e-9, atol=1e-9)

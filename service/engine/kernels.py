@@ -120,14 +120,15 @@ def _spread(
     c, c2, energy, k, G, e, g_k, g_r, g_o, r, y, residual, scale, shift, floor, live, blocks, d_out,
     P, c_next, energy_next, p_i, p_r, q,
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, LEFT: tl.constexpr, RESIDUAL: tl.constexpr,
-    CURVE: tl.constexpr, Q: tl.constexpr, STORE: tl.constexpr, LAST: tl.constexpr, WHOLE: tl.constexpr,
-    OUTSIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CURVE: tl.constexpr, Q: tl.constexpr, Q2: tl.constexpr, STORE: tl.constexpr, LAST: tl.constexpr,
+    WHOLE: tl.constexpr, OUTSIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Multiply c by draw k's matrix, `blocks` blocks of BN outputs; program_id(1) gives the first block.
 
-    With Q > 0, multiply these outputs by P, the q columns of the next layer's B, and store what that comes to for this
-    part of them; `c_next` and `energy_next` point to the first row of the part. `LAST`: P has a further row, of the
-    next layer's bias. `WHOLE`: there is one part, so that what is left outside is known. `OUTSIDE`: it is asked for.
+    With Q > 0, multiply these outputs by P, the q columns of the next layer's B in blocks of Q and Q2, and store what
+    that comes to for this part of them; `c_next` and `energy_next` point to the first row of the part. `LAST`: P has a
+    further row, of the next layer's bias. `WHOLE`: there is one part, so that what is left outside is known. `OUTSIDE`:
+    it is asked for.
     """
     S: tl.constexpr = R2 if R2 > 0 else 1
     col, col2 = tl.arange(0, R), R + tl.arange(0, S)
@@ -135,13 +136,18 @@ def _spread(
     c, c2 = c.to(y.dtype.element_ty), c2.to(y.dtype.element_ty)
     G += k * g_k
     e += k * d_out
-    wide: tl.constexpr = Q if Q > 0 else 1
-    of_next = tl.arange(0, wide)
-    d = tl.zeros((BM, wide), tl.float32)
+    T: tl.constexpr = Q if Q > 0 else 1
+    T2: tl.constexpr = Q2 if Q2 > 0 else 1
+    of_next, of_next2 = tl.arange(0, T), Q + tl.arange(0, T2)
+    d = tl.zeros((BM, T), tl.float32)
+    d2 = tl.zeros((BM, T2), tl.float32)
     sizes = tl.zeros((BM,), tl.float32)
     if LAST:
         ones = (tl.program_id(1) == 0).to(tl.float32)
-        d += ones * tl.load(P + d_out * p_i + of_next * p_r, mask=of_next < q, other=0.0).to(tl.float32)[None, :]
+        last = P + d_out * p_i
+        d += ones * tl.load(last + of_next * p_r, mask=of_next < q, other=0.0).to(tl.float32)[None, :]
+        if Q2 > 0:
+            d2 += ones * tl.load(last + of_next2 * p_r, mask=of_next2 < q, other=0.0).to(tl.float32)[None, :]
         sizes += ones
     first = tl.program_id(1) * blocks * BN
     for n0 in range(first, tl.minimum(first + blocks * BN, d_out), BN):
@@ -156,11 +162,13 @@ def _spread(
             acc += beyond[:, None] * tl.load(e + n, mask=n < d_out, other=0.0).to(tl.float32)[None, :]
         out = _finish(acc, y, residual, scale, shift, floor, live, n, d_out, RESIDUAL, CURVE, STORE, BM)
         if Q > 0:
-            p = tl.load(
-                P + (n[:, None] * p_i + of_next[None, :] * p_r), mask=(n < d_out)[:, None] & (of_next < q)[None, :],
-                other=0.0,
-            )  # fmt: skip
+            known = (n < d_out)[:, None]
+            at = P + n[:, None] * p_i
+            p = tl.load(at + of_next[None, :] * p_r, mask=known & (of_next < q)[None, :], other=0.0)
             d = tl.dot(out, p, d, input_precision="ieee")
+            if Q2 > 0:
+                p2 = tl.load(at + of_next2[None, :] * p_r, mask=known & (of_next2 < q)[None, :], other=0.0)
+                d2 = tl.dot(out, p2, d2, input_precision="ieee")
             if OUTSIDE:
                 sizes += tl.sum(out.to(tl.float32) * out.to(tl.float32), 1)
     if Q > 0:
@@ -168,9 +176,13 @@ def _spread(
         if OUTSIDE:
             if WHOLE:
                 sizes -= tl.sum(d * d, 1)
+                if Q2 > 0:
+                    sizes -= tl.sum(d2 * d2, 1)
             tl.store(energy_next + local, sizes, mask=live)
-        at = c_next + (local[:, None] * wide + of_next[None, :])
-        tl.store(at, d.to(c_next.dtype.element_ty), mask=live[:, None])
+        to = c_next + local[:, None] * (Q + Q2)
+        tl.store(to + of_next[None, :], d.to(c_next.dtype.element_ty), mask=live[:, None])
+        if Q2 > 0:
+            tl.store(to + of_next2[None, :], d2.to(c_next.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
@@ -218,7 +230,7 @@ def _factored_kernel(
     b_i, b_r, g_k, g_r, g_o, blocks, P, c_next, energy_next, p_i, p_r, q,
     side: tl.constexpr, WHOLE: tl.constexpr, POINT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    CURVE: tl.constexpr, Q: tl.constexpr, STORE: tl.constexpr, LAST: tl.constexpr, ONE: tl.constexpr,
+    CURVE: tl.constexpr, Q: tl.constexpr, Q2: tl.constexpr, STORE: tl.constexpr, LAST: tl.constexpr, ONE: tl.constexpr,
     OUTSIDE: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(2).to(tl.int64)
@@ -235,8 +247,8 @@ def _factored_kernel(
     place_next = tl.program_id(1).to(tl.int64) * (tl.num_programs(2) * rows) + k * rows + row
     _spread(
         c, c2, energy, k, G, e, g_k, g_r, g_o, r, y, residual, scale, shift, floor, live, blocks, d_out,
-        P, c_next + place_next * Q, energy_next + place_next, p_i, p_r, q,
-        R, R2, NOISE, False, RESIDUAL, CURVE, Q, STORE, LAST, ONE, OUTSIDE, BM, BN,
+        P, c_next + place_next * (Q + Q2), energy_next + place_next, p_i, p_r, q,
+        R, R2, NOISE, False, RESIDUAL, CURVE, Q, Q2, STORE, LAST, ONE, OUTSIDE, BM, BN,
     )  # fmt: skip
 
 
@@ -270,7 +282,7 @@ def _mix_kernel(
     P, c_next, energy_next, p_i, p_r, q,
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     R: tl.constexpr, R2: tl.constexpr, NOISE: tl.constexpr, LEFT: tl.constexpr, RESIDUAL: tl.constexpr,
-    CURVE: tl.constexpr, Q: tl.constexpr, STORE: tl.constexpr, LAST: tl.constexpr, ONE: tl.constexpr,
+    CURVE: tl.constexpr, Q: tl.constexpr, Q2: tl.constexpr, STORE: tl.constexpr, LAST: tl.constexpr, ONE: tl.constexpr,
     OUTSIDE: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(2).to(tl.int64)
@@ -290,14 +302,15 @@ def _mix_kernel(
         of_part = c_in + (all_rows.to(tl.int64) * part) * (R + R2)
         c += tl.load(of_part + (offset + tl.arange(0, R)[None, :]), mask=live[:, None], other=0.0).to(tl.float32)
         if R2 > 0:
-            c2 += tl.load(of_part + (offset + R + tl.arange(0, R2)[None, :]), mask=live[:, None], other=0.0)
+            second = offset + R + tl.arange(0, R2)[None, :]
+            c2 += tl.load(of_part + second, mask=live[:, None], other=0.0).to(tl.float32)
         if NOISE:
             energy += tl.load(energy_in + all_rows.to(tl.int64) * part + local, mask=live, other=0.0)
     place_next = tl.program_id(1).to(tl.int64) * (tl.num_programs(2) * rows) + k * rows + row
     _spread(
         c, c2, energy, k, G, e, g_k, g_r, g_o, r, y, residual, scale, shift, floor, live, blocks, d_out,
-        P, c_next + place_next * Q, energy_next + place_next, p_i, p_r, q,
-        R, R2, NOISE, LEFT, RESIDUAL, CURVE, Q, STORE, LAST, ONE, OUTSIDE, BM, BN,
+        P, c_next + place_next * (Q + Q2), energy_next + place_next, p_i, p_r, q,
+        R, R2, NOISE, LEFT, RESIDUAL, CURVE, Q, Q2, STORE, LAST, ONE, OUTSIDE, BM, BN,
     )  # fmt: skip
 
 
@@ -366,19 +379,18 @@ class Ahead:
     made: Projected | None = None  # by the kernel
 
     def prepare(self, parts: int, rows: int, like: Tensor) -> None:
-        columns = max(LEAST, triton.next_power_of_2(self.B.shape[1]))
         dtype = like.dtype if parts == 1 else torch.float32
-        c = torch.empty(parts, rows, columns, dtype=dtype, device=like.device)
+        c = torch.empty(parts, rows, sum(_runs(self.B.shape[1])), dtype=dtype, device=like.device)
         self.made = Projected(c, torch.empty(parts, rows, device=like.device) if self.outside else c)
 
 
 def _next(ahead: Ahead | None, y: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """A kernel's arguments and constants for the next layer; any tensor where there is none."""
-    if ahead is None or ahead.made is None:
-        return (y, y, y, 0, 0, 0), (0, True, False, True, False)
-    parts, _, columns = ahead.made.c.shape
+    if ahead is None:
+        return (y, y, y, 0, 0, 0), (0, 0, True, False, True, False)
+    assert ahead.made is not None
     given = (ahead.B, ahead.made.c, ahead.made.energy, *ahead.B.stride(), ahead.B.shape[1])
-    return given, (columns, ahead.stored, ahead.bias, parts == 1, ahead.outside)
+    return given, (*_runs(ahead.B.shape[1]), ahead.stored, ahead.bias, len(ahead.made.c) == 1, ahead.outside)
 
 
 def suits(geometry: object) -> TypeGuard[Conv | Linear]:
@@ -491,7 +503,8 @@ def factored(
     residual = s.added(after.residual, y)
     tile = tile_factored(after.residual is not None) if ahead is None else tile_factored_ahead(after.curve)
     tiles, columns = triton.cdiv(rows, tile.BM) * K, triton.cdiv(d_out, tile.BN)
-    blocks = columns if tiles >= MANY else triton.cdiv(columns, triton.cdiv(MANY, tiles))
+    parts = triton.cdiv(MANY, tiles)
+    blocks = triton.cdiv(columns, parts if ahead is None else min(MOST_PARTS, parts))
     if ahead is not None:
         ahead.prepare(triton.cdiv(columns, blocks), s.rows, x)
     given, constants = _next(ahead, y)
@@ -553,7 +566,7 @@ def mixed(
 ) -> Tensor:
     """A layer of one tap from what the layer before has made; of x, only the shape is read."""
     s, alone = _Shape.of(geometry, x), len(projected.c) == 1
-    return _mix(s, s.output(x, G.shape[1]), projected, (projected.c.shape[2], 0), alone, G, e, after, ahead)
+    return _mix(s, s.output(x, G.shape[1]), projected, _runs(G.shape[2]), alone, G, e, after, ahead)
 
 
 def _mix(

@@ -34,6 +34,7 @@ from dubito.service.engine.pace import seconds_of
 log = logging.getLogger("dubito")
 RUNS = 3  # of each execution, unless the first run is too slow
 HOPELESS = 2.0  # times the fastest: slower executions are not run again
+JOINED = 0.98  # of the time of two layers by themselves: those that take more are not joined
 NEAR = 4  # a plan is used for batches up to this many times larger or smaller
 MOST = 1 << 16  # entries of the cache file
 
@@ -76,14 +77,16 @@ class Plans:
             residual = inputs[1] if len(inputs) > 1 else None
             call = LayerCall(unit, x, residual, run.operands[layer](), run.K, run.channels_last)
             if (execution := self._fastest(name, call)) is not None:
-                chosen[name] = execution
+                chosen[name] = alone[name] = execution
             if (before := waiting.pop(unit, None)) is not None and isinstance(before.unit, Unit):
                 link = before.unit.next
                 assert link is not None
-                call = self._together(Pair(before, call, link.alone), chosen, structure.names)
+                pair = Pair(before, call, job.factors.layers[name].projection, link.alone)
+                call = self._together(pair, chosen, structure.names)
             if isinstance(unit, Unit) and unit.next is not None:
                 waiting[unit.next.unit] = call
 
+        alone = dict(chosen)  # the executions of layers that have nothing to do with their neighbours
         waiting: dict[nn.Module, LayerCall] = {}  # units whose outputs another one reads, by that one
         form = job.network.net if job.factors.form is None else job.factors.form
         units: list[nn.Module] = [m for m in form.modules() if isinstance(m, Unit)]
@@ -101,43 +104,56 @@ class Plans:
                 job.factors.outputs(job.network, job.x, draws, lambda B, K: self.usual, job.B)
         self.known[job.B, K] = MappingProxyType(chosen)
         if self.wrong:  # wrong at one size: not used at any
-            self.usual = self._without_wrong(self.usual, chosen)
-            self.known = {size: self._without_wrong(plan, chosen) for size, plan in self.known.items()}
+            self.usual = self._without_wrong(self.usual, alone)
+            self.known = {size: self._without_wrong(plan, alone) for size, plan in self.known.items()}
         self._at.cache_clear()
 
     def _together(self, pair: Pair, chosen: dict[str, Execution], names: Mapping[nn.Module, str]) -> LayerCall:
         """Whether the second unit's first product is faster within the first's kernel; the second as it is then."""
         first, then = (names[call.layer] for call in (pair.first, pair.then))
         remembered = self.cache.executions.get(pair.case)
-        if (remembered is None and self.left <= 0) or remembered == "loop" or (then, "mixed") in self.wrong:
+        tried = [e for e in pair.executions if remembered in (None, e) and (first, e) not in self.wrong]
+        if not tried or (then, "mixed") in self.wrong or (remembered is None and self.left <= 0):
             return pair.then
-        right: list[Execution] = []
-        for execution in pair.executions if remembered is None else (remembered,):
-            try:
-                fault = pair.fault(execution) if execution in pair.executions else "it is not known here"
-            except torch.AcceleratorError:
-                raise
-            except Exception as error:  # out of memory, or a kernel too large for this GPU
-                log.info("an execution is left out", extra={"why": str(error)[:200]})
-                continue
-            if fault is not None:
-                log.warning("an execution is left out", extra={"layer": then, "why": fault})
-                self.wrong.add((then, "mixed"))
-                return pair.then
-            right.append(execution)
-        if remembered is None:
-            began, device = time.perf_counter(), pair.then.x.device
-            times = {e: _seconds(partial(pair.together, e), device, math.inf) for e in right}
-            of_each = chosen.get(first, "loop"), chosen.get(then, "loop")
-            apart = _seconds(partial(pair.apart, *of_each), device, math.inf)
-            right = [e for e in sorted(times, key=times.__getitem__) if times[e] < apart]
-            self.left -= time.perf_counter() - began
-            self.cache.executions[pair.case] = right[0] if right else "loop"
-        if not right:
-            return pair.then
-        best = right[0]
-        chosen |= {first: best, then: "mixed"}
-        return pair.handed_over(best, stored=True)
+        try:
+            right = [execution for execution in tried if self._joins(pair, execution, then)]
+            if remembered is None and right:
+                right = self._faster(pair, right, (chosen.get(first, "loop"), chosen.get(then, "loop")))
+            if right:
+                found = pair.handed_over(right[0], stored=True)
+                chosen |= {first: right[0], then: "mixed"}
+                return found
+        except torch.OutOfMemoryError as error:
+            log.info("layers are not joined", extra={"layer": then, "why": str(error)[:200]})
+        return pair.then
+
+    def _joins(self, pair: Pair, execution: Execution, then: str) -> bool:
+        """Whether a pair's result is right; one that is wrong at any size is never used."""
+        if (then, "mixed") in self.wrong:
+            return False
+        try:
+            fault = pair.fault(execution)
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a kernel too large for this GPU
+            log.info("an execution is left out", extra={"why": str(error)[:200]})
+            return False
+        if fault is not None:
+            log.warning("an execution is left out", extra={"layer": then, "why": fault})
+            self.wrong.add((then, "mixed"))
+        return fault is None
+
+    def _faster(self, pair: Pair, executions: list[Execution], of_each: tuple[Execution, Execution]) -> list[Execution]:
+        """The execution in which the pair is faster than each of it by itself, if there is one."""
+        began, device = time.perf_counter(), pair.then.x.device
+        times = {e: _seconds(partial(pair.together, e), device, math.inf) for e in executions}
+        apart = _seconds(partial(pair.apart, *of_each), device, math.inf)
+        best = min(times, key=times.__getitem__)
+        self.left -= time.perf_counter() - began
+        faster = times[best] < JOINED * apart
+        if math.isfinite(times[best]) and math.isfinite(apart):
+            self.cache.executions[pair.case] = best if faster else "loop"
+        return [best] if faster else []
 
     def _choose_between(self, operator: nn.Module, inputs: tuple[Any, ...]) -> None:
         """The fastest execution with right results of what runs between the layers; without time left, torch's."""

@@ -3,7 +3,12 @@
 
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +19,7 @@ from torch import Tensor
 from dubito.models import bayesianize
 from dubito.models.conversion.directions import set_directions
 from dubito.models.network.geometry import Conv, Execution, Linear, apply
-from dubito.models.network.network import Draws
+from dubito.models.network.network import Draws, Plan
 from dubito.models.network.plan import cheapest
 from dubito.models.numerics.hadamard_kernel import transform_on_gpu
 from dubito.models.numerics.normals_kernel import FOUR, fill
@@ -23,12 +28,16 @@ from dubito.models.posteriors.inducing import Inducing
 from dubito.models.posteriors.inducing_factors import InducingFactors, LambdaLaw
 from dubito.models.posteriors.inducing_together import _size, stack, stack_dense
 from dubito.models.posteriors.protocol import Dense, Factored
+from dubito.models.predictions.prediction import Job
 from dubito.models.predictions.uncertainty import class_sums
-from dubito.service.engine import kernels, plain_kernels
+from dubito.service.engine import executions, kernels, plain_kernels
+from dubito.service.engine import plans as plans_module
 from dubito.service.engine.between import Between, with_between
 from dubito.service.engine.fusion import Unit, fuse
+from dubito.service.engine.graphs import first_alone
 from dubito.service.engine.graphs import tap_by_tap as tap_by_tap_of
 from dubito.service.engine.kernels import Ahead, Epilogue, dense, factored, parted, suits, tap_by_tap
+from dubito.service.engine.plans import PlanCache, Plans
 from tests.small_models import bottlenecks, mixed, spoiled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -135,7 +144,7 @@ def check_ahead(
     """Two layers, the second one's first product within the first one's kernel, and a third from the second, against
     torch in float64; `side` of the first layer's taps, None: linear layers."""
     torch.manual_seed(0)
-    K, sizes, r = 2, [(d_in, hidden), (hidden, d_out), (d_out, 24)], (17, 12, 16)
+    K, sizes, r = 2, [(d_in, hidden), (hidden, d_out), (d_out, 24)], (17, 24 if bias else 12, 16)
     geometries: list[Conv | Linear] = [Linear(a, b, bias) for a, b in sizes]
     if side is not None:
         sides = (side, 1, 1)
@@ -168,30 +177,58 @@ def check_ahead(
 
     if residual:
         after[1] = replace(after[1], residual=torch.randn(wide(1, wide(0, x)).shape, device=DEVICE).to(dtype))
-    for run in (factored, parted):
-        expected, given = wide(0, x), operands[0]
+
+    found: list[tuple[Tensor, int, Tensor]] = []
+    for run, stored in product((factored, parted), (True, False)):
         first = Ahead(operands[1][1], bias, noise)
-        y = run(geometries[0], x, *given[1:], after[0], first)
-        unseen = Ahead(operands[1][1], bias, noise, stored=False)
-        run(geometries[0], x, *given[1:], after[0], unseen)
-        assert first.made is not None
-        assert unseen.made is not None
-        assert float((first.made.c - unseen.made.c).norm() / first.made.c.norm()) < CLOSE[dtype]
-        assert float((y.double() - expected).norm() / expected.norm()) < CLOSE[dtype]
-        expected, second = wide(1, y), Ahead(operands[2][1], bias, noise)
-        z = kernels.mixed(geometries[1], torch.full_like(y, math.nan), first.made, *operands[1][2:], after[1], second)
-        assert float((z.double() - expected).norm() / expected.norm()) < CLOSE[dtype]
-        assert second.made is not None
-        expected = wide(2, z)
-        out = kernels.mixed(geometries[2], torch.full_like(z, math.nan), second.made, *operands[2][2:], after[2])
-        assert out.shape == expected.shape
-        assert float((out.double() - expected).norm() / expected.norm()) < CLOSE[dtype]
+        other, second = replace(first, stored=stored), Ahead(operands[2][1], bias, noise)
+        with poisoned():
+            y = run(geometries[0], x, *operands[0][1:], after[0], first)
+            run(geometries[0], x, *operands[0][1:], after[0], other)
+            assert first.made is not None
+            assert other.made is not None
+            z = kernels.mixed(
+                geometries[1], torch.full_like(y, math.nan), other.made, *operands[1][2:], after[1], second
+            )
+            assert second.made is not None
+            out = kernels.mixed(geometries[2], torch.full_like(z, math.nan), second.made, *operands[2][2:], after[2])
+        found += [(y, 0, x), (z, 1, y), (out, 2, z)]
         for _ in range(AGAIN if DEVICE == "cuda" else 0):  # to the bit, however the programs are interleaved
-            again = Ahead(operands[1][1], bias, noise)
-            run(geometries[0], x, *given[1:], after[0], again)
+            again = replace(first, made=None)
+            run(geometries[0], x, *operands[0][1:], after[0], again)
             assert again.made is not None
             assert torch.equal(again.made.c, first.made.c)
             assert torch.equal(again.made.energy, first.made.energy)
+    for result, i, given in found:  # last: where kernels are compiled alone, all of them are
+        expected = wide(i, given)
+        assert result.shape == expected.shape
+        assert float((result.double() - expected).norm() / expected.norm()) < CLOSE[dtype]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that nothing has been written to is NaN."""
+    empty = torch.empty
+
+    def of_nan(*size: Any, **options: Any) -> Tensor:
+        made: Tensor = empty(*size, **options)
+        return made.fill_(math.nan) if made.is_floating_point() else made
+
+    torch.empty = of_nan
+    try:
+        yield
+    finally:
+        torch.empty = empty
+
+
+@contextmanager
+def one_program() -> Iterator[None]:
+    """Each of a kernel's programs computes all outputs of its rows, as where there are many rows."""
+    many, kernels.MANY = kernels.MANY, 1
+    try:
+        yield
+    finally:
+        kernels.MANY = many
 
 
 def check_pairs(dtype: torch.dtype) -> None:
@@ -210,9 +247,62 @@ def check_pairs(dtype: torch.dtype) -> None:
     x, noise = torch.randn(2, 3, 8, 8, device=DEVICE).to(dtype), torch.randn(2, factors.normals, device=DEVICE)
     made = replace(factors, form=form.to(dtype))
     with torch.inference_mode():
-        found = network.run(x, made, Draws(2, noise, 0), plan)
-        expected = network.run(x, made, Draws(2, noise, 0), dict.fromkeys(plan, "parted"))
+        run = network.arrange(made, Draws(2, noise, 0), plan)
+        assert first_alone(run)
+        with poisoned():
+            found = network.go(x, replace(run, first_alone=True))
+        expected = network.run(x, made, Draws(2, noise, 0), dict.fromkeys(plan, "factored"))
     assert float((found - expected).norm() / expected.norm()) < CLOSE[dtype]
+
+
+def check_plans() -> None:
+    """A plan joins units where that is faster, which by the clock here it always is, but none of which an output would
+    be wrong: one that a kernel stores, what it makes for the next layer, or what that layer makes of it."""
+    was = kernels.factored, kernels.parted, kernels.mixed
+    for wrong in (None, "stored", "made", "mixed"):
+
+        def goes_on(run: Any, *given: Any, wrong: str | None = wrong, **named: Any) -> Any:
+            y, ahead = run(*given, **named), given[6]
+            if ahead is not None and wrong == "made" and not ahead.stored:
+                ahead.made.c.mul_(3)
+            return 3 * y if ahead is not None and wrong == "stored" else y
+
+        kernels.factored, kernels.parted = (partial(goes_on, run) for run in was[:2])
+        if wrong == "mixed":
+            kernels.mixed = lambda *given: 3 * was[2](*given)
+        try:
+            plan, error = joined_plan()
+        finally:
+            kernels.factored, kernels.parted, kernels.mixed = was
+        assert ("mixed" in plan.values()) == (wrong is None), (wrong, plan)
+        assert error < CLOSE[torch.float32]
+
+
+def by_name(run: Any, device: torch.device, limit: float) -> float:
+    """Seconds by which layers that are joined are always faster."""
+    return float(run.func.__name__ != "together")
+
+
+def joined_plan() -> tuple[Plan, float]:
+    """A plan for two layers, measured as on a GPU, and how far its outputs are from those without one."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(12, 32), torch.nn.ReLU(), torch.nn.Linear(32, 48), torch.nn.GELU(), torch.nn.Linear(48, 5)
+    network = bayesianize(torch.nn.Sequential(*layers), "ffg-u", inducing=4, lam_max=0.3).eval()
+    factors = replace(network.factors(), form=fuse(network.net, torch.device("cpu")))
+    job = Job.of(network, factors, torch.randn(2, 12), 0)
+    plans = Plans(cheapest(factors), PlanCache(None, job.device), 60.0)
+    was = executions.kernel_executions, plans_module._seconds
+    executions.kernel_executions = lambda geometry, operand, x: ("fused", "parted")
+    plans_module._seconds = by_name
+    try:
+        plans.measure(job, 2)
+    finally:
+        executions.kernel_executions, plans_module._seconds = was
+    noise, plan = torch.randn(2, factors.normals), plans.at(2, 2)
+    with torch.inference_mode():
+        found = network.run(job.given, factors, Draws(2, noise, 0), plan)
+        expected = network.run(job.given, factors, Draws(2, noise, 0), cheapest(factors))
+    return plan, float((found - expected).norm() / expected.norm())
 
 
 def check_layer_norm(shape: tuple[int, ...], affine: bool, dtype: torch.dtype) -> None:
@@ -413,7 +503,11 @@ if __name__ == "__main__":
         check_linear(*linear, torch.float32)
     for ahead in AHEAD[:1] if short else AHEAD:
         check_ahead(*ahead, torch.float32)
+        with one_program():
+            check_ahead(*ahead, torch.float32)
     check_pairs(torch.float32)
+    if DEVICE == "cpu":
+        check_plans()
     for shape, affine in NORMED[1:2] if short else NORMED:
         check_layer_norm(shape, affine, torch.float32)
     for depthwise in DEPTHWISE[1:2] if short else DEPTHWISE:

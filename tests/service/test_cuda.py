@@ -69,6 +69,8 @@ LARGE_AHEAD = (64, 256, 200, 3, True, True, True)
 def test_a_layers_kernel_begins_the_next_layer(dtype: torch.dtype) -> None:
     for case in [*interpreted.AHEAD, LARGE_AHEAD]:
         interpreted.check_ahead(*case, dtype)
+        with interpreted.one_program():
+            interpreted.check_ahead(*case, dtype)
     interpreted.check_pairs(dtype)
 
 

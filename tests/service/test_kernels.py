@@ -28,7 +28,7 @@ from dubito.service.engine.graphs import for_gpu, tap_by_tap
 from dubito.service.engine.plans import PlanCache, Plans
 from tests import forked
 from tests.faulty import need
-from tests.small_models import mixed, spoiled
+from tests.small_models import bottlenecks, mixed, spoiled
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(capability: int, monkeyp
     checks: list[Callable[[], None]] = [
         *(partial(interpreted.check_convolution, *case, half) for case in interpreted.CASES[2:]),
         partial(interpreted.check_linear, *interpreted.LINEAR[0], half),
-        *(partial(interpreted.check_ahead, *case, half) for case in interpreted.AHEAD),
+        *(partial(interpreted.check_ahead, *case, half) for case in interpreted.AHEAD[::2]),
         *(partial(interpreted.check_class_sums, *case, half) for case in interpreted.SUMMED),
         *(partial(interpreted.check_layer_norm, *case, half) for case in interpreted.NORMED[1:]),
         *(partial(interpreted.check_depthwise, *case, half) for case in interpreted.DEPTHWISE),
@@ -111,20 +111,6 @@ def _type_of(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32" if abs(value) < 1 << 31 else "i64"
 
 
-def residual() -> nn.Module:
-    """torchvision's bottlenecks, narrow: one with a convolution beside it, one without."""
-    from torchvision.models.resnet import Bottleneck
-
-    beside = nn.Sequential(nn.Conv2d(8, 32, 1, 2, bias=False), nn.BatchNorm2d(32))
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False),
-        Bottleneck(8, 8, 2, beside),
-        Bottleneck(32, 8),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-    )
-
-
 def answers(network: BayesianNetwork, x: Tensor, **changes: object) -> Tensor:
     factors = network.factors()
     torch.manual_seed(1)
@@ -139,7 +125,7 @@ def answers(network: BayesianNetwork, x: Tensor, **changes: object) -> Tensor:
 )
 def test_units_answer_as_the_network_does(architecture: str, units: int, normed: int, summed: int) -> None:
     torch.manual_seed(0)
-    net = residual() if architecture == "residual" else build(architecture)
+    net = bottlenecks() if architecture == "residual" else build(architecture)
     network = bayesianize(spoiled(net), "ffg-u", inducing=4).eval()
     x = torch.randn(2, 3, 12, 12) if architecture == "residual" else torch.randn(2, 1, 28, 28)
     form = fuse(network.net, CPU)
@@ -149,6 +135,48 @@ def test_units_answer_as_the_network_does(architecture: str, units: int, normed:
     calls = [node for node in form.graph.nodes if "unit" in str(node.target)]  # type: ignore[union-attr]
     assert sum(len(node.args) == 2 for node in calls) == summed
     torch.testing.assert_close(answers(network, x, form=form), answers(network, x), rtol=1e-4, atol=1e-5)
+
+
+class Branches(nn.Module):
+    """Two layers read a third one's outputs, which are changed in place before the second does, or before the first."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.stem, self.first, self.second = (nn.Linear(6, 6) for _ in range(3))
+        self.relu, self.early = nn.ReLU(inplace=True), early
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        if self.early:
+            return self.first(self.relu(h)) * self.second(h)  # type: ignore[no-any-return]
+        return self.first(h) * self.second(self.relu(h))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("early", "alone"), [(True, []), (False, [False])])
+def test_a_unit_begins_the_next_one_only_where_nothing_may_change_its_outputs_first(
+    early: bool, alone: list[bool]
+) -> None:
+    form = fuse(bayesianize(Branches(early), "ffg-u", inducing=2).eval().net, CPU)
+    nexts = [unit.next for unit in form.modules() if isinstance(unit, Unit) and unit.next is not None]
+    assert [of_next.alone for of_next in nexts] == alone
+
+
+class ReadTwice(nn.Module):
+    """The inputs are read twice, or their size alone besides."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.twice = nn.Linear(6, 6), nn.Linear(6, 6), twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.first(x)
+        return out + self.second(x.mT) if self.twice else out.view(x.shape)
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_inputs_that_are_read_in_another_form_are_not_one_layers_alone(twice: bool) -> None:
+    form = fuse(bayesianize(ReadTwice(twice), "ffg-u", inducing=2).eval().net, CPU)
+    assert any(unit.shared for unit in form.modules() if isinstance(unit, Unit)) == (not twice)
 
 
 def transformer() -> nn.Module:
@@ -417,7 +445,7 @@ def test_without_memory_for_a_kernel_the_operator_is_torchs() -> None:
     assert not plans.cache.executions
 
 
-@pytest.mark.parametrize("build_net", [residual, transformer, convnext, swin])
+@pytest.mark.parametrize("build_net", [bottlenecks, transformer, convnext, swin])
 def test_in_bfloat16_units_are_told_from_rounding(
     build_net: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -449,7 +477,7 @@ def test_a_network_that_cannot_be_followed_stays_as_it_is() -> None:
 def drawing(lam_max: float) -> BayesianNetwork:
     """Layers of every size, with λ halfway to its cap and further directions where there is noise."""
     torch.manual_seed(0)
-    network = bayesianize(spoiled(residual()), "ffg-u", inducing=4, lam_max=lam_max, noise="factored")
+    network = bayesianize(spoiled(bottlenecks()), "ffg-u", inducing=4, lam_max=lam_max, noise="factored")
     if lam_max:
         for layer in network.layers.values():
             assert isinstance(layer.posterior, Inducing)
