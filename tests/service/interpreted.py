@@ -152,7 +152,7 @@ def check_ahead(
             Conv(a, b, (n, n), (1, 1), (n // 2, n // 2), (1, 1), 1, bias)
             for n, (a, b) in zip(sides, sizes, strict=True)
         ]
-    shape = (K * 3, d_in, 4, 5) if side is not None else (K * 3, 7, d_in)
+    shape = (K, d_in, 4, 5) if side is not None else (K * 3, 7, d_in)
     x = torch.randn(shape, device=DEVICE).to(dtype)
     operands = []
     for geometry, columns in zip(geometries, r, strict=True):
