@@ -51,7 +51,7 @@ SHORT = 0.02  # seconds of a pass that is timed so often
 THREADS = 8  # of a session, at most
 FASTER = 0.9  # of torch's time: a session that takes longer is not used
 AGREES = 1e-3  # largest difference of the means over draws, of 1 or of the mean where that is larger
-FORM = 5  # of the files in the cache
+FORM = 4  # of the files in the cache
 
 
 class CompiledPasses:
@@ -80,14 +80,14 @@ class CompiledPasses:
         if self._ahead is None:
             self._ahead = DrawsAhead(used.parts, self._pool)
 
-    def _opened(self, written: Sequence[Written], threads: int, drawing: int, B: int) -> CompiledPass:
+    def _opened(self, written: Sequence[Written], threads: int, B: int) -> CompiledPass:
         then = WeakMethod(self._draw_ahead)
 
         def taken(used: CompiledPass) -> None:
             if (draw := then()) is not None:
                 draw(used)
 
-        return CompiledPass(written, threads, drawing, self.network, B, self._pool, self._sessions, taken)
+        return CompiledPass(written, threads, self.network, B, self._pool, self._sessions, taken)
 
     def compile(self, job: Job, K: int, share: MemoryShare) -> None:
         """Compile the pass of K draws of the job's inputs, where it is one pass and the memory allows it."""
@@ -122,12 +122,12 @@ class CompiledPasses:
         kept = self.cache.read(key)
         if kept is not None:
             try:
-                threads, drawing, written = unpacked(kept)
+                threads, written = unpacked(kept)
                 if not threads:
                     return None
                 if (has := sum(one.K for one in written)) != K:
                     raise NotRecorded(f"it has {has} draws, not {K}")
-                found = self._opened(written, threads, drawing, job.B)
+                found = self._opened(written, threads, job.B)
                 check.compare(found)
                 return found
             except Exception as error:
@@ -143,9 +143,9 @@ class CompiledPasses:
             if times and time.perf_counter() - began > self.left:
                 break
             try:
-                for written, threads, drawing in self._ways(job, K, plan, largest):
-                    then, given = check.draw_ahead, (self.network, job.B, self._pool, self._sessions)
-                    found = CompiledPass(written, threads, drawing, *given, then)
+                for written, threads in self._ways(job, K, plan, largest):
+                    then = check.draw_ahead
+                    found = CompiledPass(written, threads, self.network, job.B, self._pool, self._sessions, then)
                     check.compare(found)
                     times[found] = _seconds(partial(check.run_unseeded, found), min([plain, *times.values()]))
                     if time.perf_counter() - began > self.left:
@@ -157,22 +157,20 @@ class CompiledPasses:
         best = min(times, key=times.__getitem__)
         plain = min(plain, _seconds(check.plain, plain))  # before and after: the machine may have been busy
         faster = times[best] < FASTER * plain
-        self.cache.write(key, packed(best.threads, best.drawing, best.written) if faster else packed(0, 0, ()))
+        self.cache.write(key, packed(best.threads, best.written) if faster else packed(0, ()))
         self.left -= time.perf_counter() - began
-        return self._opened(best.written, best.threads, best.drawing, job.B) if faster else None
+        return self._opened(best.written, best.threads, job.B) if faster else None
 
-    def _ways(self, job: Job, K: int, plan: Plan, largest: int) -> Iterator[tuple[list[Written], int, int]]:
-        """Ways to compute the pass by a plan, with the threads of its two sessions, network and draws."""
+    def _ways(self, job: Job, K: int, plan: Plan, largest: int) -> Iterator[tuple[list[Written], int]]:
+        """Ways to compute the pass by a plan, with the threads of a session."""
         cores = min(THREADS, torch.get_num_threads())
         whole = write_pass(job, K, plan, largest)
         if cores > 1:
-            yield [whole], cores, cores
-            if whole.draws:
-                yield [whole], cores, 1
-        yield [whole], 1, 1
+            yield [whole], cores
+        yield [whole], 1
         if cores > 1 and K > 1:
             first = write_pass(job, K - K // 2, plan, largest)
-            yield [first, first if K % 2 == 0 else write_pass(job, K // 2, plan, largest)], 1, 1
+            yield [first, first if K % 2 == 0 else write_pass(job, K // 2, plan, largest)], 1
 
     def _key_of(self, job: Job, K: int) -> str:
         """What decides how a pass is computed and how fast it is, the weights included."""

@@ -86,9 +86,9 @@ class Sessions:
 class PassPart:
     """A written pass, ready to run."""
 
-    def __init__(self, written: Written, sessions: Sessions, threads: int, drawing: int) -> None:
+    def __init__(self, written: Written, sessions: Sessions, threads: int) -> None:
         self.K, self.sizes = written.K, np.array(written.sizes)
-        self.drawing, self._network = sessions.of(written.draws, drawing), sessions.of(written.network, threads)
+        self.drawing, self._network = (sessions.of(model, threads) for model in (written.draws, written.network))
         self._operands = list(written.operands)
         self._index = np.arange(self.K)
         taken = {one.name for one in (self.drawing or self._network).get_inputs()}
@@ -182,19 +182,17 @@ class CompiledPass:
         self,
         written: Sequence[Written],
         threads: int,
-        drawing: int,
         network: BayesianNetwork,
         B: int,
         pool: Executor,
         sessions: Sessions | None = None,
         taken: Callable[["CompiledPass"], None] | None = None,
     ) -> None:
-        """`threads` of the session of the network, `drawing` of that of the draws. `taken` is called once a request
-        without a seed has its draws: the next ones may be made."""
+        """`threads` of each session. `taken` is called once a request without a seed has its draws: the next ones may
+        be made."""
         sessions = sessions or Sessions()
-        self.parts = [PassPart(one, sessions, threads, drawing) for one in written]
-        self.written, self.threads, self.drawing = written, threads, drawing
-        self.B, self._pool, self._taken = B, pool, taken
+        self.parts = [PassPart(one, sessions, threads) for one in written]
+        self.written, self.threads, self.B, self._pool, self._taken = written, threads, B, pool, taken
         models = {model for one in written for model in (one.draws, one.network)}
         # the constants, and as products pack them; draws that are used, and the next ones, or these ones' normals
         self.bytes = sum(2 * len(model) for model in models)
@@ -226,16 +224,16 @@ class CompiledPass:
             self._taken(self)
 
 
-def packed(threads: int, drawing: int, written: Sequence[Written]) -> bytes:
+def packed(threads: int, written: Sequence[Written]) -> bytes:
     """For the cache: a line of JSON, then the models."""
     models = list(dict.fromkeys(model for one in written for model in (one.draws, one.network)))
     numbers = [{"draws": models.index(one.draws), "network": models.index(one.network)} for one in written]
     passes = [{**vars(one), **which} for one, which in zip(written, numbers, strict=True)]
-    head = {"threads": threads, "drawing": drawing, "passes": passes, "lengths": [len(model) for model in models]}
+    head = {"threads": threads, "passes": passes, "lengths": [len(model) for model in models]}
     return json.dumps(head).encode() + b"\n" + b"".join(models)
 
 
-def unpacked(kept: bytes) -> tuple[int, int, list[Written]]:
+def unpacked(kept: bytes) -> tuple[int, list[Written]]:
     line, _, rest = kept.partition(b"\n")
     head = json.loads(line)
     ends = [0, *accumulate(head["lengths"])]
@@ -244,4 +242,4 @@ def unpacked(kept: bytes) -> tuple[int, int, list[Written]]:
     for one in head["passes"]:
         lists = {key: tuple(one[key]) for key in ("sizes", "operands")}
         passes.append(Written(**{**one, **lists, "draws": models[one["draws"]], "network": models[one["network"]]}))
-    return int(head["threads"]), int(head["drawing"]), passes
+    return int(head["threads"]), passes

@@ -133,7 +133,7 @@ def sums_agree(model: Model, B: int, K: int, pool: Executor, *executions: Execut
                 ways.append([write_pass(job, K - K // 2, plan), write_pass(job, K // 2, plan)])
             for seed, written in enumerate(ways):
                 expected = job.sums(Draws(K, Normals(seed, CPU).rows(K, model.factors.normals), seed))
-                one, draws = CompiledPass(written, 1, 1, model.network, B, pool), Draws(K, None, seed, by_graph=True)
+                one, draws = CompiledPass(written, 1, model.network, B, pool), Draws(K, None, seed, by_graph=True)
                 sums = one.sums(job.given, draws, Normals(seed, CPU))
                 assert np.abs(sums - expected).max() <= CLOSE * max(K, np.abs(expected).max())
                 fewer = one.sums(job.given[:1], draws, Normals(seed, CPU))  # padded to B
@@ -187,7 +187,7 @@ def test_attention(tmp_path: Path, pool: Executor) -> None:
     with evaluating(network), torch.inference_mode():
         written = write_pass(job, 6, cheapest(factors))
         expected = job.sums(Draws(6, Normals(5, CPU).rows(6, factors.normals), 5))
-        one = CompiledPass([written], 1, 1, network, 2, pool)
+        one = CompiledPass([written], 1, network, 2, pool)
         sums = one.sums(job.given, Draws(6, None, 5, by_graph=True), Normals(5, CPU))
     assert np.abs(sums - expected).max() <= CLOSE * 6
 
@@ -537,7 +537,7 @@ def test_sums_that_are_not_finite_are_compared_too(pool: Executor) -> None:
     with evaluating(model.network), torch.inference_mode():
         job = job_of(model, 2, dict.fromkeys(model.factors.layers, "batch"))
         check = compiled._Check(job, 3, pool)
-        found = CompiledPass([write_pass(job, 3, job.plan(2, 3))], 1, 1, model.network, 2, pool)
+        found = CompiledPass([write_pass(job, 3, job.plan(2, 3))], 1, model.network, 2, pool)
         check.compare(found)
         check.expected[1][-1].flat[0] = np.inf
         with pytest.raises(NotRecorded, match="finite where torch's are not"):
@@ -655,7 +655,7 @@ def parts_of(Ks: Sequence[int], plan: Execution, sessions: Sessions) -> list[Pas
     model = small()
     with evaluating(model.network), torch.inference_mode():
         job = job_of(model, 2, dict.fromkeys(model.factors.layers, plan))
-        return [PassPart(write_pass(job, K, job.plan(2, K)), sessions, 1, 1) for K in Ks]
+        return [PassPart(write_pass(job, K, job.plan(2, K)), sessions, 1) for K in Ks]
 
 
 def test_draws_made_ahead_are_those_of_the_seed(pool: Executor) -> None:
@@ -711,7 +711,7 @@ def test_the_memory_of_draws_ahead_is_counted_where_nothing_is_divided_off(pool:
         written = write_pass(job, 2, job.plan(2, 2))
     whole = replace(written, draws=b"", operands=(), size=0)
     without, with_normals = (
-        CompiledPass([replace(whole, K=K)], 1, 1, model.network, 2, pool).bytes for K in (0, written.K)
+        CompiledPass([replace(whole, K=K)], 1, model.network, 2, pool).bytes for K in (0, written.K)
     )
     assert with_normals - without == 4 * 2 * sum(part.sizes)
 
