@@ -501,7 +501,9 @@ def factored(
     rows, (R, R2), (BK, whole) = s.rows // K, _runs(r), s.tile()
     y = s.output(x, d_out)
     residual = s.added(after.residual, y)
-    tile = tile_factored(after.residual is not None) if ahead is None else tile_factored_ahead(after.curve)
+    tile = (
+        tile_factored(after.residual is not None) if ahead is None else tile_factored_ahead(after.curve, e is not None)
+    )
     tiles, columns = triton.cdiv(rows, tile.BM) * K, triton.cdiv(d_out, tile.BN)
     parts = triton.cdiv(MANY, tiles)
     blocks = triton.cdiv(columns, parts if ahead is None else min(MOST_PARTS, parts))
@@ -637,8 +639,9 @@ def tile_mix(rows: int) -> Tile:
     return Tile(16 if rows <= 32 else 64 if rows <= 128 else 128, 64, 4, 2)
 
 
-def tile_factored_ahead(curve: int) -> Tile:
-    return Tile(128, 32, 8, 3) if curve else Tile(128, 64, 4, 3)
+def tile_factored_ahead(curve: int, noise: bool) -> Tile:
+    """With noise, 128 × 64 numbers for each of four warps would not fit the registers."""
+    return Tile(128, 32, 8, 3) if curve or noise else Tile(128, 64, 4, 3)
 
 
 def tile_mix_ahead(rows: int, stored: bool) -> Tile:
