@@ -71,6 +71,7 @@ LINEAR = [
 ]
 # inputs, outputs of three layers, of which the last has 24; side of the first, or linear; bias, λ-noise, residual
 AHEAD: list[tuple[int, int, int, int | None, bool, bool, bool]] = [
+    (8, 40, 36, 3, True, True, True),
     (20, 72, 40, 3, True, True, True),
     (18, 64, 33, 1, False, False, False),
     (24, 130, 48, None, True, True, True),
@@ -255,11 +256,11 @@ def check_pairs(dtype: torch.dtype) -> None:
     assert float((found - expected).norm() / expected.norm()) < CLOSE[dtype]
 
 
-def check_plans() -> None:
+def check_plans(*faults: str | None) -> None:
     """A plan joins units where that is faster, which by the clock here it always is, but none of which an output would
     be wrong: one that a kernel stores, what it makes for the next layer, or what that layer makes of it."""
     was = kernels.factored, kernels.parted, kernels.mixed
-    for wrong in (None, "stored", "made", "mixed"):
+    for wrong in faults:
 
         def goes_on(run: Any, *given: Any, wrong: str | None = wrong, **named: Any) -> Any:
             y, ahead = run(*given, **named), given[6]
@@ -503,11 +504,12 @@ if __name__ == "__main__":
         check_linear(*linear, torch.float32)
     for ahead in AHEAD[:1] if short else AHEAD:
         check_ahead(*ahead, torch.float32)
-        with one_program():
-            check_ahead(*ahead, torch.float32)
+        if not short:
+            with one_program():
+                check_ahead(*ahead, torch.float32)
     check_pairs(torch.float32)
     if DEVICE == "cpu":
-        check_plans()
+        check_plans(*((None, "made") if short else (None, "stored", "made", "mixed")))
     for shape, affine in NORMED[1:2] if short else NORMED:
         check_layer_norm(shape, affine, torch.float32)
     for depthwise in DEPTHWISE[1:2] if short else DEPTHWISE:
