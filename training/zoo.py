@@ -26,7 +26,7 @@ from dubito.training.calibrate import calibrate
 from dubito.training.compact import compact
 from dubito.training.config import Recipe, read_recipe
 from dubito.training.data.data import DataError, Examples, Parts
-from dubito.training.evaluation.evaluate import measure
+from dubito.training.evaluation.evaluate import measure, some_of
 from dubito.training.evaluation.predicting import ChosenPredictive, Summary
 from dubito.training.prune import prune, recipe_of
 from dubito.training.recipe import read_parts, train
@@ -174,7 +174,7 @@ def pack(
         column = _plain_of(load(beside), model)
     seed, test, measured_on, rounding = recipe.seed, parts.test, made_on.partition(",")[0], {}
     if examples is not None and examples < len(test):
-        test = test[torch.randperm(len(test), generator=torch.Generator().manual_seed(seed))[:examples]]
+        test = some_of(test, examples, seed)
     else:
         examples = None
     if steps.precision != model.manifest.precision:
@@ -204,7 +204,7 @@ def pack(
         measured_on=measured_on,
         limits=steps.limits,
         not_for=steps.not_for,
-        **_curves(model, test, seed),
+        **_curves(ChosenPredictive.of(model, SAMPLES, None).predict(model, test.x, seed), test.y),
         rounding=rounding,
         examples=examples,
     )
@@ -242,12 +242,12 @@ def remeasure(name: str, file: str | Path, out: Path, where: Where) -> Model:
     model = model.to(where.device)
     card, recipe = model.card, recipe_of(model)
     test = _parts(file, recipe, card, where).test
-    found = _figures(model, test, recipe.seed)
+    found, summary = _figures(model, test, recipe.seed)
     rounding, column = said.rounding, card.plain
     if said.examples is not None:
         rounding = {key: found[key] - card.metrics[key] for key in ROUNDED if key in found and key in card.metrics}
     update: dict[str, Any] = {"measured_on": where.kind, "rounding": rounding, "examples": None}
-    zoo = said.model_copy(update=update | _curves(model, test, recipe.seed))
+    zoo = said.model_copy(update=update | _curves(summary, test.y))
     column = None if column is None else _compared(column, found)
     save(model.with_card(metrics=found, plain=column, zoo=zoo), out)
     return load(out)
@@ -281,13 +281,13 @@ def _stored(model: Model, precision: Precision, parts: Parts, out: Path) -> Mode
     stored = as_stored(model.network, card, out, precision).to(model.device)
     others = {"validation": parts.validation, "train": parts.train}
     stored = calibrate(stored, parts.calibration, recipe.calibrate, seed=recipe.seed, **others)
-    return stored.with_card(metrics=_figures(stored, parts.test, recipe.seed))
+    return stored.with_card(metrics=_figures(stored, parts.test, recipe.seed)[0])
 
 
-def _figures(model: Model, test: Examples, seed: int) -> dict[str, float]:
-    """Those of the test part, and the AUROC against spoiled copies of it."""
+def _figures(model: Model, test: Examples, seed: int) -> tuple[dict[str, float], Summary]:
+    """Those of the test part with the AUROC against spoiled copies of it, and the predictions."""
     answers = answers_of(model, test, spoiled(test, seed), seed, SAMPLES)
-    return measure(model, test, seed=seed) | {"auroc": figures_of(answers, test.y)["auroc"]}
+    return measure(model, test, seed=seed) | {"auroc": figures_of(answers, test.y)["auroc"]}, answers.inside
 
 
 def _plain_of(origin: Model, model: Model) -> Plain | None:
@@ -308,9 +308,8 @@ def _compared(plain: Plain, after: dict[str, float]) -> Plain:
     return plain.model_copy(update={"differences": changed})
 
 
-def _curves(model: Model, test: Examples, seed: int) -> dict[str, Any]:
-    summary = ChosenPredictive.of(model, SAMPLES, None).predict(model, test.x, seed)
-    return {"reliability": tuple(reliability(summary, test.y)), "risk": tuple(risk(summary, test.y))}
+def _curves(summary: Summary, y: Tensor) -> dict[str, Any]:
+    return {"reliability": tuple(reliability(summary, y)), "risk": tuple(risk(summary, y))}
 
 
 def reliability(summary: Summary, y: Tensor) -> list[tuple[float, float, float]]:

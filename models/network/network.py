@@ -441,8 +441,16 @@ class BayesianNetwork(nn.Module):
         """What a pass needs; with `keep`, operands are made once and kept for further passes with the same draws."""
         layers = factors.structure.layers
         by_layer: dict[nn.Module, Execution] = {layers[name]: execution for name, execution in plan.items()}
-        given: dict[str, Any] = {"factors": factors.layers, "form": factors.form, "read": factors.read}
-        run = Run(draws.K, {}, by_layer, draws.member, factors.structure, **given)
+        run = Run(
+            draws.K,
+            {},
+            by_layer,
+            draws.member,
+            factors.structure,
+            factors=factors.layers,
+            form=factors.form,
+            read=factors.read,
+        )
         if draws.stock is not None:
             stored = {layer: partial(all_.part, draws.start, draws.K) for layer, all_ in draws.stock.items()}
             return replace(run, operands=stored)

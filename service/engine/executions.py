@@ -23,6 +23,13 @@ ROUNDINGS = 16  # tolerance in machine epsilons of the largest value: weights an
 SEEN = 2  # inputs of a draw that are compared
 
 
+def layer_of(unit: nn.Module) -> BayesianLayer:
+    """The layer itself, of a layer or the unit around it."""
+    layer = unit.layer if isinstance(unit, Unit) else unit
+    assert isinstance(layer, BayesianLayer)
+    return layer
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """A Bayesian layer, or the unit around it, with its inputs and weights in a pass of K draws."""
@@ -34,12 +41,6 @@ class LayerCall:
     K: int
     channels_last: bool
     begun: "Projected | None" = None  # for "mixed"
-
-    @property
-    def layer(self) -> BayesianLayer:
-        layer = self.unit.layer if isinstance(self.unit, Unit) else self.unit
-        assert isinstance(layer, BayesianLayer)
-        return layer
 
     @property
     def geometry(self) -> Geometry:

@@ -123,7 +123,7 @@ class Unit(nn.Module):
     ) -> Tensor:
         """`begun`: what the unit before has made of the inputs, for "mixed"."""
         if execution in ("fused", "parted", "grouped", "mixed"):
-            return self._by_kernel(x, residual, operand, K, execution, begun, ahead)
+            return self._by_kernel(x, residual, operand, execution, begun, ahead)
         within = self.norm is not None and absorbs(self.geometry, x, operand, self.norm.axis)
         affine = Affine(self.scale, self.shift) if within else None
         out = apply(self.geometry, x, operand, K, execution, channels_last, affine)
@@ -138,7 +138,6 @@ class Unit(nn.Module):
         x: Tensor,
         residual: Tensor | None,
         operand: Operand,
-        K: int,
         execution: Execution,
         begun: "Projected | None",
         ahead: "Ahead | None",

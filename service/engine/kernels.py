@@ -554,7 +554,7 @@ def parted(
             s.side, whole, s.point, tile.BM, BK, R, R2, e is not None, geometry.bias,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    return _mix(whole_pass, whole_pass.output(x, d_out), Projected(c, energy), (R, R2), False, G, e, after, ahead)
+    return _mix(whole_pass, whole_pass.output(x, d_out), Projected(c, energy), False, G, e, after, ahead)
 
 
 def mixed(
@@ -568,14 +568,13 @@ def mixed(
 ) -> Tensor:
     """A layer of one tap from what the layer before has made; of x, only the shape is read."""
     s, alone = _Shape.of(geometry, x), len(projected.c) == 1
-    return _mix(s, s.output(x, G.shape[1]), projected, _runs(G.shape[2]), alone, G, e, after, ahead)
+    return _mix(s, s.output(x, G.shape[1]), projected, alone, G, e, after, ahead)
 
 
 def _mix(
     s: "_Shape",
     y: Tensor,
     projected: Projected,
-    runs: tuple[int, int],
     left: bool,
     G: Tensor,
     e: Tensor | None,
@@ -597,7 +596,7 @@ def _mix(
         _mix_kernel[tiles, triton.cdiv(columns, wide), K](
             projected.c, projected.energy, G, G if e is None else e, y, residual, after.scale, after.shift, after.floor,
             rows, rows if all_rows == s.rows else 0, all_rows, d_out, r, G.stride(0), G.stride(2), G.stride(1), wide,
-            *given, splits, tile.BM, tile.BN, *runs, e is not None, left, after.residual is not None, after.curve,
+            *given, splits, tile.BM, tile.BN, *_runs(r), e is not None, left, after.residual is not None, after.curve,
             *constants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return y

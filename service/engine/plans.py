@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from dubito.models.disk import replace_by_draft
 from dubito.models.errors import NumericsError
 from dubito.models.network.geometry import Execution
-from dubito.models.network.layers import BayesianLayer, FoldError, current, first_input
+from dubito.models.network.layers import FoldError, current, first_input
 from dubito.models.network.network import Draws, Plan
 from dubito.models.numerics.normals import Normals
 from dubito.models.numerics.processor import processor
 from dubito.models.numerics.proof import fault_in, name_of
 from dubito.models.predictions.prediction import Job, evaluating
 from dubito.service.engine.between import Between
-from dubito.service.engine.executions import ROUNDINGS, SEEN, LayerCall, Pair
+from dubito.service.engine.executions import ROUNDINGS, SEEN, LayerCall, Pair, layer_of
 from dubito.service.engine.fusion import Unit
 from dubito.service.engine.pace import seconds_of
 
@@ -70,24 +70,22 @@ class Plans:
             return
 
         def choose(unit: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            layer = unit.layer if isinstance(unit, Unit) else unit
-            assert isinstance(layer, BayesianLayer)
+            layer = layer_of(unit)
             x = first_input(inputs, named)
             run, name = current(layer, x), structure.names[layer]
             residual = inputs[1] if len(inputs) > 1 else None
             call = LayerCall(unit, x, residual, run.operands[layer](), run.K, run.channels_last)
             if (execution := self._fastest(name, call)) is not None:
                 chosen[name] = alone[name] = execution
-            if (before := waiting.pop(unit, None)) is not None and isinstance(before.unit, Unit):
-                link = before.unit.next
-                assert link is not None
-                pair = Pair(before, call, job.factors.layers[name].projection, link.alone)
+            if (waited := waiting.pop(unit, None)) is not None:
+                before, read_alone = waited
+                pair = Pair(before, call, job.factors.layers[name].projection, read_alone)
                 call = self._together(pair, chosen, structure.names)
             if isinstance(unit, Unit) and unit.next is not None:
-                waiting[unit.next.unit] = call
+                waiting[unit.next.unit] = call, unit.next.alone
 
         alone = dict(chosen)  # the executions of layers that have nothing to do with their neighbours
-        waiting: dict[nn.Module, LayerCall] = {}  # units whose outputs another one reads, by that one
+        waiting: dict[nn.Module, tuple[LayerCall, bool]] = {}  # units whose outputs another one reads, by that one
         form = job.network.net if job.factors.form is None else job.factors.form
         units: list[nn.Module] = [m for m in form.modules() if isinstance(m, Unit)]
         within = {unit.layer for unit in units}
@@ -110,7 +108,7 @@ class Plans:
 
     def _together(self, pair: Pair, chosen: dict[str, Execution], names: Mapping[nn.Module, str]) -> LayerCall:
         """Whether the second unit's first product is faster within the first's kernel; the second as it is then."""
-        first, then = (names[call.layer] for call in (pair.first, pair.then))
+        first, then = (names[layer_of(call.unit)] for call in (pair.first, pair.then))
         remembered = self.cache.executions.get(pair.case)
         tried = [e for e in pair.executions if remembered in (None, e) and (first, e) not in self.wrong]
         if not tried or (then, "mixed") in self.wrong or (remembered is None and self.left <= 0):

@@ -141,7 +141,7 @@ def test_a_plan_joins_units_where_that_is_faster(
     lam_max: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it always is, by a clock that says so; the answers are those of the plain network in float32."""
-    monkeypatch.setattr(plans, "_seconds", lambda run, device, limit: float(run.func.__name__ != "together"))
+    monkeypatch.setattr(plans, "_seconds", interpreted.by_name)
     torch.manual_seed(0)
     net = spoiled(bottlenecks())
     network = bayesianize(net, "ffg-u", inducing=4, lam_max=lam_max).eval()
